@@ -1,0 +1,1 @@
+"""One training step: the local optimizer, its storage, and what travels between ranks."""

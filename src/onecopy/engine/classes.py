@@ -1,0 +1,93 @@
+"""What is known of optimizer classes: which may have a parameter cut, and which cannot be sharded at all."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
+    {
+        torch.optim.SGD,
+        torch.optim.Adam,
+        torch.optim.AdamW,
+        torch.optim.RMSprop,
+        torch.optim.Adagrad,
+        torch.optim.NAdam,
+        torch.optim.RAdam,
+        torch.optim.Adamax,
+        torch.optim.Adadelta,
+        torch.optim.ASGD,
+        torch.optim.Rprop,
+    }
+)
+"""Classes whose update of an element depends on that element alone. A subclass is another class: it is not assumed."""
+
+SKIPS_MISSING_GRADIENTS: frozenset[type[Optimizer]] = ELEMENTWISE | {
+    torch.optim.Adafactor,
+    torch.optim.Muon,
+    torch.optim.SparseAdam,
+}
+"""Classes that leave a parameter without a gradient alone, so that it need not be sent."""
+
+COMBINING = {
+    "LBFGS": "it builds one direction from all parameters",
+    "Prodigy": "it estimates one step size from all parameters",
+    "ProdigyPlusScheduleFree": "it estimates one step size from all parameters",
+    "DAdaptAdam": "it estimates one step size from all parameters",
+    "DAdaptAdaGrad": "it estimates one step size from all parameters",
+    "DAdaptAdan": "it estimates one step size from all parameters",
+    "DAdaptLion": "it estimates one step size from all parameters",
+    "DAdaptSGD": "it estimates one step size from all parameters",
+    "SAM": "it scales its ascent step by the norm of all gradients",
+    "FusedLAMB": "it clips by the norm of all gradients",
+}
+"""Classes that combine parameters, by name (also of a base class): sharding them would change the result."""
+
+CLIPS_GLOBALLY = {"Lamb", "LAMB"}
+"""Classes that clip by the norm of all gradients unless ``max_grad_norm`` says otherwise."""
+
+
+def check_class(optimizer_class: object, wrapper: type) -> None:
+    """Raise unless ``optimizer_class`` can be sharded."""
+    if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
+        raise TypeError(
+            f"optimizer_class must be a subclass of torch.optim.Optimizer, such as torch.optim.AdamW, "
+            f"got {optimizer_class!r}"
+        )
+    if optimizer_class is Optimizer or issubclass(optimizer_class, wrapper):
+        raise TypeError(
+            f"optimizer_class must be the class to shard, such as torch.optim.AdamW, got {optimizer_class!r}"
+        )
+    for base in optimizer_class.__mro__:
+        if base.__name__ in COMBINING:
+            raise ValueError(
+                f"{optimizer_class.__qualname__} cannot be sharded exactly: {COMBINING[base.__name__]}, "
+                "and a rank sees only its own"
+            )
+
+
+def check_options(optimizer: Optimizer) -> None:
+    """Raise if an option of a constructed optimizer makes sharding impossible."""
+    for position, group in enumerate(optimizer.param_groups):
+        if group.get("differentiable"):
+            raise ValueError(
+                f"differentiable=True (parameter group {position}) is not supported: parameters travel between ranks "
+                "outside autograd"
+            )
+        if type(optimizer).__name__ in CLIPS_GLOBALLY and _max_grad_norm(optimizer, group):
+            raise ValueError(
+                f"{type(optimizer).__qualname__} with max_grad_norm (parameter group {position}) cannot be sharded "
+                "exactly: it clips by the norm of all gradients, and a rank sees only its own; pass "
+                "max_grad_norm=0 (or None) and clip with torch.nn.utils.clip_grad_norm_ before step()"
+            )
+
+
+def _max_grad_norm(optimizer: Optimizer, group: dict[str, Any]) -> Any:
+    return group.get("max_grad_norm", optimizer.defaults.get("max_grad_norm"))
+
+
+def is_elementwise(optimizer_class: type[Optimizer], declared: bool | None) -> bool:
+    """Whether a parameter may be cut: what the user declared, else what is known of the class, else no."""
+    return optimizer_class in ELEMENTWISE if declared is None else declared

@@ -1,0 +1,99 @@
+"""Plain data and tensors to tagged JSON and back, exactly. Nothing is pickled.
+
+JSON alone would turn tuples into lists, integer keys into strings and refuse non-finite floats, so every container is
+written with its kind. Tensors are taken out of the tree and travel beside it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def encode(value: object, tensors: list[Tensor], where: str) -> Any:
+    """Return ``value`` as JSON data; tensors are appended to ``tensors`` and replaced by their position.
+
+    Args:
+        value: None, bool, int, float, str, a tensor, or tuples, lists and dicts of these.
+        tensors: receives the tensors in the order of their positions.
+        where: what the value is, for the error message.
+
+    Raises:
+        TypeError: if anything else is inside; the message says where.
+    """
+    # Exact types only: a subclass (a named tuple, an IntEnum) would come back as something else.
+    kind = type(value)
+    if value is None or kind in (bool, int, str):
+        return value
+    if isinstance(value, float) and kind is float:
+        return value if math.isfinite(value) else ["float", repr(value)]
+    if isinstance(value, Tensor):
+        tensors.append(value.detach())
+        return ["tensor", len(tensors) - 1]
+    if isinstance(value, (tuple, list)) and kind in (tuple, list):
+        items = [encode(item, tensors, f"{where}[{position}]") for position, item in enumerate(value)]
+        return [kind.__name__, items]
+    if isinstance(value, dict) and kind is dict:
+        return [
+            "dict",
+            [
+                [encode(key, tensors, f"a key of {where}"), encode(item, tensors, f"{where}[{key!r}]")]
+                for key, item in value.items()
+            ],
+        ]
+    raise TypeError(
+        f"{where} is of type {kind.__module__}.{kind.__qualname__}, which cannot be gathered: only None, bool, int, "
+        "float, str, tensors, and tuples, lists and dicts of these can"
+    )
+
+
+def decode(data: Any, tensors: Sequence[Any]) -> Any:
+    """The inverse of :func:`encode`; ``tensors[i]`` stands in for the i-th tensor."""
+    if not isinstance(data, list):
+        return data
+    kind, content = data
+    if kind == "tensor":
+        return tensors[content]
+    if kind == "float":
+        return float(content)
+    if kind == "dict":
+        return {decode(key, tensors): decode(item, tensors) for key, item in content}
+    items = [decode(item, tensors) for item in content]
+    return tuple(items) if kind == "tuple" else items
+
+
+def map_tensors(value: Any, function: Callable[[Tensor], Any]) -> Any:
+    """A copy of a tree with ``function`` applied to its tensors; other leaves are kept."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, dict):
+        return {key: map_tensors(item, function) for key, item in value.items()}
+    if type(value) in (tuple, list):
+        return type(value)(map_tensors(item, function) for item in value)
+    return value
+
+
+def dumps(data: Any) -> bytes:
+    """JSON as bytes."""
+    return json.dumps(data, separators=(",", ":"), allow_nan=False).encode()
+
+
+def loads(text: bytes) -> Any:
+    """JSON from bytes."""
+    return json.loads(text)
+
+
+def describe_tensor(tensor: Tensor) -> list[Any]:
+    """What a receiver must know to allocate a tensor: data type, shape, strides."""
+    return [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), list(tensor.stride())]
+
+
+def empty_from(description: list[Any]) -> Tensor:
+    """A CPU tensor as :func:`describe_tensor` described it, with memory but no values yet."""
+    name, shape, stride = description
+    return torch.empty_strided(shape, stride, dtype=getattr(torch, name))

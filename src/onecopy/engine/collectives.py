@@ -1,0 +1,101 @@
+"""Every byte onecopy sends goes through here: one class that knows a process group and its backend."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from onecopy.engine.flat import to_bytes
+
+
+class Work(Protocol):
+    """Something under way that can be waited for."""
+
+    def wait(self) -> object:
+        """Wait until it is done (on an accelerator: make the current stream wait)."""
+
+
+class Collectives:
+    """A process group, seen by one of its members.
+
+    Control data (words, descriptions, headers) lives on ``control_device``: the CPU where the group has a CPU backend,
+    else the accelerator. Ranks in the arguments are group ranks.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
+        if not dist.is_available() or not dist.is_initialized():
+            raise RuntimeError(
+                "no process group is initialised: call torch.distributed.init_process_group() first "
+                "(torchrun sets what it needs), also when there is only one process"
+            )
+        group = dist.group.WORLD if process_group is None else process_group
+        if group is None or dist.get_rank(group) < 0:
+            raise ValueError(
+                f"global rank {dist.get_rank()} is not a member of the process group it was given; "
+                "only the members may construct this object"
+            )
+        self.process_group: dist.ProcessGroup = group
+        self.world_size = dist.get_world_size(group)
+        self.group_rank = dist.get_rank(group)
+        self.global_rank = dist.get_global_rank(group, self.group_rank)
+        backends = dict(part.split(":") for part in dist.get_backend_config(group).split(","))
+        self.control_device = torch.device("cpu")
+        if "cpu" not in backends:
+            accelerator = torch.accelerator.current_accelerator()
+            assert accelerator is not None, backends
+            self.control_device = torch.device(accelerator.type, torch.accelerator.current_device_index())
+
+    def all_gather_words(self, word: Sequence[int]) -> list[list[int]]:
+        """Every rank's word of integers, in rank order, read on the host at once."""
+        return [row.tolist() for row in self.start_all_gather_words(word)]
+
+    def start_all_gather_words(self, word: Sequence[int]) -> list[Tensor]:
+        """Every rank's word of integers, in rank order, on the control device."""
+        mine = torch.tensor(word, dtype=torch.int64, device=self.control_device)
+        rows = list(mine.new_empty(self.world_size, len(word)))
+        dist.all_gather(rows, mine, group=self.process_group)
+        return rows
+
+    def all_gather_bytes(self, payload: bytes) -> list[bytes]:
+        """Every rank's bytes, of any length, in rank order."""
+        sizes = [row[0] for row in self.all_gather_words([len(payload)])]
+        return [
+            self._broadcast_sized(payload if source == self.group_rank else None, size, source)
+            for source, size in enumerate(sizes)
+        ]
+
+    def broadcast_bytes(self, payload: bytes | None, source: int) -> bytes:
+        """The bytes of ``source``; only its own argument counts."""
+        size = torch.tensor([len(payload or b"")], dtype=torch.int64, device=self.control_device)
+        self.broadcast(size, source).wait()
+        return self._broadcast_sized(payload if source == self.group_rank else None, int(size), source)
+
+    def _broadcast_sized(self, payload: bytes | None, size: int, source: int) -> bytes:
+        if size == 0:
+            return b""
+        buffer = torch.empty(size, dtype=torch.uint8, device=self.control_device)
+        if payload is not None:
+            buffer.copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
+        self.broadcast(buffer, source).wait()
+        return to_bytes(buffer) if payload is None else payload
+
+    def broadcast(self, tensor: Tensor, source: int) -> Work:
+        """Start sending contiguous memory of ``source`` into the same memory everywhere else."""
+        work: Work = dist.broadcast(tensor, group=self.process_group, group_src=source, async_op=True)
+        return work
+
+    def send(self, tensor: Tensor, destination: int) -> Work:
+        """Start sending contiguous memory to one rank."""
+        work: Work | None = dist.isend(tensor, group=self.process_group, group_dst=destination)
+        assert work is not None
+        return work
+
+    def receive(self, tensor: Tensor, source: int) -> Work:
+        """Start receiving into contiguous memory from one rank."""
+        work: Work | None = dist.irecv(tensor, group=self.process_group, group_src=source)
+        assert work is not None
+        return work

@@ -1,0 +1,194 @@
+"""Gathering every rank's state on one rank, tensor by tensor, into the plain optimizer's form.
+
+1. Each rank describes its state as tagged JSON with the tensors taken out (``_describe``); this may fail.
+2. All ranks agree that nobody failed and that the groups' options are equal.
+3. The descriptions go to the receiver, which allocates the full tensors on the CPU.
+4. Each rank in turn streams its tensors; the receiver takes them in where they belong, in bounded pieces.
+5. The receiver checks that the owners of a cut parameter agree on what is not per element; all ranks hear the verdict.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onecopy.engine import codec
+from onecopy.engine.agreement import Fact, agree
+from onecopy.engine.collectives import Collectives
+from onecopy.engine.flat import as_bytes, dense_copy, flat_view, to_bytes
+from onecopy.engine.inputs import Group, options_text
+from onecopy.engine.local import LocalOptimizer, Owned
+from onecopy.engine.stream import receive_stream, send_stream
+from onecopy.layout import Layout, ParamSpec, Shard
+
+State = dict[Any, Any]
+
+
+@dataclass(slots=True)
+class _Entry:
+    """One owner's state of one parameter: JSON with holes, and for each tensor its description and kind."""
+
+    param: int
+    tree: Any
+    tensors: list[tuple[list[Any], bool]]  # what empty_from needs, and whether it has one value per element
+
+
+def consolidate(
+    collectives: Collectives, layout: Layout, local: LocalOptimizer, groups: Sequence[Group], to: int
+) -> dict[int, State] | None:
+    """Return the full state by parameter index on group rank ``to``, and None elsewhere."""
+    entries: list[_Entry] = []
+    tensors: list[Tensor] = []
+    failure: Exception | None = None
+    try:
+        entries, tensors = _describe(layout, local)
+    except Exception as error:
+        failure = error
+    agree(collectives, "consolidate_state_dict()", [*group_facts(groups), Fact("target rank", str(to))], failure)
+    header = codec.dumps([[entry.param, entry.tree, entry.tensors] for entry in entries])
+    sizes = [row[0] for row in collectives.all_gather_words([len(header)])]
+    if collectives.group_rank != to:
+        _send(collectives, header, tensors, to)
+        agree(collectives, "consolidate_state_dict()", [])
+        return None
+    assembly = _Assembly(layout)
+    for source, size in enumerate(sizes):
+        if source == to:
+            own = assembly.open(entries, source)
+            if own:
+                torch._foreach_copy_(own, _byte_views(tensors))
+        else:
+            assembly.receive(collectives, source, size)
+    failure = None
+    try:
+        state = assembly.close()
+    except Exception as error:
+        failure = error
+    agree(collectives, "consolidate_state_dict()", [], failure)
+    return state
+
+
+def group_facts(groups: Sequence[Group]) -> list[Fact]:
+    """The options of every group, as facts on which ranks must agree."""
+    return [
+        Fact(f"parameter group {position}", f"{key}={text}")
+        for position, group in enumerate(groups)
+        for key, text in sorted(options_text(group).items())
+    ]
+
+
+def _describe(layout: Layout, local: LocalOptimizer) -> tuple[list[_Entry], list[Tensor]]:
+    known = {id(owned.tensor) for owned in local.owned}
+    for key in local.inner.state:
+        if id(key) not in known:
+            raise TypeError(
+                f"rank {local.group_rank}: {type(local.inner).__qualname__} keeps state under {key!r:.80}, which is "
+                "not a parameter, so it cannot be consolidated"
+            )
+    entries: list[_Entry] = []
+    everything: list[Tensor] = []
+    for owned in local.owned:
+        if owned.tensor not in local.inner.state:
+            continue
+        spec = layout.params[owned.shard.param]
+        tensors: list[Tensor] = []
+        where = f"rank {local.group_rank}: state of parameter {spec.name!r}"
+        tree = codec.encode(dict(local.inner.state[owned.tensor]), tensors, where)
+        for tensor in tensors:
+            if tensor.layout is not torch.strided:
+                raise TypeError(f"{where} holds a tensor of layout {tensor.layout}, which cannot be gathered")
+        tensors = [dense_copy(tensor) for tensor in tensors]
+        kinds = [(codec.describe_tensor(tensor), _is_per_element(tensor, owned)) for tensor in tensors]
+        entries.append(_Entry(spec.index, tree, kinds))
+        everything += tensors
+    return entries, everything
+
+
+def _is_per_element(tensor: Tensor, owned: Owned) -> bool:
+    return owned.is_cut and tensor.shape == owned.tensor.shape
+
+
+def _byte_views(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [as_bytes(flat_view(tensor)) for tensor in tensors]
+
+
+def _send(collectives: Collectives, header: bytes, tensors: Sequence[Tensor], to: int) -> None:
+    device = collectives.control_device
+    text = torch.frombuffer(bytearray(header), dtype=torch.uint8).to(device)
+    collectives.send(text, to).wait()
+    send_stream(_byte_views(tensors), lambda buffer: collectives.send(buffer, to), device)
+
+
+class _Assembly:
+    """The receiver's side: full tensors that fill up as owner after owner sends its part."""
+
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+        self._shards = {(shard.param, shard.owner): shard for shard in layout.shards}
+        self._owners = Counter(shard.param for shard in layout.shards)
+        self._entries: dict[int, list[tuple[int, _Entry, list[Tensor]]]] = {}
+
+    def receive(self, collectives: Collectives, source: int, header_size: int) -> None:
+        """Take one other rank's state in."""
+        device = collectives.control_device
+        header = torch.empty(header_size, dtype=torch.uint8, device=device)
+        collectives.receive(header, source).wait()
+        rows = codec.loads(to_bytes(header))
+        places = self.open([_Entry(param, tree, tensors) for param, tree, tensors in rows], source)
+        receive_stream(places, lambda buffer: collectives.receive(buffer, source), device)
+
+    def open(self, entries: Sequence[_Entry], source: int) -> list[Tensor]:
+        """Return the byte views into which the tensors of ``source`` go, in its order."""
+        places: list[Tensor] = []
+        for entry in entries:
+            spec, shard = self._layout.params[entry.param], self._shards[entry.param, source]
+            others = self._entries.setdefault(entry.param, [])
+            full = others[0][2] if others else None
+            tensors = []
+            for position, (description, per_element) in enumerate(entry.tensors):
+                # A first owner's full tensor takes in every other owner's range of it.
+                shared = full[position] if full is not None and per_element and position < len(full) else None
+                tensor, place = _place(spec, shard, description, per_element, shared)
+                tensors.append(tensor)
+                places.append(as_bytes(place))
+            others.append((source, entry, tensors))
+        return places
+
+    def close(self) -> dict[int, State]:
+        """Check that owners agree and return the state by parameter index."""
+        return {index: self._close_param(index) for index in sorted(self._entries)}
+
+    def _close_param(self, index: int) -> State:
+        spec = self._layout.params[index]
+        (first, entry, tensors), *others = self._entries[index]
+        if len(others) + 1 != self._owners[index]:
+            raise ValueError(f"parameter {spec.name!r} is cut among ranks, but only some of them have state for it")
+        for source, other, other_tensors in others:
+            same = other.tree == entry.tree and len(other_tensors) == len(tensors)
+            for mine, (_, per_element), theirs in zip(tensors, entry.tensors, other_tensors, strict=False):
+                same = same and (per_element or torch.equal(mine, theirs))
+            if not same:
+                raise ValueError(
+                    f"parameter {spec.name!r} is cut among ranks, but ranks {first} and {source} differ in state that "
+                    f"is not per element: {codec.decode(entry.tree, tensors)} and "
+                    f"{codec.decode(other.tree, other_tensors)}; keep parameters whole with elementwise=False"
+                )
+        state: State = codec.decode(entry.tree, tensors)
+        return state
+
+
+def _place(
+    spec: ParamSpec, shard: Shard, description: list[Any], per_element: bool, shared: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """A tensor to fill, and the flat part of it that this owner's values fill."""
+    if not per_element:
+        tensor = codec.empty_from(description)
+        return tensor, flat_view(tensor)
+    if shared is None:
+        shared = codec.empty_from([description[0], list(spec.shape), list(spec.stride)])
+    return shared, flat_view(shared)[shard.start : shard.stop]

@@ -1,0 +1,203 @@
+"""One training step over one layout: update what this rank owns, confirm that all ranks did, share the result.
+
+The engine is the only owner of ordering. Drivers (sequential stepping, uneven inputs) call its phases; they do not
+reach inside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+from torch.profiler import record_function
+
+from onecopy.engine.classes import SKIPS_MISSING_GRADIENTS
+from onecopy.engine.collectives import Collectives
+from onecopy.engine.flat import is_dense
+from onecopy.engine.inputs import Group
+from onecopy.engine.local import LocalOptimizer
+from onecopy.engine.replaced import ReplacementWatch
+from onecopy.engine.sharing import Sharing
+from onecopy.engine.status import gradient_digest, make_status
+from onecopy.engine.storage import InPlace, Storage
+from onecopy.layout import Layout, ParamSpec
+
+
+class ClosureError(Exception):
+    """Carries an exception of the user's closure past the handling of our own failures."""
+
+    def __init__(self, original: Exception) -> None:
+        super().__init__(str(original))
+        self.original = original
+
+
+class Engine:
+    """The phases of a step. ``storage_class`` says where parameters live."""
+
+    def __init__(
+        self,
+        collectives: Collectives,
+        params: Sequence[Tensor],
+        layout: Layout,
+        local: LocalOptimizer,
+        storage_class: type[InPlace],
+    ) -> None:
+        self.collectives = collectives
+        self.local = local
+        self._storage_class = storage_class
+        self._status = make_status(collectives)
+        # An unknown class may move parameters that have no gradient (weight decay alone), so all of them are sent.
+        self._sends_all = type(local.inner) not in SKIPS_MISSING_GRADIENTS
+        self.relayout(params, layout)
+
+    def relayout(self, params: Sequence[Tensor], layout: Layout) -> None:
+        """Take over these parameters and this layout; storage and transfers are planned anew."""
+        self.params = list(params)
+        self.layout = layout
+        self._layout_digest = layout.digest()
+        self.storage: Storage = self._storage_class(self.params, layout)
+        self.local.repoint(self.storage.flats)
+        self.sharing = Sharing(self.collectives, self.storage)
+        self._watch = ReplacementWatch(self.params, [spec.name for spec in layout.params])
+
+    def follow_moves(self) -> None:
+        """Notice parameters whose memory was moved, and follow; refuse where the state could not."""
+        self._watch.check()
+        moved = self.storage.moved()
+        if moved:
+            self.relayout(self.params, replace(self.layout, params=self._moved_specs(moved)))
+
+    def _moved_specs(self, moved: Sequence[int]) -> tuple[ParamSpec, ...]:
+        specs = list(self.layout.params)
+        devices = list(dict.fromkeys(param.device for param in self.params))
+        for index in moved:
+            param, old = self.params[index], specs[index]
+            new = replace(
+                old,
+                shape=tuple(param.shape),
+                stride=param.stride(),
+                dtype=param.dtype,
+                device_ordinal=devices.index(param.device),
+            )
+            changed = new != old or param.device != self.storage.flats[index].device
+            if new.shape != old.shape or not is_dense(new.shape, new.stride):
+                raise RuntimeError(
+                    f"parameter {old.name!r} was given other memory that does not fit: it was {old.describe()} and is "
+                    f"{new.describe()}; construct a new optimizer after changing a parameter's shape"
+                )
+            if changed and self.local.inner.state:
+                raise RuntimeError(
+                    f"parameter {old.name!r} was moved or converted after the optimizer had state: it was "
+                    f"{old.describe()} on {self.storage.flats[index].device} and is {new.describe()} on "
+                    f"{param.device}; move the model before the first step(), or construct a new optimizer and load "
+                    "the consolidated state into it"
+                )
+            specs[index] = new
+        return tuple(specs)
+
+    def has_gradient(self) -> list[bool]:
+        """Which parameters have a gradient now."""
+        return [param.grad is not None for param in self.params]
+
+    @record_function("onecopy.update")
+    def update(
+        self,
+        groups: Sequence[Group],
+        closure: Callable[[], Any] | None,
+        kwargs: dict[str, Any],
+        lent: Mapping[int, Tensor] | None = None,
+    ) -> Any:
+        """Step the inner optimizer over what this rank owns, with the parameters' gradients or lent ones.
+
+        Returns the loss, if there is a closure.
+        """
+        self.local.push_options(groups)
+        last_loss: Any = None
+
+        def evaluate() -> Any:
+            nonlocal last_loss
+            assert callable(closure)
+            try:
+                last_loss = closure()
+            except Exception as error:
+                raise ClosureError(error) from error
+            self.local.bind_gradients(self.layout)
+            return last_loss
+
+        try:
+            if callable(closure):
+                loss = self.local.step(evaluate, kwargs)
+            else:
+                self.local.bind_gradients(self.layout, lent)
+                loss = self.local.step(closure, kwargs)
+        finally:
+            self.local.release_gradients()
+        return last_loss if loss is None else loss
+
+    @record_function("onecopy.confirm")
+    def confirm(self, has_gradient: Sequence[bool], failure: Exception | None) -> None:
+        """Raise on all ranks if one has failed or if they differ, before parameters travel."""
+        word = (self._layout_digest, gradient_digest(has_gradient), int(failure is not None))
+        self._status.exchange(word, self.layout, has_gradient, failure)
+
+    @record_function("onecopy.share")
+    def share(self, has_gradient: Sequence[bool] | None = None) -> None:
+        """Make all replicas equal again; with ``has_gradient``, where only those parameters can have changed."""
+        everything = has_gradient is None or self._sends_all or all(has_gradient)
+        self.sharing.share(None if everything else has_gradient)
+        # Received values and aliases are written behind autograd's back. The version counter makes a backward pass
+        # that still needs the old values raise, as it does after a plain optimizer's step.
+        changed = (
+            self.params
+            if everything or has_gradient is None
+            else [param for param, has in zip(self.params, has_gradient, strict=True) if has]
+        )
+        if changed:
+            increment_version(changed)
+
+
+def sequential_step(
+    engine: Engine, groups: Sequence[Group], closure: Callable[[], Any] | None, kwargs: dict[str, Any]
+) -> Any:
+    """The ordinary driver: update, confirm, share, one after the other.
+
+    A rank that fails in its update still takes part in the confirmation, which makes every rank raise. An exception
+    of the closure is passed on at once: other ranks may be in the middle of its own collectives.
+    """
+    loss, failure = None, None
+    try:
+        engine.follow_moves()
+        loss = engine.update(groups, closure, kwargs)
+    except ClosureError as error:
+        raise error.original from None
+    except Exception as error:
+        failure = error
+    has_gradient = engine.has_gradient()
+    engine.confirm(has_gradient, failure)
+    engine.share(has_gradient)
+    if failure is not None:
+        raise failure
+    engine.local.pull_options(groups)
+    return loss
+
+
+def reshare(engine: Engine, groups: Sequence[Group], change: Callable[[], object]) -> None:
+    """Run something that changes the owned parameters outside a step, then make all replicas equal again."""
+    failure = None
+    try:
+        engine.follow_moves()
+        engine.local.push_options(groups)
+        with torch.no_grad():
+            change()
+    except Exception as error:
+        failure = error
+    has_gradient = [True] * len(engine.params)
+    engine.confirm(has_gradient, failure)
+    engine.share()
+    if failure is not None:
+        raise failure
+    engine.local.pull_options(groups)

@@ -1,0 +1,134 @@
+"""A full state dict cut down to what one rank owns. Everything is checked before anything is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+from torch import Tensor
+
+from onecopy.engine import codec
+from onecopy.engine.agreement import Fact
+from onecopy.engine.consolidate import group_facts
+from onecopy.engine.flat import flat_like
+from onecopy.engine.inputs import Group
+from onecopy.engine.local import NOT_OPTIONS, LocalOptimizer, Owned
+from onecopy.layout import Layout, ParamSpec
+
+StateDict = dict[str, Any]
+
+
+def state_by_index(state_dict: StateDict, groups: Sequence[Group], layout: Layout) -> dict[int, dict[Any, Any]]:
+    """The saved state by parameter position, after checking that groups and parameters fit.
+
+    Raises:
+        ValueError: as torch's optimizers raise, with the group named.
+        TypeError: if it is no optimizer state dict.
+    """
+    if not isinstance(state_dict, Mapping) or "state" not in state_dict or "param_groups" not in state_dict:
+        raise TypeError("load_state_dict() takes an optimizer's state dict, with 'state' and 'param_groups'")
+    saved_groups = state_dict["param_groups"]
+    if len(saved_groups) != len(groups):
+        raise ValueError(f"the state dict has {len(saved_groups)} parameter groups, the optimizer has {len(groups)}")
+    for position, (saved, group) in enumerate(zip(saved_groups, groups, strict=True)):
+        if len(saved["params"]) != len(group["params"]):
+            raise ValueError(
+                f"parameter group {position} has {len(saved['params'])} parameters in the state dict and "
+                f"{len(group['params'])} in the optimizer"
+            )
+    ids = list(chain.from_iterable(saved["params"] for saved in saved_groups))
+    index_of = {saved_id: index for index, saved_id in enumerate(ids)}
+    unknown = [key for key in state_dict["state"] if key not in index_of]
+    if unknown:
+        raise ValueError(f"the state dict has state for {unknown[:5]}, which are in none of its parameter groups")
+    return {index_of[key]: dict(value) for key, value in state_dict["state"].items() if value is not None}
+
+
+def check_shapes(states: Mapping[int, Mapping[Any, Any]], layout: Layout, elementwise: bool) -> None:
+    """Raise ``ValueError`` if a tensor has a shape that its parameter's state cannot have."""
+    for index, state in states.items():
+        spec = layout.params[index]
+        for key, value in state.items():
+            if isinstance(value, Tensor) and value.dim() > 0 and tuple(value.shape) != spec.shape and elementwise:
+                raise ValueError(
+                    f"state {key!r} of parameter {spec.name!r} has shape {tuple(value.shape)}, but the parameter has "
+                    f"shape {spec.shape}"
+                )
+
+
+def load_facts(state_dict: StateDict, states: Mapping[int, Mapping[Any, Any]], layout: Layout) -> list[Fact]:
+    """What must be the same in every rank's state dict: options, names, shapes and scalars."""
+    return [
+        *group_facts(state_dict["param_groups"]),
+        *(
+            Fact(f"state of parameter {layout.params[index].name!r}", f"{key}={_value_text(value)}")
+            for index, state in sorted(states.items())
+            for key, value in state.items()
+        ),
+    ]
+
+
+def local_state_dict(
+    state_dict: StateDict, states: Mapping[int, Mapping[Any, Any]], layout: Layout, local: LocalOptimizer
+) -> StateDict:
+    """A state dict for the inner optimizer: own copies of what this rank owns, by the inner optimizer's positions."""
+    positions = {
+        id(tensor): position
+        for position, tensor in enumerate(chain.from_iterable(group["params"] for group in local.inner.param_groups))
+    }
+    state = {
+        positions[id(owned.tensor)]: _owned_state(states[owned.shard.param], owned, layout.params[owned.shard.param])
+        for owned in local.owned
+        if owned.shard.param in states
+    }
+    param_groups = [
+        {
+            **{key: value for key, value in saved.items() if key not in NOT_OPTIONS},
+            "params": [positions[id(tensor)] for tensor in group["params"]],
+        }
+        for saved, group in zip(state_dict["param_groups"], local.inner.param_groups, strict=True)
+    ]
+    return {"state": state, "param_groups": param_groups}
+
+
+def load_inner(local: LocalOptimizer, state_dict: StateDict) -> None:
+    """Load into the inner optimizer, through its own method so that classes can upgrade old state."""
+    inner = local.inner
+    inner.load_state_dict(state_dict)
+    tensors = list(chain.from_iterable(group["params"] for group in inner.param_groups))
+    for position, saved in state_dict["state"].items():
+        # torch's load_state_dict turns a string into a generator's name.
+        for key, value in saved.items():
+            if _holds_text(value) and key in inner.state[tensors[position]]:
+                inner.state[tensors[position]][key] = value
+
+
+def _owned_state(state: Mapping[Any, Any], owned: Owned, spec: ParamSpec) -> dict[Any, Any]:
+    def take(tensor: Tensor) -> Tensor:
+        if owned.is_cut and tensor.dim() > 0:
+            if tuple(tensor.shape) != spec.shape:
+                raise ValueError(
+                    f"parameter {spec.name!r} is cut among ranks, but its saved state has a tensor of shape "
+                    f"{tuple(tensor.shape)} instead of {spec.shape}; keep parameters whole with elementwise=False"
+                )
+            return flat_like(tensor.detach(), owned.param)[owned.shard.start : owned.shard.stop].clone()
+        return tensor.detach().clone()
+
+    result: dict[Any, Any] = codec.map_tensors(dict(state), take)
+    return result
+
+
+def _holds_text(value: Any) -> bool:
+    if isinstance(value, dict):
+        return any(_holds_text(item) for item in value.values())
+    if isinstance(value, (tuple, list)):
+        return any(_holds_text(item) for item in value)
+    return isinstance(value, str)
+
+
+def _value_text(value: Any) -> str:
+    if isinstance(value, Tensor):
+        content = f" = {value.item()}" if value.dim() == 0 and value.device.type == "cpu" else ""
+        return f"{value.dtype} {tuple(value.shape)}{content}"
+    return repr(value) if value is None or isinstance(value, (bool, int, float, str)) else f"a {type(value).__name__}"

@@ -1,0 +1,206 @@
+"""This rank's optimizer: one instance of the user's own class over what the rank owns."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from onecopy.engine.classes import check_options
+from onecopy.engine.flat import flat_like
+from onecopy.engine.inputs import Group
+from onecopy.engine.torch_private import bare_step
+from onecopy.layout import Layout, Shard
+
+NOT_OPTIONS = ("params", "param_names")
+"""Entries of a parameter group that each optimizer keeps for itself; all others are kept equal."""
+
+
+@dataclass(frozen=True, slots=True)
+class Owned:
+    """A shard of this rank, its parameter, and the tensor that the inner optimizer steps for it.
+
+    That tensor is the parameter itself where the rank owns all of it, else a flat alias of the owned range.
+    """
+
+    shard: Shard
+    param: Tensor
+    tensor: Tensor
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether the rank owns only a part."""
+        return self.tensor is not self.param
+
+
+class LocalOptimizer:
+    """Constructs, feeds and steps the inner optimizer."""
+
+    def __init__(
+        self,
+        optimizer_class: type[Optimizer],
+        defaults: dict[str, Any],
+        groups: Sequence[Group],
+        layout: Layout,
+        params: Sequence[Tensor],
+        flats: Sequence[Tensor],
+        group_rank: int,
+    ) -> None:
+        self.group_rank = group_rank
+        self._set_aside: list[tuple[Tensor, Tensor | None]] = []
+        self._set_owned([_own(shard, layout, params, flats) for shard in layout.shards if shard.owner == group_rank])
+        self.inner = optimizer_class(
+            [self._local_group(group, position, layout) for position, group in enumerate(groups)], **defaults
+        )
+        check_options(self.inner)
+        self._step = bare_step(self.inner)
+        self._takes_closure = "closure" in inspect.signature(type(self.inner).step).parameters
+
+    def add_group(self, group: Group, layout: Layout, params: Sequence[Tensor], flats: Sequence[Tensor]) -> None:
+        """Give the inner optimizer its part of the layout's last group."""
+        position = len(self.inner.param_groups)
+        self._set_owned(
+            self.owned
+            + [
+                _own(shard, layout, params, flats)
+                for shard in layout.shards
+                if shard.owner == self.group_rank and layout.params[shard.param].group == position
+            ]
+        )
+        self.inner.add_param_group(self._local_group(group, position, layout))
+        check_options(self.inner)
+
+    def keep_groups(self, count: int, layout: Layout) -> None:
+        """Forget all but the first ``count`` groups, which ``layout`` describes."""
+        for owned in self.owned:
+            if owned.shard.param >= len(layout.params):
+                self.inner.state.pop(owned.tensor, None)
+        del self.inner.param_groups[count:]
+        self._set_owned([owned for owned in self.owned if owned.shard.param < len(layout.params)])
+
+    def _set_owned(self, owned: list[Owned]) -> None:
+        self.owned = owned
+        self.tensor_of: dict[Any, Tensor] = {entry.param: entry.tensor for entry in owned}
+
+    def _local_group(self, group: Group, position: int, layout: Layout) -> Group:
+        mine = [owned for owned in self.owned if layout.params[owned.shard.param].group == position]
+        local = {key: value for key, value in group.items() if key not in NOT_OPTIONS}
+        local["params"] = [owned.tensor for owned in mine]
+        if "param_names" in group:
+            local["param_names"] = [layout.params[owned.shard.param].name for owned in mine]
+        return local
+
+    def repoint(self, flats: Sequence[Tensor]) -> None:
+        """Follow parameters that have moved: the aliases keep their identity, and with it their state."""
+        for owned in self.owned:
+            if owned.is_cut:
+                owned.tensor.data = flats[owned.shard.param][owned.shard.start : owned.shard.stop]
+
+    def push_options(self, groups: Sequence[Group]) -> None:
+        """Copy the options of ``groups`` into the inner optimizer's groups."""
+        _copy_options(groups, self.inner.param_groups)
+
+    def pull_options(self, groups: Sequence[Group]) -> None:
+        """Copy the inner optimizer's options into ``groups``."""
+        _copy_options(self.inner.param_groups, groups)
+
+    def bind_gradients(self, layout: Layout, lent: Mapping[int, Tensor] | None = None) -> None:
+        """Give the stepped tensors their gradients: the parameters' own, or flat ranges lent for this step only."""
+        if lent is not None:
+            self._set_aside = [(owned.tensor, owned.tensor.grad) for owned in self.owned if not owned.is_cut]
+        for owned in self.owned:
+            if lent is not None:
+                range_ = lent.get(owned.shard.param)
+                owned.tensor.grad = (
+                    None if range_ is None else range_.as_strided(owned.tensor.shape, owned.tensor.stride())
+                )
+            elif owned.is_cut:
+                owned.tensor.grad = self._own_range(owned, layout)
+
+    def _own_range(self, owned: Owned, layout: Layout) -> Tensor | None:
+        gradient = owned.param.grad
+        if gradient is None:
+            return None
+        if gradient.layout is not torch.strided:
+            raise ValueError(
+                f"rank {self.group_rank}: parameter {layout.params[owned.shard.param].name!r} has a sparse gradient "
+                "but is cut among ranks; keep parameters whole with elementwise=False (and shard_by='parameter')"
+            )
+        return flat_like(gradient, owned.param)[owned.shard.start : owned.shard.stop]
+
+    def release_gradients(self) -> None:
+        """Let go of what :meth:`bind_gradients` took, and put back what it set aside."""
+        for owned in self.owned:
+            if owned.is_cut:
+                owned.tensor.grad = None
+        for tensor, gradient in self._set_aside:
+            tensor.grad = gradient
+        self._set_aside = []
+
+    def step(self, closure: Callable[[], Any] | None, kwargs: dict[str, Any]) -> Any:
+        """Step the inner optimizer; a class whose ``step`` takes no closure has it evaluated beforehand."""
+        if closure is None:
+            return self._step(**kwargs)
+        if self._takes_closure:
+            return self._step(closure=closure, **kwargs)
+        with torch.enable_grad():
+            loss = closure()
+        self._step(**kwargs)
+        return loss
+
+
+class OwnedState(MutableMapping[Any, Any]):
+    """This rank's optimizer state by parameter, whatever tensor the inner optimizer keeps it under.
+
+    Like a plain optimizer's ``state`` it gives an empty dict for a parameter that has none. A parameter of another
+    rank has none here.
+    """
+
+    def __init__(self, local: LocalOptimizer) -> None:
+        self._local = local
+
+    def __getitem__(self, param: Any) -> Any:
+        tensor = self._local.tensor_of.get(param)
+        return {} if tensor is None else self._local.inner.state[tensor]
+
+    def __setitem__(self, param: Any, value: Any) -> None:
+        if param not in self._local.tensor_of:
+            raise KeyError(
+                f"rank {self._local.group_rank} owns nothing of this parameter; its state is on another rank"
+            )
+        self._local.inner.state[self._local.tensor_of[param]] = value
+
+    def __delitem__(self, param: Any) -> None:
+        del self._local.inner.state[self._local.tensor_of[param]]
+
+    def __contains__(self, param: object) -> bool:
+        return self._local.tensor_of.get(param) in self._local.inner.state
+
+    def __iter__(self) -> Iterator[Any]:
+        state = self._local.inner.state
+        return iter([param for param, tensor in self._local.tensor_of.items() if tensor in state])
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({dict(self)!r})"
+
+
+def _own(shard: Shard, layout: Layout, params: Sequence[Tensor], flats: Sequence[Tensor]) -> Owned:
+    param = params[shard.param]
+    if layout.is_whole(shard):
+        return Owned(shard, param, param)
+    return Owned(shard, param, flats[shard.param][shard.start : shard.stop])
+
+
+def _copy_options(source: Sequence[Group], destination: Sequence[Group]) -> None:
+    for given, taken in zip(source, destination, strict=True):
+        for key, value in given.items():
+            if key not in NOT_OPTIONS:
+                taken[key] = value

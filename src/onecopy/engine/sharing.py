@@ -1,0 +1,102 @@
+"""After an update: every owner's new values travel to all other ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain, cycle, zip_longest
+
+import torch
+from torch import Tensor
+
+from onecopy.engine.collectives import Collectives
+from onecopy.engine.storage import Piece, Storage
+from onecopy.engine.stream import PACKS_IN_FLIGHT, InFlight, plan_messages, unpacker
+
+
+@dataclass(frozen=True, slots=True)
+class _Transfer:
+    """One broadcast: of one piece of memory where it is, or of several, packed."""
+
+    owner: int
+    params: tuple[int, ...]
+    memories: tuple[Tensor, ...]
+    packed: bool
+    nbytes: int
+
+
+class Sharing:
+    """The broadcasts that make all replicas equal, planned once for one storage.
+
+    Owners take turns in the order of the transfers, so that all of them send at the same time. What a step needs is
+    made here: ``share`` does a few calls per message and nothing per parameter.
+    """
+
+    def __init__(self, collectives: Collectives, storage: Storage) -> None:
+        self._collectives = collectives
+        queues: dict[tuple[int, torch.device], list[Piece]] = {}
+        for piece in storage.pieces:
+            queues.setdefault((piece.owner, piece.memory.device), []).append(piece)
+        planned = [_plan(queue, storage.direct_bytes) for queue in queues.values()]
+        self._transfers = [transfer for transfer in chain(*zip_longest(*planned)) if transfer is not None]
+        self._slots = _make_slots(self._transfers)
+
+    def share(self, touched: Sequence[bool] | None = None) -> None:
+        """Send every owner's values to all; with ``touched``, only transfers that carry a touched parameter."""
+        flying = InFlight()
+        slots = {device: cycle(buffers) for device, buffers in self._slots.items()}
+        for transfer in self._transfers:
+            if touched is not None and not any(touched[index] for index in transfer.params):
+                continue
+            first = transfer.memories[0]
+            if not transfer.packed:
+                flying.add(self._collectives.broadcast(first, transfer.owner), first, staged=False)
+                continue
+            # One slot more than may be in flight, and transfers end in order: the next slot is always free.
+            buffer = next(slots[first.device])[: transfer.nbytes]
+            if transfer.owner == self._collectives.group_rank:
+                torch.cat(transfer.memories, out=buffer)
+                then = None
+            else:
+                then = unpacker(buffer, transfer.memories)
+            flying.add(self._collectives.broadcast(buffer, transfer.owner), buffer, True, then)
+        flying.drain()
+
+    @property
+    def messages(self) -> int:
+        """How many broadcasts a full ``share`` starts."""
+        return len(self._transfers)
+
+    @property
+    def staging_bytes(self) -> int:
+        """The extra memory that packed transfers use."""
+        return sum(slot.numel() for slots in self._slots.values() for slot in slots)
+
+
+def _plan(pieces: Sequence[Piece], direct_bytes: int) -> list[_Transfer]:
+    """One owner's transfers on one device."""
+    transfers = []
+    for message in plan_messages([piece.memory.numel() for piece in pieces], direct_bytes):
+        members = [pieces[position] for position in message.pieces]
+        params = tuple(chain.from_iterable(piece.params for piece in members))
+        memories = tuple(piece.memory for piece in members)
+        if not message.packed:
+            memories = (memories[0][message.start : message.stop],)
+        nbytes = message.stop - message.start
+        transfers.append(_Transfer(members[0].owner, params, memories, message.packed, nbytes))
+    return transfers
+
+
+def _make_slots(transfers: Sequence[_Transfer]) -> dict[torch.device, list[Tensor]]:
+    """Buffers for packed transfers, allocated once and used in turns."""
+    sizes: dict[torch.device, list[int]] = {}
+    for transfer in transfers:
+        if transfer.packed:
+            sizes.setdefault(transfer.memories[0].device, []).append(transfer.nbytes)
+    return {
+        device: [
+            torch.empty(max(counts), dtype=torch.uint8, device=device)
+            for _ in range(min(len(counts), PACKS_IN_FLIGHT + 1))
+        ]
+        for device, counts in sizes.items()
+    }

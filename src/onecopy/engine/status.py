@@ -1,0 +1,92 @@
+"""The small word that every step carries before parameters travel."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from onecopy.engine.agreement import Fact, agree, raise_together
+from onecopy.engine.collectives import Collectives
+from onecopy.errors import PeerFailedError, RanksDisagreeError
+from onecopy.layout import Layout
+
+Word = tuple[int, int, int]
+"""Digest of the layout, digest of which parameters have a gradient, error flag."""
+
+
+def gradient_digest(has_gradient: Sequence[bool]) -> int:
+    """A number that equal sets of parameters with a gradient share."""
+    return int.from_bytes(hashlib.blake2b(bytes(has_gradient), digest_size=7).digest(), "big")
+
+
+class PromptStatus:
+    """Reads the word in the step that sent it. For control data on the CPU, where reading costs no synchronisation."""
+
+    def __init__(self, collectives: Collectives) -> None:
+        self._collectives = collectives
+
+    def exchange(self, word: Word, layout: Layout, has_gradient: Sequence[bool], failure: Exception | None) -> None:
+        """Raise on every rank if any rank failed or if the ranks differ."""
+        words = self._collectives.all_gather_words(word)
+        if any(failed for _, _, failed in words):
+            raise_together(self._collectives, "step()", failure)
+        if all(other == words[0] for other in words):
+            return
+        agree(self._collectives, "step()", _facts(layout, has_gradient))
+        raise AssertionError("words differ but facts do not")
+
+
+class LateStatus:
+    """Reads the word one step later, so that the host never waits for the accelerator.
+
+    A rank that failed raises at once, after it has served the step's collectives; the others raise at their next
+    step, before they send anything.
+    """
+
+    def __init__(self, collectives: Collectives) -> None:
+        self._collectives = collectives
+        self._previous: tuple[Tensor, torch.Event | None] | None = None
+
+    def exchange(self, word: Word, layout: Layout, has_gradient: Sequence[bool], failure: Exception | None) -> None:
+        """Check the previous step's words, then start the exchange of this one's."""
+        previous, self._previous = self._previous, None
+        if previous is not None:
+            rows, event = previous
+            if event is not None:
+                event.synchronize()
+            self._check(rows.tolist())
+        gathered = torch.stack(self._collectives.start_all_gather_words(word))
+        host, event = gathered, None
+        if gathered.device.type != "cpu":
+            host = torch.empty(gathered.shape, dtype=gathered.dtype, pin_memory=True)
+            host.copy_(gathered, non_blocking=True)
+            event = torch.Event(gathered.device.type)
+            event.record()
+        self._previous = (host, event)
+
+    def _check(self, words: list[list[int]]) -> None:
+        mine = self._collectives.group_rank
+        failed = [group_rank for group_rank, word in enumerate(words) if word[2]]
+        if failed:
+            raise PeerFailedError(f"rank {mine}: the previous step() failed on ranks {failed}; see their own errors")
+        odd = [group_rank for group_rank, word in enumerate(words) if word[:2] != words[mine][:2]]
+        if odd:
+            raise RanksDisagreeError(
+                f"rank {mine}: in the previous step() ranks {odd} had another layout or gradients for other parameters"
+            )
+
+
+def make_status(collectives: Collectives) -> PromptStatus | LateStatus:
+    """The kind that fits where control data lives."""
+    return (PromptStatus if collectives.control_device.type == "cpu" else LateStatus)(collectives)
+
+
+def _facts(layout: Layout, has_gradient: Sequence[bool]) -> list[Fact]:
+    facts = [
+        Fact(f"parameter {spec.name!r}", f"{spec.describe()}, {'a' if has else 'no'} gradient")
+        for spec, has in zip(layout.params, has_gradient, strict=True)
+    ]
+    return [*facts, Fact("ownership", str(layout.digest()))]

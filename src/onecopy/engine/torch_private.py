@@ -1,0 +1,74 @@
+"""torch names that are not public, in one place."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+from torch.nn import Module, Parameter
+from torch.optim import Optimizer
+
+
+def bare_step(optimizer: Optimizer) -> Callable[..., Any]:
+    """The optimizer's ``step`` with its own hooks but without the global ones, which fire for the wrapper already.
+
+    Constructing an optimizer wraps its class's ``step`` to run hooks and marks the wrapper with ``hooked``.
+    """
+    function = type(optimizer).step
+    if not getattr(function, "hooked", False):
+        return optimizer.step
+    unhooked = function.__wrapped__  # type: ignore[attr-defined]
+
+    @functools.wraps(unhooked)
+    def step(**kwargs: Any) -> Any:
+        args: tuple[Any, ...] = (optimizer,)
+        for pre_hook in optimizer._optimizer_step_pre_hooks.values():
+            result = pre_hook(optimizer, args, kwargs)
+            if result is not None:
+                args, kwargs = result
+        loss = unhooked(*args, **kwargs)
+        for post_hook in optimizer._optimizer_step_post_hooks.values():
+            post_hook(optimizer, args, kwargs)
+        return loss
+
+    return step
+
+
+def run_load_pre_hooks(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """The state dict to load after the registered hooks have seen it."""
+    for hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
+        result = hook(optimizer, state_dict)
+        if result is not None:
+            state_dict = result
+    return state_dict
+
+
+def run_load_post_hooks(optimizer: Optimizer) -> None:
+    """Tell the registered hooks that a state dict has been loaded."""
+    for hook in optimizer._optimizer_load_state_dict_post_hooks.values():
+        hook(optimizer)
+
+
+def debug_enabled() -> bool:
+    """Whether TORCH_DISTRIBUTED_DEBUG asks for more than the default."""
+    return bool(dist.get_debug_level() != dist.DebugLevel.OFF)  # type: ignore[attr-defined]
+
+
+def registered_parameter(module: Module, name: str) -> Parameter | None:
+    """What a module holds under a name, without any of its own attribute hooks."""
+    return module._parameters.get(name)
+
+
+@functools.cache
+def register_as_torch_zero(cls: type) -> None:
+    """Make ``isinstance(x, torch.distributed.optim.ZeroRedundancyOptimizer)`` true for ``cls``, as frameworks test.
+
+    Importing torch's module compiles TorchScript and warns that this is deprecated, which is not the user's doing.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+    ZeroRedundancyOptimizer.register(cls)

@@ -1,0 +1,19 @@
+"""Errors that name the rank, the parameter and what to do next.
+
+A mistake in the arguments is a ``TypeError`` or a ``ValueError``, as in torch. The classes here are for what only
+happens between ranks.
+"""
+
+from __future__ import annotations
+
+
+class OnecopyError(RuntimeError):
+    """Base of the errors that concern more than one rank."""
+
+
+class RanksDisagreeError(OnecopyError):
+    """The ranks were given different parameters, options or gradients."""
+
+
+class PeerFailedError(OnecopyError):
+    """Another rank failed; this one stops with it instead of waiting for it forever."""

@@ -1,0 +1,177 @@
+"""Uneven inputs: a rank that has run out of them keeps serving its shard.
+
+DDP's join hook leaves a joined rank's gradients as they were, so the active ranks give it what it needs for every
+step. One round, in the same order on all ranks:
+
+1. every rank says whether it is active;
+2. if one has joined, the lowest active rank broadcasts the groups' options (a joined rank's scheduler no longer runs)
+   and which parameters have a gradient, and sends each joined rank the gradients of its ranges;
+3. update, confirm, share, as in any other step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.algorithms.join import JoinHook
+
+from onecopy.engine import codec
+from onecopy.engine.core import Engine
+from onecopy.engine.flat import as_bytes, flat_like
+from onecopy.engine.inputs import Group
+from onecopy.engine.local import NOT_OPTIONS
+from onecopy.engine.stream import receive_stream, send_stream
+from onecopy.layout import Shard
+
+
+class ServeShard(JoinHook):
+    """What a joined rank does while others still have inputs."""
+
+    def __init__(self, serve: Callable[[], None]) -> None:
+        self._serve = serve
+
+    def main_hook(self) -> None:
+        """Take part in one step of the active ranks."""
+        self._serve()
+
+
+def active_step(
+    engine: Engine, groups: Sequence[Group], closure: Callable[[], Any] | None, kwargs: dict[str, Any]
+) -> Any:
+    """A step of a rank that still has inputs, inside a join context."""
+    if not callable(closure):
+        return _round(engine, groups, closure, kwargs, active=True)
+    # Before anything of ours is sent, because a joined rank runs DDP's hook first and then ours.
+    with torch.enable_grad():
+        loss = closure()
+    _round(engine, groups, lambda: loss, kwargs, active=True)
+    return loss
+
+
+def joined_step(engine: Engine, groups: Sequence[Group]) -> None:
+    """A step of a rank that has joined, with gradients from an active one."""
+    _round(engine, groups, None, {}, active=False)
+
+
+def _round(
+    engine: Engine,
+    groups: Sequence[Group],
+    closure: Callable[[], Any] | None,
+    kwargs: dict[str, Any],
+    active: bool,
+) -> Any:
+    loss, failure = None, None
+    try:
+        engine.follow_moves()
+    except Exception as error:
+        failure = error
+    flags = [row[0] for row in engine.collectives.all_gather_words([int(active)])]
+    joined = [group_rank for group_rank, is_active in enumerate(flags) if not is_active]
+    has_gradient = engine.has_gradient()
+    lent: dict[int, Tensor] | None = None
+    if joined:
+        source = flags.index(1)
+        if engine.collectives.group_rank == source:
+            failure = _lend(engine, groups, has_gradient, joined) or failure
+        else:
+            header = engine.collectives.broadcast_bytes(None, source)
+            if not active and header:
+                has_gradient, lent = _borrow(engine, groups, header, source)
+    try:
+        if failure is None:
+            loss = engine.update(groups, closure, kwargs, lent)
+    except Exception as error:
+        failure = error
+    engine.confirm(has_gradient, failure)
+    engine.share(has_gradient)
+    if failure is not None:
+        raise failure
+    engine.local.pull_options(groups)
+    return loss
+
+
+def _lend(
+    engine: Engine, groups: Sequence[Group], has_gradient: Sequence[bool], joined: Sequence[int]
+) -> Exception | None:
+    """Give every joined rank options and gradients. If that cannot be done, say so with an empty header."""
+    collectives = engine.collectives
+    header, failure = b"", None
+    ranges: dict[int, list[Tensor]] = {}
+    try:
+        for group_rank in joined:
+            shards = _with_gradient(engine, group_rank, has_gradient)
+            ranges[group_rank] = [as_bytes(_gradient_range(engine, shard)) for shard in shards]
+        header = _write_header(groups, has_gradient)
+    except Exception as error:
+        failure = error
+    collectives.broadcast_bytes(header, collectives.group_rank)
+    if failure is None:
+        for group_rank, pieces in ranges.items():
+            send_stream(
+                pieces,
+                lambda buffer, to=group_rank: collectives.send(buffer, to),  # type: ignore[misc]
+                collectives.control_device,
+            )
+    return failure
+
+
+def _borrow(
+    engine: Engine, groups: Sequence[Group], header: bytes, source: int
+) -> tuple[list[bool], dict[int, Tensor]]:
+    """Take an active rank's options, and return which parameters have a gradient and this rank's ranges of them."""
+    collectives = engine.collectives
+    options, has_gradient = _read_header(header)
+    for group, values in zip(groups, options, strict=True):
+        group.update(values)
+    shards = _with_gradient(engine, collectives.group_rank, has_gradient)
+    lent = {
+        shard.param: torch.empty(
+            shard.numel, dtype=engine.params[shard.param].dtype, device=engine.params[shard.param].device
+        )
+        for shard in shards
+    }
+    receive_stream(
+        [as_bytes(flat) for flat in lent.values()],
+        lambda buffer: collectives.receive(buffer, source),
+        collectives.control_device,
+    )
+    return has_gradient, lent
+
+
+def _with_gradient(engine: Engine, group_rank: int, has_gradient: Sequence[bool]) -> list[Shard]:
+    return [shard for shard in engine.layout.owned_by(group_rank) if has_gradient[shard.param]]
+
+
+def _gradient_range(engine: Engine, shard: Shard) -> Tensor:
+    param = engine.params[shard.param]
+    gradient = param.grad
+    assert gradient is not None
+    if gradient.layout is not torch.strided:
+        raise ValueError(
+            f"parameter {engine.layout.params[shard.param].name!r} has a sparse gradient, which cannot be handed to "
+            "a rank that has run out of inputs"
+        )
+    return flat_like(gradient, param)[shard.start : shard.stop]
+
+
+def _write_header(groups: Sequence[Group], has_gradient: Sequence[bool]) -> bytes:
+    """Options and mask as JSON; tensors among the options (a tensor learning rate) are written as their values."""
+    described = []
+    for group in groups:
+        tensors: list[Tensor] = []
+        options = {key: value for key, value in group.items() if key not in NOT_OPTIONS}
+        tree = codec.encode(options, tensors, "an option of a parameter group")
+        described.append([tree, [[codec.describe_tensor(tensor)[0], tensor.tolist()] for tensor in tensors]])
+    return codec.dumps([described, [int(has) for has in has_gradient]])
+
+
+def _read_header(text: bytes) -> tuple[list[Group], list[bool]]:
+    described, mask = codec.loads(text)
+    options = [
+        codec.decode(tree, [torch.tensor(value, dtype=getattr(torch, name)) for name, value in values])
+        for tree, values in described
+    ]
+    return options, [bool(has) for has in mask]

@@ -1,0 +1,196 @@
+"""Who owns what, as plain values: ``ParamSpec``, ``Shard`` and ``Layout``.
+
+Nothing here touches a process group or a tensor's data, so all of it can be computed and tested without processes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import prod
+
+import torch
+
+CUT_MULTIPLE = 64
+"""Cuts fall on multiples of this many elements, so that vectorised kernels round a piece as they round the whole."""
+
+
+@dataclass(frozen=True, slots=True)
+class ParamSpec:
+    """What the layout needs to know of one parameter.
+
+    Attributes:
+        index: position among all parameters of the optimizer.
+        name: how errors and tables call it.
+        shape: its shape.
+        stride: its strides, in elements; ranges are counted in storage order.
+        dtype: its data type.
+        group: the parameter group it belongs to.
+        device_ordinal: which of the rank's devices it lives on, counted in order of appearance.
+    """
+
+    index: int
+    name: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    group: int = 0
+    device_ordinal: int = 0
+    numel: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "numel", prod(self.shape))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole parameter."""
+        return self.numel * self.dtype.itemsize
+
+    def describe(self) -> str:
+        """One line with everything that must be the same on all ranks."""
+        return (
+            f"shape {self.shape}, {str(self.dtype).removeprefix('torch.')}, strides {self.stride}, "
+            f"group {self.group}, device {self.device_ordinal}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """The elements ``[start, stop)`` of one parameter, in storage order, and the group rank that owns them."""
+
+    param: int
+    start: int
+    stop: int
+    owner: int
+
+    @property
+    def numel(self) -> int:
+        """How many elements the shard has."""
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A division of parameters among ranks that covers every element exactly once.
+
+    A rank owns at most one range of a parameter. ``shards`` are ordered by parameter and then by range. Printing a
+    layout shows a table with one row per rank.
+    """
+
+    params: tuple[ParamSpec, ...]
+    shards: tuple[Shard, ...]
+    world_size: int
+
+    def __post_init__(self) -> None:
+        _check_cover(self.params, self.shards, self.world_size)
+
+    def owned_by(self, group_rank: int) -> tuple[Shard, ...]:
+        """The shards of one rank."""
+        return tuple(shard for shard in self.shards if shard.owner == group_rank)
+
+    def shards_of(self, param: int) -> tuple[Shard, ...]:
+        """The shards of one parameter, in storage order."""
+        return tuple(shard for shard in self.shards if shard.param == param)
+
+    def is_whole(self, shard: Shard) -> bool:
+        """Whether a shard is all of its parameter."""
+        return shard.numel == self.params[shard.param].numel
+
+    @property
+    def cut_params(self) -> tuple[int, ...]:
+        """Indices of the parameters that have more than one owner."""
+        return tuple(sorted({shard.param for shard in self.shards if not self.is_whole(shard)}))
+
+    @property
+    def elements_per_rank(self) -> tuple[int, ...]:
+        """How many elements each rank owns."""
+        totals = [0] * self.world_size
+        for shard in self.shards:
+            totals[shard.owner] += shard.numel
+        return tuple(totals)
+
+    @property
+    def bytes_per_rank(self) -> tuple[int, ...]:
+        """How many bytes of parameters each rank owns."""
+        totals = [0] * self.world_size
+        for shard in self.shards:
+            totals[shard.owner] += shard.numel * self.params[shard.param].dtype.itemsize
+        return tuple(totals)
+
+    @property
+    def imbalance(self) -> float:
+        """The largest rank's elements over the mean (1.0 is perfect)."""
+        totals = self.elements_per_rank
+        return max(totals) * self.world_size / sum(totals) if sum(totals) else 1.0
+
+    def digest(self) -> int:
+        """A number that equal layouts share and different ones almost certainly do not."""
+        text = hashlib.blake2b(digest_size=7)
+        text.update(str(self.world_size).encode())
+        for spec in self.params:
+            text.update(spec.describe().encode())
+        for shard in self.shards:
+            text.update(b"%d,%d,%d,%d;" % (shard.param, shard.start, shard.stop, shard.owner))
+        return int.from_bytes(text.digest(), "big")
+
+    def __str__(self) -> str:
+        rows = [("rank", "parameters", "pieces", "elements", "share", "bytes")]
+        total = sum(spec.numel for spec in self.params)
+        elements, sizes = self.elements_per_rank, self.bytes_per_rank
+        counts = [[0, 0] for _ in range(self.world_size)]
+        for shard in self.shards:
+            counts[shard.owner][0 if self.is_whole(shard) else 1] += 1
+        for group_rank, (whole, pieces) in enumerate(counts):
+            share = f"{elements[group_rank] / total:.1%}" if total else "-"
+            rows.append(
+                (
+                    str(group_rank),
+                    str(whole),
+                    str(pieces),
+                    f"{elements[group_rank]:,}",
+                    share,
+                    f"{sizes[group_rank]:,}",
+                )
+            )
+        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+        lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+        title = (
+            f"{len(self.params)} parameters, {total:,} elements on {self.world_size} ranks, "
+            f"{len(self.cut_params)} cut, largest/mean {self.imbalance:.3f}"
+        )
+        return "\n".join([title, *lines])
+
+
+def _check_cover(params: Sequence[ParamSpec], shards: Sequence[Shard], world_size: int) -> None:
+    """Raise unless the shards cover every parameter exactly once, in order, with legal owners and cuts."""
+    if world_size < 1:
+        raise ValueError(f"world_size must be at least 1, got {world_size}")
+    position = 0
+    for spec in params:
+        expected, owners = 0, set()
+        while position < len(shards) and shards[position].param == spec.index:
+            shard = shards[position]
+            if not 0 <= shard.owner < world_size:
+                raise ValueError(
+                    f"parameter {spec.name!r} is given to rank {shard.owner}, but there are {world_size} ranks"
+                )
+            if shard.owner in owners:
+                raise ValueError(f"parameter {spec.name!r} gives rank {shard.owner} more than one range")
+            if shard.start != expected or shard.stop < shard.start or (shard.start == shard.stop and spec.numel):
+                raise ValueError(
+                    f"parameter {spec.name!r} with {spec.numel} elements is not covered exactly once: "
+                    f"range [{shard.start}, {shard.stop}) follows element {expected}"
+                )
+            if shard.start % CUT_MULTIPLE:
+                raise ValueError(
+                    f"parameter {spec.name!r} is cut at element {shard.start}; "
+                    f"cuts must fall on multiples of {CUT_MULTIPLE} to leave the update's rounding unchanged"
+                )
+            owners.add(shard.owner)
+            expected = shard.stop
+            position += 1
+        if expected != spec.numel or not owners:
+            raise ValueError(f"parameter {spec.name!r} has {spec.numel} elements, but its ranges end at {expected}")
+    if position != len(shards):
+        raise ValueError(f"shard {shards[position]} belongs to no parameter, or is out of order")

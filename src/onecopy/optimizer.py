@@ -1,0 +1,354 @@
+"""``ZeroRedundancyOptimizer``: a thin face that torch users already know, over the engine."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from copy import deepcopy
+from typing import Any, NoReturn, overload
+
+import torch
+from torch import Tensor
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+from torch.optim import Optimizer
+
+from onecopy.engine.agreement import Fact, agree
+from onecopy.engine.classes import check_class, is_elementwise
+from onecopy.engine.codec import map_tensors
+from onecopy.engine.collectives import Collectives
+from onecopy.engine.consolidate import consolidate, group_facts
+from onecopy.engine.core import Engine, reshare, sequential_step
+from onecopy.engine.flat import flat_view
+from onecopy.engine.inputs import normalise, normalise_group, plan_params
+from onecopy.engine.loading import check_shapes, load_facts, load_inner, local_state_dict, state_by_index
+from onecopy.engine.local import LocalOptimizer, OwnedState
+from onecopy.engine.storage import Buckets, InPlace
+from onecopy.engine.torch_private import debug_enabled, register_as_torch_zero, run_load_post_hooks, run_load_pre_hooks
+from onecopy.join import ServeShard, active_step, joined_step
+from onecopy.layout import Layout, ShardBy, extend
+
+logger = logging.getLogger(__name__)
+
+
+class ZeroRedundancyOptimizer(Optimizer, Joinable):
+    r"""Wraps an optimizer class and keeps one copy of its state across all data-parallel ranks.
+
+    Each rank's :attr:`optim`, an ordinary instance of ``optimizer_class``, updates about ``1 / world_size`` of the
+    elements and holds the state for those only. After each step the new values are sent to all ranks, so that all
+    replicas are equal. Constructing, adding a group, loading and consolidating are calls that all ranks of the group
+    make together; they compare what they were given first, and if one rank fails all of them raise.
+
+    Example::
+
+        model = DistributedDataParallel(model)
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=3e-4)
+
+    Args:
+        params: tensors, ``(name, tensor)`` pairs, or dicts of parameter groups, as every torch optimizer takes.
+        optimizer_class: the class to shard. It must not combine several parameters in one update (LBFGS, Prodigy).
+        process_group: the ranks that share the state (default: all).
+        parameters_as_bucket_view: keep whole parameters in flat buckets, so that sending them needs no copy. Otherwise
+            ``param.data`` stays where it is, and small parameters are packed for the way.
+        overlap_with_ddp: step inside the backward pass, through a DDP communication hook.
+        shard_by: who owns what. ``"parameter"`` gives whole parameters, largest first, to the least-loaded rank, and
+            cuts as few as it takes to balance the ranks (none if the optimizer is not known to work element by
+            element); ``"element"`` cuts every parameter evenly; or a function from
+            :class:`~onecopy.ParamSpec` s and the world size to one owner per parameter.
+        elementwise: whether the update of an element depends on that element alone. Known for torch's own classes;
+            an unknown class keeps whole parameters unless this says otherwise.
+        **defaults: the options of ``optimizer_class``.
+
+    Attributes:
+        optim: this rank's instance of ``optimizer_class``.
+        process_group: the ranks that share the state.
+        world_size: how many ranks there are.
+        rank: this rank in the group.
+        global_rank: this rank among all.
+        parameters_as_bucket_view: as given.
+        initialized: True once constructed.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        optimizer_class: type[Optimizer],
+        process_group: Any | None = None,
+        parameters_as_bucket_view: bool = False,
+        overlap_with_ddp: bool = False,
+        *,
+        shard_by: ShardBy = "parameter",
+        elementwise: bool | None = None,
+        **defaults: Any,
+    ) -> None:
+        self.initialized = False
+        collectives = Collectives(process_group)
+        register_as_torch_zero(ZeroRedundancyOptimizer)
+        failure: Exception | None = None
+        facts: list[Fact] = []
+        has_state = False
+        try:
+            if overlap_with_ddp:
+                raise NotImplementedError("overlap_with_ddp=True is not available yet")
+            check_class(optimizer_class, ZeroRedundancyOptimizer)
+            groups = normalise(params)
+            tensors, specs = plan_params(groups)
+            Optimizer.__init__(self, groups, defaults)
+            Joinable.__init__(self)
+            self._shard_by = shard_by
+            self._splittable = is_elementwise(optimizer_class, elementwise)
+            layout = extend(None, specs, collectives.world_size, shard_by, self._splittable)
+            local = LocalOptimizer(
+                optimizer_class,
+                defaults,
+                self.param_groups,
+                layout,
+                tensors,
+                _flats(tensors),
+                collectives.group_rank,
+            )
+            local.pull_options(self.param_groups)
+            has_state = bool(local.inner.state)
+            facts = [
+                Fact("optimizer class", f"{optimizer_class.__module__}.{optimizer_class.__qualname__}"),
+                Fact("parameters_as_bucket_view", str(parameters_as_bucket_view)),
+                *_layout_facts(layout),
+                *group_facts(self.param_groups),
+            ]
+        except Exception as error:
+            failure = error
+        # Until here nothing was sent and no parameter was touched.
+        self._has_state = agree(collectives, "constructing the optimizer", facts, failure, flag=has_state)
+        self._engine = Engine(collectives, tensors, layout, local, Buckets if parameters_as_bucket_view else InPlace)
+        self._consolidated: dict[Tensor, Any] | None = None
+        self._all_params: list[Tensor] = self._engine.params
+        self.defaults = local.inner.defaults
+        self.state: Any = OwnedState(local)
+        self.optim: Optimizer = local.inner
+        self.process_group: Any = collectives.process_group
+        self.world_size: int = collectives.world_size
+        self.rank: int = collectives.group_rank
+        self.global_rank: int = collectives.global_rank
+        self.parameters_as_bucket_view = parameters_as_bucket_view
+        self.initialized = True
+        self._log_share()
+
+    @property
+    def layout(self) -> Layout:
+        """Who owns what; print it for a table."""
+        return self._engine.layout
+
+    @overload
+    def step(self, closure: None = None, **kwargs: Any) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float], **kwargs: Any) -> float: ...
+
+    def step(self, closure: Callable[[], float] | None = None, **kwargs: Any) -> float | None:
+        """Update what this rank owns and make all replicas equal.
+
+        Args:
+            closure: re-evaluates the model and returns the loss.
+            **kwargs: passed on to the inner optimizer's ``step``.
+
+        Returns:
+            The closure's loss, or None without one.
+
+        Raises:
+            RanksDisagreeError: if ranks have gradients for different parameters, or differ in their layout.
+            PeerFailedError: if another rank's inner ``step`` failed; that rank raises its own error. Owned parameters
+                may then have been updated without having been shared: load a checkpoint before going on.
+        """
+        self._forget_consolidation()
+        driver = sequential_step
+        if self._join_config.enable:
+            Join.notify_join_context(self)
+            driver = active_step
+        loss: float | None = driver(self._engine, self.param_groups, closure, kwargs)
+        return loss
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a parameter group; ownership of what is there already does not move.
+
+        All ranks make this call together. If one of them fails, all raise and nothing has changed anywhere.
+
+        Args:
+            param_group: a dict with ``params`` and the group's options.
+        """
+        if not self.initialized:
+            super().add_param_group(param_group)  # torch's constructor adds the first groups through this method
+            return
+        engine, known = self._engine, len(self.param_groups)
+        failure: Exception | None = None
+        facts: list[Fact] = []
+        try:
+            group = normalise_group(param_group, known)
+            tensors, specs = plan_params([*self.param_groups, group])
+            layout = extend(
+                engine.layout, specs[len(engine.params) :], self.world_size, self._shard_by, self._splittable
+            )
+            super().add_param_group(group)
+            engine.local.add_group(group, layout, tensors, _flats(tensors))
+            engine.local.pull_options(self.param_groups)
+            facts = [*_layout_facts(layout), *group_facts(self.param_groups)]
+        except Exception as error:
+            failure = error
+        try:
+            has_state = agree(engine.collectives, "add_param_group()", facts, failure, flag=bool(self.optim.state))
+        except Exception:
+            del self.param_groups[known:]
+            engine.local.keep_groups(known, engine.layout)
+            raise
+        self._has_state = self._has_state or has_state
+        self._forget_consolidation()
+        engine.relayout(tensors, layout)
+        self._all_params = engine.params
+        self._log_share()
+
+    def consolidate_state_dict(self, to: int = 0) -> None:
+        """Gather the state of all ranks on one of them, as tensors on the CPU, for :meth:`state_dict` there.
+
+        All ranks make this call together. A step, a load or a new group makes the result stale, which counts as none.
+
+        Args:
+            to: the group rank that receives the state.
+
+        Raises:
+            ValueError: if there is no such rank.
+            TypeError: if the state holds something other than plain data and tensors.
+        """
+        if not isinstance(to, int) or not 0 <= to < self.world_size:
+            raise ValueError(f"to must be a group rank from 0 to {self.world_size - 1}, got {to!r}")
+        self._forget_consolidation()
+        state = consolidate(self._engine.collectives, self.layout, self._engine.local, self.param_groups, to)
+        if state is not None:
+            self._consolidated = {self._all_params[index]: value for index, value in state.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the whole optimizer's state dict, exactly as the plain optimizer's would be; never communicates.
+
+        Raises:
+            RuntimeError: if there is state that was not consolidated on this rank since it last changed.
+        """
+        if self._consolidated is None and self._has_state:
+            raise RuntimeError(
+                f"rank {self.rank} does not hold the whole optimizer state, or no longer the current one: call "
+                f"consolidate_state_dict(to={self.rank}) on all ranks first, and state_dict() on that rank"
+            )
+        live, self.state = self.state, map_tensors(self._consolidated or {}, _same)
+        try:
+            return super().state_dict()
+        finally:
+            self.state = live
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state dict of the plain optimizer or of this class, saved with any number of ranks and any policy.
+
+        All ranks make this call together, with the whole state dict; each copies what it owns, and the caller's dict
+        is left as it is. If a rank refuses, all raise and nothing has changed anywhere.
+
+        Args:
+            state_dict: an optimizer's state dict.
+        """
+        engine, local = self._engine, self._engine.local
+        failure: Exception | None = None
+        facts: list[Fact] = []
+        try:
+            state_dict = run_load_pre_hooks(self, dict(state_dict))
+            states = state_by_index(state_dict, self.param_groups, engine.layout)
+            check_shapes(states, engine.layout, self._splittable)
+            facts = load_facts(state_dict, states, engine.layout)
+            mine = local_state_dict(state_dict, states, engine.layout, local)
+        except Exception as error:
+            failure = error
+        has_state = agree(
+            engine.collectives, "load_state_dict()", facts, failure, flag=failure is None and bool(states)
+        )
+        before = {"state": local.inner.state, "param_groups": local.inner.param_groups}
+        try:
+            load_inner(local, mine)
+        except Exception as error:
+            failure = error
+        try:
+            agree(engine.collectives, "load_state_dict()", [], failure)
+        except Exception:
+            local.inner.__setstate__(before)
+            raise
+        for group, saved in zip(self.param_groups, deepcopy(state_dict["param_groups"]), strict=True):
+            kept = {"params": group["params"], "param_names": group.get("param_names")}
+            group.clear()
+            group.update({**{key: value for key, value in kept.items() if value is not None}, **saved})
+            group["params"] = kept["params"]
+        local.pull_options(self.param_groups)
+        self._has_state = has_state
+        self._forget_consolidation()
+        run_load_post_hooks(self)
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:  # noqa: ARG002 - torch passes what other joinables need
+        """Return the hook with which a rank that has run out of inputs goes on serving its shard.
+
+        Args:
+            **kwargs: not used; shared with the other joinables.
+        """
+
+        def serve() -> None:
+            self._forget_consolidation()
+            joined_step(self._engine, self.param_groups)
+
+        return ServeShard(serve)
+
+    @property
+    def join_device(self) -> torch.device:
+        """The device for the join context's own communication."""
+        return self._engine.collectives.control_device
+
+    @property
+    def join_process_group(self) -> Any:
+        """The process group for the join context's own communication."""
+        return self.process_group
+
+    def __getattr__(self, name: str) -> Any:
+        """Forward ``train`` and ``eval`` of inner optimizers that have them (schedule-free ones); share afterwards."""
+        if name in ("train", "eval") and "optim" in self.__dict__ and callable(getattr(self.optim, name, None)):
+            return lambda: reshare(self._engine, self.param_groups, getattr(self.optim, name))
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Refuse to be pickled or deep-copied."""
+        raise TypeError(
+            "a ZeroRedundancyOptimizer cannot be pickled or deep-copied: it belongs to a process group and holds only "
+            "this rank's share; save consolidate_state_dict() + state_dict(), and construct a new one"
+        )
+
+    def _forget_consolidation(self) -> None:
+        self._consolidated = None
+
+    def _log_share(self) -> None:
+        if not debug_enabled():
+            return
+        sharing = self._engine.sharing
+        logger.info(
+            "rank %d owns %d of %d elements in %d shards; %d messages a step, %d bytes of staging",
+            self.rank,
+            self.layout.elements_per_rank[self.rank],
+            sum(self.layout.elements_per_rank),
+            len(self.layout.owned_by(self.rank)),
+            sharing.messages,
+            sharing.staging_bytes,
+        )
+        if self.rank == 0:
+            logger.info("%s", self.layout)
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _flats(tensors: list[Tensor]) -> list[Tensor]:
+    return [flat_view(tensor.detach()) for tensor in tensors]
+
+
+def _layout_facts(layout: Layout) -> list[Fact]:
+    return [
+        *(Fact(f"parameter {spec.index} ({spec.name!r})", spec.describe()) for spec in layout.params),
+        Fact("ownership", str(layout.digest())),
+    ]

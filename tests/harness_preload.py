@@ -1,0 +1,13 @@
+"""Imported once by the process from which all workers are forked; imports only, because threads do not survive it."""
+
+import pytest
+import torch
+import torch.distributed
+import torch.nn.parallel
+
+import harness  # noqa: F401
+import onecopy
+from onecopy.engine.torch_private import register_as_torch_zero
+
+register_as_torch_zero(onecopy.ZeroRedundancyOptimizer)
+assert pytest and torch

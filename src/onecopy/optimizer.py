@@ -254,7 +254,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         facts: list[Fact] = []
         try:
             state_dict = run_load_pre_hooks(self, dict(state_dict))
-            states = state_by_index(state_dict, self.param_groups, engine.layout)
+            states = state_by_index(state_dict, self.param_groups)
             check_shapes(states, engine.layout, self._splittable)
             facts = load_facts(state_dict, states, engine.layout)
             mine = local_state_dict(state_dict, states, engine.layout, local)

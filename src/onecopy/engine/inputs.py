@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -128,7 +129,7 @@ def check_distinct(tensors: Sequence[Tensor], names: Sequence[str]) -> None:
         for tensor, name in zip(tensors, names, strict=True)
         if tensor.numel()
     )
-    for (device, _, stop, name), (other_device, start, _, other) in zip(ranges, ranges[1:], strict=False):
+    for (device, _, stop, name), (other_device, start, _, other) in pairwise(ranges):
         if device == other_device and start < stop:
             raise ValueError(
                 f"parameters {name!r} and {other!r} share memory; give one of them, as model.parameters() does for "

@@ -19,7 +19,7 @@ from onecopy.layout import Layout, ParamSpec
 StateDict = dict[str, Any]
 
 
-def state_by_index(state_dict: StateDict, groups: Sequence[Group], layout: Layout) -> dict[int, dict[Any, Any]]:
+def state_by_index(state_dict: StateDict, groups: Sequence[Group]) -> dict[int, dict[Any, Any]]:
     """The saved state by parameter position, after checking that groups and parameters fit.
 
     Raises:

@@ -52,6 +52,7 @@ class LateStatus:
 
     def exchange(self, word: Word, layout: Layout, has_gradient: Sequence[bool], failure: Exception | None) -> None:
         """Check the previous step's words, then start the exchange of this one's."""
+        del layout, has_gradient, failure  # details would need another exchange, and the failing rank may be gone
         previous, self._previous = self._previous, None
         if previous is not None:
             rows, event = previous

@@ -75,7 +75,7 @@ class Buckets(InPlace):
     direct_bytes = 1
 
     def __init__(self, params: Sequence[Tensor], layout: Layout) -> None:
-        buckets = [_move_in(params, members) for members in _plan_buckets(params, layout)]
+        buckets = [_move_in(params, members) for members in _plan_buckets(layout)]
         super().__init__(params, layout)
         cut = set(layout.cut_params)
         owner = {shard.param: shard.owner for shard in layout.shards}
@@ -85,7 +85,7 @@ class Buckets(InPlace):
         )
 
 
-def _plan_buckets(params: Sequence[Tensor], layout: Layout) -> list[tuple[int, ...]]:
+def _plan_buckets(layout: Layout) -> list[tuple[int, ...]]:
     """Which whole parameters share a bucket, in the order in which they lie there."""
     kinds: dict[tuple[int, int, torch.dtype], list[list[int]]] = {}
     sizes: dict[tuple[int, int, torch.dtype], int] = {}

@@ -30,7 +30,7 @@ PACKS_IN_FLIGHT = 4
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """Pieces (by position) that travel together. ``start`` and ``stop`` are a range of the only piece if it is direct."""
+    """Pieces (by position) that travel together; a direct one is the range ``[start, stop)`` of its only piece."""
 
     pieces: tuple[int, ...]
     packed: bool
@@ -67,7 +67,7 @@ def plan_messages(sizes: Sequence[int], direct_bytes: int = DIRECT_BYTES) -> lis
 
 
 class InFlight:
-    """Messages under way, at most ``PACKS_IN_FLIGHT`` staged ones at a time, finished in the order they were started."""
+    """Messages under way, finished in the order they were started; at most ``PACKS_IN_FLIGHT`` staged ones at a time."""
 
     def __init__(self) -> None:
         # Each entry keeps its buffer alive until the transfer that reads or writes it has ended.

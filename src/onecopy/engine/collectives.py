@@ -19,6 +19,26 @@ class Work(Protocol):
         """Wait until it is done (on an accelerator: make the current stream wait)."""
 
 
+class Reduction:
+    """A reduction to owners under way: rows to add up, and the memory that is being read until then."""
+
+    def __init__(self, work: Work, rows: Tensor, source: Tensor, size: int) -> None:
+        self._work = work
+        self._rows = rows
+        self._source: Tensor | None = source
+        self._size = size
+
+    def wait(self, scale: float) -> Tensor:
+        """This rank's part: the sum over ranks of their values times ``scale``, rounded as DDP's all-reduce does."""
+        self._work.wait()
+        self._source = None
+        rows = self._rows.mul_(scale)
+        total = rows[0]
+        for row in rows[1:]:
+            total.add_(row)
+        return total[: self._size]
+
+
 class Collectives:
     """A process group, seen by one of its members.
 
@@ -43,11 +63,20 @@ class Collectives:
         self.group_rank = dist.get_rank(group)
         self.global_rank = dist.get_global_rank(group, self.group_rank)
         backends = dict(part.split(":") for part in dist.get_backend_config(group).split(","))
+        self.exchanges_fast = set(backends.values()) == {"gloo"} or backends.get("cpu") == "gloo"
         self.control_device = torch.device("cpu")
         if "cpu" not in backends:
             accelerator = torch.accelerator.current_accelerator()
             assert accelerator is not None, backends
             self.control_device = torch.device(accelerator.type, torch.accelerator.current_device_index())
+
+    def twin(self) -> Collectives:
+        """A new process group of the same ranks, for traffic of its own; all members make this call together."""
+        ranks = dist.get_process_group_ranks(self.process_group)
+        backend = dist.get_backend_config(self.process_group)
+        group = dist.new_group(ranks, backend=backend, use_local_synchronization=True)
+        assert isinstance(group, dist.ProcessGroup)
+        return Collectives(group)
 
     def all_gather_words(self, word: Sequence[int]) -> list[list[int]]:
         """Every rank's word of integers, in rank order, read on the host at once."""
@@ -86,6 +115,33 @@ class Collectives:
     def broadcast(self, tensor: Tensor, source: int) -> Work:
         """Start sending contiguous memory of ``source`` into the same memory everywhere else."""
         work: Work = dist.broadcast(tensor, group=self.process_group, group_src=source, async_op=True)
+        return work
+
+    def reduce_to_owners(self, packed: Tensor, sizes: Sequence[int]) -> Reduction:
+        """Start giving every rank the sum over ranks of its part of ``packed``, which has ``sizes[r]`` for rank r.
+
+        Gloo emulates reduce-scatter with a full all-reduce, so there the parts are exchanged and added up here, in
+        rank order; elsewhere it is the backend's own reduce-scatter, with the parts padded to one size.
+        """
+        mine = sizes[self.group_rank]
+        if self.exchanges_fast and packed.device.type == "cpu":
+            received = packed.new_empty(self.world_size, mine)
+            work = dist.all_to_all_single(
+                received.view(-1), packed, [mine] * self.world_size, list(sizes), self.process_group, async_op=True
+            )
+            return Reduction(work, received, packed, mine)
+        largest = max(sizes)
+        padded = packed.new_zeros(self.world_size, largest)
+        for row, part in zip(padded, packed.split(list(sizes)), strict=True):
+            row[: part.numel()].copy_(part)
+        received = packed.new_empty(1, largest)
+        work = dist.reduce_scatter_single(received.view(-1), padded.view(-1), group=self.process_group, async_op=True)
+        return Reduction(work, received, padded, mine)
+
+    def all_reduce(self, tensor: Tensor, largest: bool = False) -> Work:
+        """Start adding up contiguous memory over all ranks in place (or taking the largest of each element)."""
+        op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
+        work: Work = dist.all_reduce(tensor, op=op, group=self.process_group, async_op=True)
         return work
 
     def send(self, tensor: Tensor, destination: int) -> Work:

@@ -61,7 +61,7 @@ class Engine:
         self._layout_digest = layout.digest()
         self.storage: Storage = self._storage_class(self.params, layout)
         self.local.repoint(self.storage.flats)
-        self.sharing = Sharing(self.collectives, self.storage)
+        self.sharing = Sharing(self.collectives, self.storage.pieces, self.storage.direct_bytes)
         self._watch = ReplacementWatch(self.params, [spec.name for spec in layout.params])
 
     def follow_moves(self) -> None:

@@ -25,7 +25,7 @@ NOT_OPTIONS = ("params", "param_names")
 class Owned:
     """A shard of this rank, its parameter, and the tensor that the inner optimizer steps for it.
 
-    That tensor is the parameter itself where the rank owns all of it, else a flat alias of the owned range.
+    That tensor is the parameter itself, or an alias of its memory: flat if only a range is owned.
     """
 
     shard: Shard
@@ -33,9 +33,30 @@ class Owned:
     tensor: Tensor
 
     @property
+    def is_alias(self) -> bool:
+        """Whether the stepped tensor is another one than the parameter, with a gradient of its own."""
+        return self.tensor is not self.param
+
+    @property
     def is_cut(self) -> bool:
         """Whether the rank owns only a part."""
-        return self.tensor is not self.param
+        return self.shard.numel != self.param.numel()
+
+
+Stepped = Callable[[Shard, Tensor, Tensor], Tensor]
+"""From a shard, its parameter and the parameter's flat memory to the tensor that the inner optimizer steps."""
+
+
+def alias(shard: Shard, param: Tensor, flat: Tensor) -> Tensor:
+    """Always another tensor over the owned memory. Its gradient is free to be set while autograd is running."""
+    if shard.numel == param.numel():
+        return flat.as_strided(param.shape, param.stride())
+    return flat[shard.start : shard.stop]
+
+
+def parameter_or_alias(shard: Shard, param: Tensor, flat: Tensor) -> Tensor:
+    """The parameter itself where the rank owns all of it, so that its state is found where people look for it."""
+    return param if shard.numel == param.numel() else alias(shard, param, flat)
 
 
 class LocalOptimizer:
@@ -50,10 +71,12 @@ class LocalOptimizer:
         params: Sequence[Tensor],
         flats: Sequence[Tensor],
         group_rank: int,
+        stepped: Stepped = parameter_or_alias,
     ) -> None:
         self.group_rank = group_rank
+        self._stepped = stepped
         self._set_aside: list[tuple[Tensor, Tensor | None]] = []
-        self._set_owned([_own(shard, layout, params, flats) for shard in layout.shards if shard.owner == group_rank])
+        self._set_owned([self._own(shard, params, flats) for shard in layout.shards if shard.owner == group_rank])
         self.inner = optimizer_class(
             [self._local_group(group, position, layout) for position, group in enumerate(groups)], **defaults
         )
@@ -67,7 +90,7 @@ class LocalOptimizer:
         self._set_owned(
             self.owned
             + [
-                _own(shard, layout, params, flats)
+                self._own(shard, params, flats)
                 for shard in layout.shards
                 if shard.owner == self.group_rank and layout.params[shard.param].group == position
             ]
@@ -82,6 +105,10 @@ class LocalOptimizer:
                 self.inner.state.pop(owned.tensor, None)
         del self.inner.param_groups[count:]
         self._set_owned([owned for owned in self.owned if owned.shard.param < len(layout.params)])
+
+    def _own(self, shard: Shard, params: Sequence[Tensor], flats: Sequence[Tensor]) -> Owned:
+        param = params[shard.param]
+        return Owned(shard, param, self._stepped(shard, param, flats[shard.param]))
 
     def _set_owned(self, owned: list[Owned]) -> None:
         self.owned = owned
@@ -98,8 +125,8 @@ class LocalOptimizer:
     def repoint(self, flats: Sequence[Tensor]) -> None:
         """Follow parameters that have moved: the aliases keep their identity, and with it their state."""
         for owned in self.owned:
-            if owned.is_cut:
-                owned.tensor.data = flats[owned.shard.param][owned.shard.start : owned.shard.stop]
+            if owned.is_alias:
+                owned.tensor.data = alias(owned.shard, owned.param, flats[owned.shard.param])
 
     def push_options(self, groups: Sequence[Group]) -> None:
         """Copy the options of ``groups`` into the inner optimizer's groups."""
@@ -112,20 +139,20 @@ class LocalOptimizer:
     def bind_gradients(self, layout: Layout, lent: Mapping[int, Tensor] | None = None) -> None:
         """Give the stepped tensors their gradients: the parameters' own, or flat ranges lent for this step only."""
         if lent is not None:
-            self._set_aside = [(owned.tensor, owned.tensor.grad) for owned in self.owned if not owned.is_cut]
+            self._set_aside = [(owned.tensor, owned.tensor.grad) for owned in self.owned if not owned.is_alias]
         for owned in self.owned:
             if lent is not None:
                 range_ = lent.get(owned.shard.param)
                 owned.tensor.grad = (
                     None if range_ is None else range_.as_strided(owned.tensor.shape, owned.tensor.stride())
                 )
-            elif owned.is_cut:
+            elif owned.is_alias:
                 owned.tensor.grad = self._own_range(owned, layout)
 
     def _own_range(self, owned: Owned, layout: Layout) -> Tensor | None:
         gradient = owned.param.grad
-        if gradient is None:
-            return None
+        if gradient is None or not owned.is_cut:
+            return gradient
         if gradient.layout is not torch.strided:
             raise ValueError(
                 f"rank {self.group_rank}: parameter {layout.params[owned.shard.param].name!r} has a sparse gradient "
@@ -136,7 +163,7 @@ class LocalOptimizer:
     def release_gradients(self) -> None:
         """Let go of what :meth:`bind_gradients` took, and put back what it set aside."""
         for owned in self.owned:
-            if owned.is_cut:
+            if owned.is_alias:
                 owned.tensor.grad = None
         for tensor, gradient in self._set_aside:
             tensor.grad = gradient
@@ -190,13 +217,6 @@ class OwnedState(MutableMapping[Any, Any]):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({dict(self)!r})"
-
-
-def _own(shard: Shard, layout: Layout, params: Sequence[Tensor], flats: Sequence[Tensor]) -> Owned:
-    param = params[shard.param]
-    if layout.is_whole(shard):
-        return Owned(shard, param, param)
-    return Owned(shard, param, flats[shard.param][shard.start : shard.stop])
 
 
 def _copy_options(source: Sequence[Group], destination: Sequence[Group]) -> None:

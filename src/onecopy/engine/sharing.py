@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from onecopy.engine.collectives import Collectives
-from onecopy.engine.storage import Piece, Storage
+from onecopy.engine.storage import Piece
 from onecopy.engine.stream import PACKS_IN_FLIGHT, InFlight, plan_messages, unpacker
 
 
@@ -26,23 +26,27 @@ class _Transfer:
 
 
 class Sharing:
-    """The broadcasts that make all replicas equal, planned once for one storage.
+    """The broadcasts that make all replicas equal, planned once for some pieces of memory.
 
     Owners take turns in the order of the transfers, so that all of them send at the same time. What a step needs is
     made here: ``share`` does a few calls per message and nothing per parameter.
     """
 
-    def __init__(self, collectives: Collectives, storage: Storage) -> None:
+    def __init__(self, collectives: Collectives, pieces: Sequence[Piece], direct_bytes: int) -> None:
         self._collectives = collectives
         queues: dict[tuple[int, torch.device], list[Piece]] = {}
-        for piece in storage.pieces:
+        for piece in pieces:
             queues.setdefault((piece.owner, piece.memory.device), []).append(piece)
-        planned = [_plan(queue, storage.direct_bytes) for queue in queues.values()]
+        planned = [_plan(queue, direct_bytes) for queue in queues.values()]
         self._transfers = [transfer for transfer in chain(*zip_longest(*planned)) if transfer is not None]
         self._slots = _make_slots(self._transfers)
 
     def share(self, touched: Sequence[bool] | None = None) -> None:
         """Send every owner's values to all; with ``touched``, only transfers that carry a touched parameter."""
+        self.start(touched).drain()
+
+    def start(self, touched: Sequence[bool] | None = None) -> InFlight:
+        """As :meth:`share`, but leave the end of it to the caller: drain what is returned before the next start."""
         flying = InFlight()
         slots = {device: cycle(buffers) for device, buffers in self._slots.items()}
         for transfer in self._transfers:
@@ -60,7 +64,7 @@ class Sharing:
             else:
                 then = unpacker(buffer, transfer.memories)
             flying.add(self._collectives.broadcast(buffer, transfer.owner), buffer, True, then)
-        flying.drain()
+        return flying
 
     @property
     def messages(self) -> int:

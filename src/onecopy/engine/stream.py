@@ -67,7 +67,7 @@ def plan_messages(sizes: Sequence[int], direct_bytes: int = DIRECT_BYTES) -> lis
 
 
 class InFlight:
-    """Messages under way, finished in the order they were started; at most ``PACKS_IN_FLIGHT`` staged ones at a time."""
+    """Messages under way, ended in the order they were started; at most ``PACKS_IN_FLIGHT`` staged ones at a time."""
 
     def __init__(self) -> None:
         # Each entry keeps its buffer alive until the transfer that reads or writes it has ended.

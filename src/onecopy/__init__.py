@@ -1,6 +1,13 @@
 """onecopy: one copy of the optimizer state across all data-parallel ranks."""
 
-from onecopy.ddp_hooks import hook_with_zero_step, hook_with_zero_step_interleaved
+from onecopy.ddp_hooks import (
+    ReduceScatter,
+    clip_grad_norm_,
+    grad_norm,
+    hook_with_zero_step,
+    hook_with_zero_step_interleaved,
+    reduce_scatter_hook,
+)
 from onecopy.errors import OnecopyError, PeerFailedError, RanksDisagreeError
 from onecopy.layout import Layout, ParamSpec, Shard
 from onecopy.optimizer import ZeroRedundancyOptimizer
@@ -13,8 +20,12 @@ __all__ = [
     "ParamSpec",
     "PeerFailedError",
     "RanksDisagreeError",
+    "ReduceScatter",
     "Shard",
     "ZeroRedundancyOptimizer",
+    "clip_grad_norm_",
+    "grad_norm",
     "hook_with_zero_step",
     "hook_with_zero_step_interleaved",
+    "reduce_scatter_hook",
 ]

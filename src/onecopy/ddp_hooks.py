@@ -1,15 +1,229 @@
-"""DDP communication hooks that overlap the optimizer's step with the backward pass."""
+"""DDP communication hooks: two that step inside the backward pass, and one that gives gradients to their owners."""
 
-from __future__ import annotations
+# No `from __future__ import annotations` here: DDP reads a hook's annotations and wants the real types.
 
-from typing import Any
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+
+from onecopy.engine.agreement import Fact, agree
+from onecopy.engine.core import Engine
+from onecopy.engine.inputs import Group
+from onecopy.engine.norms import clip, total_norm
+from onecopy.engine.overlap import Hook, Overlap, Schedule
+from onecopy.engine.reducing import GradientReducer
+from onecopy.engine.torch_private import in_join_context
+from onecopy.engine.workers import make_worker
 
 
-def hook_with_zero_step(hook: Any, ddp: Any, zero: Any, shard_buckets: bool = False) -> Any:
-    """Not available yet."""
-    raise NotImplementedError("overlap with DDP is not available yet")
+class ShardedOptimizer(Protocol):
+    """What the hooks need of a :class:`~onecopy.ZeroRedundancyOptimizer`."""
+
+    engine: Engine
+    overlap: Overlap | None
+    overlap_with_ddp: bool
+    param_groups: list[Group]
 
 
-def hook_with_zero_step_interleaved(hook: Any, ddp: Any, zero: Any, shard_buckets: bool = False) -> Any:
-    """Not available yet."""
-    raise NotImplementedError("overlap with DDP is not available yet")
+def hook_with_zero_step(
+    hook: Hook, ddp: DistributedDataParallel, zero: ShardedOptimizer, shard_buckets: bool = False
+) -> Callable[[Any, Any], Future[Any]]:
+    """A DDP communication hook that steps bucket by bucket once the backward pass has computed all gradients.
+
+    Example::
+
+        optimizer = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.AdamW, lr=3e-4, overlap_with_ddp=True)
+        ddp.register_comm_hook(None, hook_with_zero_step(allreduce_hook, ddp, optimizer))
+
+    Updates happen inside ``backward()`` from the third pass on (the fourth with ``static_graph``); until then
+    ``optimizer.step()`` does them. Keep calling ``step()``: with it no update is ever lost or doubled.
+
+    Args:
+        hook: the DDP communication hook that reduces a bucket, such as ``allreduce_hook``; its state is what
+            ``register_comm_hook`` is given.
+        ddp: the model that the hook will be registered on.
+        zero: an optimizer over the model's parameters, made with ``overlap_with_ddp=True``.
+        shard_buckets: accepted for compatibility. Who owns what always comes from the optimizer's layout.
+    """
+    del shard_buckets
+    return _overlap_hook(hook, ddp, zero, when_reduced=False)
+
+
+def hook_with_zero_step_interleaved(
+    hook: Hook, ddp: DistributedDataParallel, zero: ShardedOptimizer, shard_buckets: bool = False
+) -> Callable[[Any, Any], Future[Any]]:
+    """As :func:`hook_with_zero_step`, but each bucket is stepped as soon as its gradients are reduced.
+
+    Args:
+        hook: the DDP communication hook that reduces a bucket.
+        ddp: the model that the hook will be registered on.
+        zero: an optimizer over the model's parameters, made with ``overlap_with_ddp=True``.
+        shard_buckets: accepted for compatibility. Who owns what always comes from the optimizer's layout.
+    """
+    del shard_buckets
+    return _overlap_hook(hook, ddp, zero, when_reduced=True)
+
+
+class ReduceScatter:
+    """State for :func:`reduce_scatter_hook`: the optimizers that own the gradients, and how to reduce.
+
+    Args:
+        optimizers: one optimizer, or several over disjoint parameters of one model.
+        reduce_dtype: the data type in which gradients travel (default: their own).
+    """
+
+    def __init__(
+        self, optimizers: ShardedOptimizer | Sequence[ShardedOptimizer], reduce_dtype: torch.dtype | None = None
+    ) -> None:
+        engines = [_engine_of(optimizer) for optimizer in _as_list(optimizers)]
+        groups = {id(engine.collectives.process_group) for engine in engines}
+        if len(groups) > 1:
+            raise ValueError("the optimizers of a reduce-scatter hook must be on the same process group")
+        if any(optimizer.overlap_with_ddp for optimizer in _as_list(optimizers)):
+            raise ValueError(
+                "overlap_with_ddp=True steps inside backward(), the reduce-scatter hook lets step() do it: "
+                "construct the optimizer without overlap_with_ddp"
+            )
+        if reduce_dtype is not None and not reduce_dtype.is_floating_point:
+            raise ValueError(f"reduce_dtype must be a floating-point type, got {reduce_dtype}")
+        self.reducer = GradientReducer(engines, reduce_dtype)
+
+
+_states: "weakref.WeakKeyDictionary[Any, tuple[list[int], ReduceScatter]]" = weakref.WeakKeyDictionary()
+"""The state made for optimizers that were registered themselves, by the first of them."""
+
+
+def reduce_scatter_hook(state: Any, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]
+    """A DDP communication hook that gives each rank only the gradients it owns; the update is left to ``step()``.
+
+    Example::
+
+        optimizer = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.AdamW, shard_by="element", lr=3e-4)
+        ddp.register_comm_hook(optimizer, reduce_scatter_hook)
+
+    Half of an all-reduce is saved: with the parameters that ``step()`` sends, the traffic is that of plain DDP. After
+    ``backward()`` only the owned ranges of ``param.grad`` are reduced. A GradScaler works unchanged. Clip with
+    ``optimizer.clip_grad_norm_()``; torch's function would see a different norm on every rank.
+
+    Args:
+        state: an optimizer, a list of optimizers over one model, or a :class:`ReduceScatter`.
+        bucket: what DDP hands to the hook.
+    """
+    if not isinstance(state, ReduceScatter):
+        optimizers = _as_list(state)
+        identities = list(map(id, optimizers))
+        known = _states.get(optimizers[0])
+        if known is None or known[0] != identities:
+            known = (identities, ReduceScatter(optimizers))
+            _states[optimizers[0]] = known
+        state = known[1]
+    scatter: ReduceScatter = state
+    return scatter.reducer.reduce(bucket)
+
+
+def grad_norm(optimizers: ShardedOptimizer | Sequence[ShardedOptimizer], norm_type: float = 2.0) -> Tensor:
+    """The norm of the gradients of all parameters of some optimizers; all ranks make this call together.
+
+    Args:
+        optimizers: one optimizer or several.
+        norm_type: the order of the norm, or infinity.
+    """
+    return total_norm([_engine_of(optimizer) for optimizer in _as_list(optimizers)], norm_type)
+
+
+def clip_grad_norm_(
+    optimizers: ShardedOptimizer | Sequence[ShardedOptimizer],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+) -> Tensor:
+    """Scale the gradients of some optimizers so that their common norm is at most ``max_norm``; return what it was.
+
+    All ranks make this call together.
+
+    Args:
+        optimizers: one optimizer or several over one model.
+        max_norm: the largest norm allowed.
+        norm_type: the order of the norm, or infinity.
+        error_if_nonfinite: raise if the norm is infinite or not a number.
+    """
+    engines = [_engine_of(optimizer) for optimizer in _as_list(optimizers)]
+    return clip(engines, max_norm, norm_type, error_if_nonfinite)
+
+
+def _as_list(optimizers: Any) -> list[Any]:
+    return list(optimizers) if isinstance(optimizers, (list, tuple)) else [optimizers]
+
+
+def _engine_of(optimizer: Any) -> Engine:
+    engine = getattr(optimizer, "engine", None)
+    if not isinstance(engine, Engine):
+        raise TypeError(
+            f"onecopy's hooks need a onecopy.ZeroRedundancyOptimizer, got {type(optimizer).__module__}."
+            f"{type(optimizer).__qualname__}"
+        )
+    return engine
+
+
+def _overlap_hook(
+    hook: Hook, ddp: DistributedDataParallel, zero: ShardedOptimizer, when_reduced: bool
+) -> Callable[[Any, Any], Future[Any]]:
+    engine = _engine_of(zero)
+    failure: Exception | None = None
+    try:
+        _check_registration(ddp, zero, engine)
+    except Exception as error:
+        failure = error
+    agree(engine.collectives, "making an overlap hook", [Fact("interleaved", str(when_reduced))], failure)
+    # The hook lives inside DDP: a strong reference back to the model would keep both alive forever.
+    model = weakref.ref(ddp)
+
+    def schedule() -> Schedule:
+        live = model()
+        assert live is not None, "a hook is only called by its model"
+        static = bool(live.static_graph)
+        return Schedule(
+            passes=3 if static else 2,
+            when_reduced=when_reduced,
+            unused_params=bool(live.find_unused_parameters) or static,
+            uneven_inputs=in_join_context(live),
+        )
+
+    collectives = engine.collectives.twin()
+    worker = make_worker(engine.params[0].device)
+    overlap = Overlap(engine, lambda: zero.param_groups, collectives, worker, hook, schedule)
+    weakref.finalize(overlap, _destroy, collectives.process_group).atexit = False
+    zero.overlap = overlap
+
+    def hook_with_step(state: Any, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]
+        return overlap.on_bucket(state, bucket)
+
+    return hook_with_step
+
+
+def _check_registration(ddp: Any, zero: ShardedOptimizer, engine: Engine) -> None:
+    if not isinstance(ddp, DistributedDataParallel):
+        raise TypeError(f"ddp must be a DistributedDataParallel, got {type(ddp).__qualname__}")
+    if not zero.overlap_with_ddp:
+        raise ValueError("construct the optimizer with overlap_with_ddp=True to overlap its step with backward")
+    if zero.overlap is not None:
+        raise ValueError("a hook has already been made for this optimizer; one optimizer goes with one hook")
+    known = {id(param) for param in ddp.parameters()}
+    for spec, param in zip(engine.layout.params, engine.params, strict=True):
+        if id(param) not in known:
+            raise ValueError(f"parameter {spec.name!r} of the optimizer is not a parameter of the model")
+    ours = dist.get_process_group_ranks(engine.collectives.process_group)
+    theirs = dist.get_process_group_ranks(ddp.process_group)
+    if ours != theirs:
+        raise ValueError(f"the optimizer is on ranks {ours}, but DDP is on ranks {theirs}; give both the same group")
+
+
+def _destroy(process_group: dist.ProcessGroup) -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group(process_group)

@@ -5,7 +5,8 @@ step. One round, in the same order on all ranks:
 
 1. every rank says whether it is active;
 2. if one has joined, the lowest active rank broadcasts the groups' options (a joined rank's scheduler no longer runs)
-   and which parameters have a gradient, and sends each joined rank the gradients of its ranges;
+   and which parameters have a gradient, and sends each joined rank the gradients of its ranges (unless the
+   reduce-scatter hook has already done that);
 3. update, confirm, share, as in any other step.
 """
 
@@ -18,11 +19,10 @@ import torch
 from torch import Tensor
 from torch.distributed.algorithms.join import JoinHook
 
-from onecopy.engine import codec
 from onecopy.engine.core import Engine
 from onecopy.engine.flat import as_bytes, flat_like
+from onecopy.engine.handover import read_handover, write_handover
 from onecopy.engine.inputs import Group
-from onecopy.engine.local import NOT_OPTIONS
 from onecopy.engine.stream import receive_stream, send_stream
 from onecopy.layout import Shard
 
@@ -90,6 +90,7 @@ def _round(
     if failure is not None:
         raise failure
     engine.local.pull_options(groups)
+    engine.forget_gradients()
     return loss
 
 
@@ -101,10 +102,10 @@ def _lend(
     header, failure = b"", None
     ranges: dict[int, list[Tensor]] = {}
     try:
-        for group_rank in joined:
+        for group_rank in joined if not engine.gradients_reduced else ():
             shards = _with_gradient(engine, group_rank, has_gradient)
             ranges[group_rank] = [as_bytes(_gradient_range(engine, shard)) for shard in shards]
-        header = _write_header(groups, has_gradient)
+        header = write_handover(groups, has_gradient, engine.gradients_reduced)
     except Exception as error:
         failure = error
     collectives.broadcast_bytes(header, collectives.group_rank)
@@ -123,10 +124,13 @@ def _borrow(
 ) -> tuple[list[bool], dict[int, Tensor]]:
     """Take an active rank's options, and return which parameters have a gradient and this rank's ranges of them."""
     collectives = engine.collectives
-    options, has_gradient = _read_header(header)
-    for group, values in zip(groups, options, strict=True):
-        group.update(values)
+    handover = read_handover(header)
+    handover.apply_options(groups)
+    has_gradient = list(handover.has_gradient)
     shards = _with_gradient(engine, collectives.group_rank, has_gradient)
+    if handover.gradients_reduced:
+        # The reduce-scatter hook runs on joined ranks too: this rank has received its own ranges.
+        return has_gradient, {shard.param: engine.reduced[shard.param] for shard in shards}
     lent = {
         shard.param: torch.empty(
             shard.numel, dtype=engine.params[shard.param].dtype, device=engine.params[shard.param].device
@@ -155,23 +159,3 @@ def _gradient_range(engine: Engine, shard: Shard) -> Tensor:
             "a rank that has run out of inputs"
         )
     return flat_like(gradient, param)[shard.start : shard.stop]
-
-
-def _write_header(groups: Sequence[Group], has_gradient: Sequence[bool]) -> bytes:
-    """Options and mask as JSON; tensors among the options (a tensor learning rate) are written as their values."""
-    described = []
-    for group in groups:
-        tensors: list[Tensor] = []
-        options = {key: value for key, value in group.items() if key not in NOT_OPTIONS}
-        tree = codec.encode(options, tensors, "an option of a parameter group")
-        described.append([tree, [[codec.describe_tensor(tensor)[0], tensor.tolist()] for tensor in tensors]])
-    return codec.dumps([described, [int(has) for has in has_gradient]])
-
-
-def _read_header(text: bytes) -> tuple[list[Group], list[bool]]:
-    described, mask = codec.loads(text)
-    options = [
-        codec.decode(tree, [torch.tensor(value, dtype=getattr(torch, name)) for name, value in values])
-        for tree, values in described
-    ]
-    return options, [bool(has) for has in mask]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from copy import deepcopy
+from dataclasses import dataclass
 from typing import Any, NoReturn, overload
 
 import torch
@@ -21,13 +22,29 @@ from onecopy.engine.core import Engine, reshare, sequential_step
 from onecopy.engine.flat import flat_view
 from onecopy.engine.inputs import normalise, normalise_group, plan_params
 from onecopy.engine.loading import check_shapes, load_facts, load_inner, local_state_dict, state_by_index
-from onecopy.engine.local import LocalOptimizer, OwnedState
+from onecopy.engine.local import LocalOptimizer, OwnedState, alias, parameter_or_alias
+from onecopy.engine.norms import clip, total_norm
+from onecopy.engine.overlap import Overlap
 from onecopy.engine.storage import Buckets, InPlace
-from onecopy.engine.torch_private import debug_enabled, register_as_torch_zero, run_load_post_hooks, run_load_pre_hooks
+from onecopy.engine.torch_private import (
+    debug_enabled,
+    in_join_context,
+    register_as_torch_zero,
+    run_load_post_hooks,
+    run_load_pre_hooks,
+)
 from onecopy.join import ServeShard, active_step, joined_step
 from onecopy.layout import Layout, ShardBy, extend
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Consolidated:
+    """The whole state by parameter, and after how many updates it was gathered."""
+
+    by_param: dict[Tensor, Any]
+    updates: int
 
 
 class ZeroRedundancyOptimizer(Optimizer, Joinable):
@@ -65,6 +82,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         rank: this rank in the group.
         global_rank: this rank among all.
         parameters_as_bucket_view: as given.
+        overlap_with_ddp: as given.
+        engine: the machinery of a step, for hooks and other extensions.
+        overlap: what steps inside the backward pass, once a hook has been made for this optimizer.
         initialized: True once constructed.
     """
 
@@ -87,8 +107,6 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         facts: list[Fact] = []
         has_state = False
         try:
-            if overlap_with_ddp:
-                raise NotImplementedError("overlap_with_ddp=True is not available yet")
             check_class(optimizer_class, ZeroRedundancyOptimizer)
             groups = normalise(params)
             tensors, specs = plan_params(groups)
@@ -105,12 +123,14 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 tensors,
                 _flats(tensors),
                 collectives.group_rank,
+                alias if overlap_with_ddp else parameter_or_alias,
             )
             local.pull_options(self.param_groups)
             has_state = bool(local.inner.state)
             facts = [
                 Fact("optimizer class", f"{optimizer_class.__module__}.{optimizer_class.__qualname__}"),
                 Fact("parameters_as_bucket_view", str(parameters_as_bucket_view)),
+                Fact("overlap_with_ddp", str(overlap_with_ddp)),
                 *_layout_facts(layout),
                 *group_facts(self.param_groups),
             ]
@@ -118,9 +138,18 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             failure = error
         # Until here nothing was sent and no parameter was touched.
         self._has_state = agree(collectives, "constructing the optimizer", facts, failure, flag=has_state)
-        self._engine = Engine(collectives, tensors, layout, local, Buckets if parameters_as_bucket_view else InPlace)
-        self._consolidated: dict[Tensor, Any] | None = None
-        self._all_params: list[Tensor] = self._engine.params
+        if parameters_as_bucket_view and overlap_with_ddp:
+            logger.warning(
+                "parameters_as_bucket_view=True is ignored, because overlap_with_ddp=True sends DDP's buckets"
+            )
+        storage_class = Buckets if parameters_as_bucket_view and not overlap_with_ddp else InPlace
+        self.engine = Engine(collectives, tensors, layout, local, storage_class)
+        self.overlap_with_ddp = overlap_with_ddp
+        self.overlap: Overlap | None = None
+        # A GradScaler that sees this announces itself to step(), which then refuses it instead of training wrongly.
+        self._step_supports_amp_scaling = overlap_with_ddp
+        self._consolidated: _Consolidated | None = None
+        self._all_params: list[Tensor] = self.engine.params
         self.defaults = local.inner.defaults
         self.state: Any = OwnedState(local)
         self.optim: Optimizer = local.inner
@@ -135,7 +164,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     @property
     def layout(self) -> Layout:
         """Who owns what; print it for a table."""
-        return self._engine.layout
+        return self.engine.layout
 
     @overload
     def step(self, closure: None = None, **kwargs: Any) -> None: ...
@@ -158,13 +187,59 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             PeerFailedError: if another rank's inner ``step`` failed; that rank raises its own error. Owned parameters
                 may then have been updated without having been shared: load a checkpoint before going on.
         """
-        self._forget_consolidation()
-        driver = sequential_step
-        if self._join_config.enable:
+        if self.overlap_with_ddp:
+            self._check_overlapped_step(closure)
+        in_join = in_join_context(self)
+        if in_join:
             Join.notify_join_context(self)
-            driver = active_step
-        loss: float | None = driver(self._engine, self.param_groups, closure, kwargs)
+        if self.overlap is not None:
+            self.overlap.step_was_called = True
+            if self.overlap.updated:
+                self.overlap.finish_step(self.param_groups)
+                return None
+        driver = active_step if in_join else sequential_step
+        loss: float | None = driver(self.engine, self.param_groups, closure, kwargs)
         return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset the gradients of all parameters.
+
+        Args:
+            set_to_none: set them to None instead of zero.
+        """
+        self.engine.forget_gradients()
+        super().zero_grad(set_to_none)
+
+    def grad_norm(self, norm_type: float = 2.0) -> Tensor:
+        """The norm of all gradients, from what each rank owns; right also after the reduce-scatter hook.
+
+        All ranks make this call together.
+
+        Args:
+            norm_type: the order of the norm, or infinity.
+        """
+        return total_norm([self.engine], norm_type)
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
+        """Scale the gradients so that their norm is at most ``max_norm``; return the norm they had.
+
+        All ranks make this call together. For several optimizers over one model: :func:`onecopy.clip_grad_norm_`.
+
+        Args:
+            max_norm: the largest norm allowed.
+            norm_type: the order of the norm, or infinity.
+            error_if_nonfinite: raise if the norm is infinite or not a number.
+        """
+        return clip([self.engine], max_norm, norm_type, error_if_nonfinite)
+
+    def _check_overlapped_step(self, closure: object) -> None:
+        """Refuse what cannot be combined with an update that has already happened inside backward."""
+        what = "a closure" if closure is not None else "a GradScaler" if "found_inf" in self.__dict__ else None
+        if what is not None:
+            raise RuntimeError(
+                f"{what} cannot be combined with overlap_with_ddp=True, because the update happens inside backward(); "
+                "construct the optimizer without it and register onecopy.reduce_scatter_hook, which steps afterwards"
+            )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group; ownership of what is there already does not move.
@@ -177,7 +252,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         if not self.initialized:
             super().add_param_group(param_group)  # torch's constructor adds the first groups through this method
             return
-        engine, known = self._engine, len(self.param_groups)
+        engine, known = self.engine, len(self.param_groups)
         failure: Exception | None = None
         facts: list[Fact] = []
         try:
@@ -199,7 +274,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             engine.local.keep_groups(known, engine.layout)
             raise
         self._has_state = self._has_state or has_state
-        self._forget_consolidation()
+        self._consolidated = None
         engine.relayout(tensors, layout)
         self._all_params = engine.params
         self._log_share()
@@ -218,10 +293,12 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """
         if not isinstance(to, int) or not 0 <= to < self.world_size:
             raise ValueError(f"to must be a group rank from 0 to {self.world_size - 1}, got {to!r}")
-        self._forget_consolidation()
-        state = consolidate(self._engine.collectives, self.layout, self._engine.local, self.param_groups, to)
+        self._consolidated = None
+        local = self.engine.local
+        state = consolidate(self.engine.collectives, self.layout, local, self.param_groups, to)
         if state is not None:
-            self._consolidated = {self._all_params[index]: value for index, value in state.items()}
+            by_param = {self._all_params[index]: value for index, value in state.items()}
+            self._consolidated = _Consolidated(by_param, local.updates)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the whole optimizer's state dict, exactly as the plain optimizer's would be; never communicates.
@@ -229,12 +306,15 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         Raises:
             RuntimeError: if there is state that was not consolidated on this rank since it last changed.
         """
-        if self._consolidated is None and self._has_state:
+        updates = self.engine.local.updates
+        current = self._consolidated is not None and self._consolidated.updates == updates
+        if not current and (self._has_state or updates > 0):
             raise RuntimeError(
                 f"rank {self.rank} does not hold the whole optimizer state, or no longer the current one: call "
                 f"consolidate_state_dict(to={self.rank}) on all ranks first, and state_dict() on that rank"
             )
-        live, self.state = self.state, map_tensors(self._consolidated or {}, _same)
+        by_param = self._consolidated.by_param if self._consolidated is not None else {}
+        live, self.state = self.state, map_tensors(by_param, _same)
         try:
             return super().state_dict()
         finally:
@@ -249,7 +329,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         Args:
             state_dict: an optimizer's state dict.
         """
-        engine, local = self._engine, self._engine.local
+        engine, local = self.engine, self.engine.local
         failure: Exception | None = None
         facts: list[Fact] = []
         try:
@@ -280,7 +360,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             group["params"] = kept["params"]
         local.pull_options(self.param_groups)
         self._has_state = has_state
-        self._forget_consolidation()
+        local.updates = 0
+        self._consolidated = None
         run_load_post_hooks(self)
 
     def join_hook(self, **kwargs: Any) -> JoinHook:  # noqa: ARG002 - torch passes what other joinables need
@@ -291,15 +372,17 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """
 
         def serve() -> None:
-            self._forget_consolidation()
-            joined_step(self._engine, self.param_groups)
+            if self.overlap is not None and self.overlap.updated:
+                self.overlap.finish_step(self.param_groups)
+            else:
+                joined_step(self.engine, self.param_groups)
 
         return ServeShard(serve)
 
     @property
     def join_device(self) -> torch.device:
         """The device for the join context's own communication."""
-        return self._engine.collectives.control_device
+        return self.engine.collectives.control_device
 
     @property
     def join_process_group(self) -> Any:
@@ -309,7 +392,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def __getattr__(self, name: str) -> Any:
         """Forward ``train`` and ``eval`` of inner optimizers that have them (schedule-free ones); share afterwards."""
         if name in ("train", "eval") and "optim" in self.__dict__ and callable(getattr(self.optim, name, None)):
-            return lambda: reshare(self._engine, self.param_groups, getattr(self.optim, name))
+            return lambda: reshare(self.engine, self.param_groups, getattr(self.optim, name))
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
@@ -319,13 +402,18 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             "this rank's share; save consolidate_state_dict() + state_dict(), and construct a new one"
         )
 
-    def _forget_consolidation(self) -> None:
-        self._consolidated = None
+    @property
+    def _overlap_with_ddp(self) -> NoReturn:
+        """What torch's hooks ask first; they would go on to call what only torch's class has."""
+        raise ValueError(
+            "torch's hooks go with torch's class: use onecopy.hook_with_zero_step or "
+            "onecopy.hook_with_zero_step_interleaved with a onecopy.ZeroRedundancyOptimizer"
+        )
 
     def _log_share(self) -> None:
         if not debug_enabled():
             return
-        sharing = self._engine.sharing
+        sharing = self.engine.sharing
         logger.info(
             "rank %d owns %d of %d elements in %d shards; %d messages a step, %d bytes of staging",
             self.rank,

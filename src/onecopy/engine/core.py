@@ -17,7 +17,7 @@ from torch.profiler import record_function
 
 from onecopy.engine.classes import SKIPS_MISSING_GRADIENTS
 from onecopy.engine.collectives import Collectives
-from onecopy.engine.flat import is_dense
+from onecopy.engine.flat import flat_like, is_dense
 from onecopy.engine.inputs import Group
 from onecopy.engine.local import LocalOptimizer
 from onecopy.engine.replaced import ReplacementWatch
@@ -51,8 +51,17 @@ class Engine:
         self._storage_class = storage_class
         self._status = make_status(collectives)
         # An unknown class may move parameters that have no gradient (weight decay alone), so all of them are sent.
-        self._sends_all = type(local.inner) not in SKIPS_MISSING_GRADIENTS
+        self.sends_all = type(local.inner) not in SKIPS_MISSING_GRADIENTS
+        # Set by a hook that reduces gradients to their owners: then only owned ranges of param.grad are reduced, and
+        # ``reduced`` holds this rank's, by parameter, for a rank whose param.grad DDP does not fill (uneven inputs).
+        self.gradients_reduced = False
+        self.reduced: dict[int, Tensor] = {}
         self.relayout(params, layout)
+
+    def forget_gradients(self) -> None:
+        """Note that the gradients have been used or thrown away."""
+        self.gradients_reduced = False
+        self.reduced.clear()
 
     def relayout(self, params: Sequence[Tensor], layout: Layout) -> None:
         """Take over these parameters and this layout; storage and transfers are planned anew."""
@@ -138,6 +147,15 @@ class Engine:
             self.local.release_gradients()
         return last_loss if loss is None else loss
 
+    def update_some(self, chosen: Sequence[bool]) -> None:
+        """Step the inner optimizer over this rank's part of some parameters only, with their own gradients."""
+        ranges = {}
+        for owned in self.local.owned:
+            gradient = owned.param.grad
+            if chosen[owned.shard.param] and gradient is not None:
+                ranges[owned.shard.param] = flat_like(gradient, owned.param)[owned.shard.start : owned.shard.stop]
+        self.local.step_on(ranges)
+
     @record_function("onecopy.confirm")
     def confirm(self, has_gradient: Sequence[bool], failure: Exception | None) -> None:
         """Raise on all ranks if one has failed or if they differ, before parameters travel."""
@@ -147,7 +165,7 @@ class Engine:
     @record_function("onecopy.share")
     def share(self, has_gradient: Sequence[bool] | None = None) -> None:
         """Make all replicas equal again; with ``has_gradient``, where only those parameters can have changed."""
-        everything = has_gradient is None or self._sends_all or all(has_gradient)
+        everything = has_gradient is None or self.sends_all or all(has_gradient)
         self.sharing.share(None if everything else has_gradient)
         # Received values and aliases are written behind autograd's back. The version counter makes a backward pass
         # that still needs the old values raise, as it does after a plain optimizer's step.
@@ -182,6 +200,7 @@ def sequential_step(
     if failure is not None:
         raise failure
     engine.local.pull_options(groups)
+    engine.forget_gradients()
     return loss
 
 

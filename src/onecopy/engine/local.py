@@ -74,6 +74,7 @@ class LocalOptimizer:
         stepped: Stepped = parameter_or_alias,
     ) -> None:
         self.group_rank = group_rank
+        self.updates = 0  # how often the inner optimizer was stepped, by which others know that its state changed
         self._stepped = stepped
         self._set_aside: list[tuple[Tensor, Tensor | None]] = []
         self._set_owned([self._own(shard, params, flats) for shard in layout.shards if shard.owner == group_rank])
@@ -160,6 +161,16 @@ class LocalOptimizer:
             )
         return flat_like(gradient, owned.param)[owned.shard.start : owned.shard.stop]
 
+    def step_on(self, ranges: Mapping[int, Tensor]) -> None:
+        """Step with these flat gradients, by parameter, and no others: torch's optimizers skip what has none."""
+        for owned in self.owned:
+            range_ = ranges.get(owned.shard.param)
+            owned.tensor.grad = None if range_ is None else range_.as_strided(owned.tensor.shape, owned.tensor.stride())
+        try:
+            self.step(None, {})
+        finally:
+            self.release_gradients()
+
     def release_gradients(self) -> None:
         """Let go of what :meth:`bind_gradients` took, and put back what it set aside."""
         for owned in self.owned:
@@ -171,6 +182,7 @@ class LocalOptimizer:
 
     def step(self, closure: Callable[[], Any] | None, kwargs: dict[str, Any]) -> Any:
         """Step the inner optimizer; a class whose ``step`` takes no closure has it evaluated beforehand."""
+        self.updates += 1
         if closure is None:
             return self._step(**kwargs)
         if self._takes_closure:

@@ -7,7 +7,9 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch.distributed.algorithms.join import Joinable
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
@@ -50,6 +52,26 @@ def run_load_post_hooks(optimizer: Optimizer) -> None:
     """Tell the registered hooks that a state dict has been loaded."""
     for hook in optimizer._optimizer_load_state_dict_post_hooks.values():
         hook(optimizer)
+
+
+def in_backward() -> bool:
+    """Whether the calling thread is running a backward pass."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def after_backward(function: Callable[[], None]) -> None:
+    """Call ``function`` when the running backward pass ends, after DDP has put reduced gradients into ``.grad``.
+
+    DDP queues its own callback when the last bucket is launched, after a hook that calls this; so this one queues the
+    function from inside a callback, which puts it behind DDP's.
+    """
+    engine = torch.autograd.Variable._execution_engine
+    engine.queue_callback(lambda: engine.queue_callback(function))
+
+
+def in_join_context(joinable: Joinable) -> bool:
+    """Whether a joinable was last entered into a join context that handles uneven inputs."""
+    return bool(joinable._join_config.enable)
 
 
 def debug_enabled() -> bool:

@@ -1,0 +1,115 @@
+"""DDP's gradient buckets, seen through layouts: which range of a bucket belongs to which rank.
+
+DDP decides what is in a bucket and regroups as it likes; ownership never follows from that, only the schedule does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from onecopy.layout import Layout, Shard
+
+
+class GradBucket(Protocol):
+    """What DDP hands to a communication hook."""
+
+    def index(self) -> int:
+        """Its number in this backward pass, from 0."""
+
+    def is_last(self) -> bool:
+        """Whether no other bucket follows in this backward pass."""
+
+    def buffer(self) -> Tensor:
+        """Its gradients, flat."""
+
+    def parameters(self) -> list[Tensor]:
+        """The parameters whose gradients it holds, in order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A stretch of a bucket's buffer: a shard of one of several layouts, or (without a shard) nobody's."""
+
+    numel: int
+    source: int
+    shard: Shard | None
+
+
+class BucketMap:
+    """One bucket as segments in the order of its buffer, and ready-made ways to pick some of them out of it."""
+
+    def __init__(self, segments: Sequence[Segment], world_size: int, group_rank: int) -> None:
+        self.segments = tuple(segments)
+        self._sizes = [segment.numel for segment in segments]
+        owned = [(segment.shard.owner, position) for position, segment in enumerate(segments) if segment.shard]
+        self._by_owner = [position for _, position in sorted(owned)]
+        # A buffer in which the owners already come one after the other needs no packing.
+        self._in_order = len(owned) == len(segments) and all(a <= b for (a, _), (b, _) in pairwise(owned))
+        self._mine = [position for owner, position in owned if owner == group_rank]
+        self._foreign = [position for position, segment in enumerate(segments) if segment.shard is None]
+        self.sizes_per_owner = [0] * world_size
+        for owner, position in owned:
+            self.sizes_per_owner[owner] += segments[position].numel
+        starts, offset = [], 0
+        for segment in segments:
+            starts.append(offset)
+            offset += segment.numel
+        self.starts_of_others = [
+            starts[position] for owner, position in owned if owner != group_rank and segments[position].numel
+        ]
+
+    def packed_by_owner(self, buffer: Tensor) -> Tensor:
+        """All owned segments, rank after rank; the buffer itself if that is its order."""
+        if self._in_order:
+            return buffer
+        views = buffer.split(self._sizes)
+        return torch.cat([views[position] for position in self._by_owner]) if self._by_owner else buffer[:0]
+
+    def mine(self, buffer: Tensor) -> list[tuple[Segment, Tensor]]:
+        """This rank's segments, each with its view of the buffer."""
+        views = buffer.split(self._sizes)
+        return [(self.segments[position], views[position]) for position in self._mine]
+
+    def foreign(self, buffer: Tensor) -> list[Tensor]:
+        """Views of what belongs to no optimizer."""
+        if not self._foreign:
+            return []
+        views = buffer.split(self._sizes)
+        return [views[position] for position in self._foreign]
+
+
+class BucketMaps:
+    """Maps of the buckets seen so far; one that DDP has regrouped is mapped anew."""
+
+    def __init__(
+        self, layouts: Sequence[Layout], params: Sequence[Sequence[Tensor]], world_size: int, group_rank: int
+    ) -> None:
+        self.layouts = list(layouts)
+        self._world_size = world_size
+        self._group_rank = group_rank
+        self._known: dict[int, tuple[list[int], BucketMap]] = {}
+        self._shards: dict[int, list[Segment]] = {}
+        for source, (layout, tensors) in enumerate(zip(layouts, params, strict=True)):
+            for shard in layout.shards:
+                segment = Segment(shard.numel, source, shard)
+                self._shards.setdefault(id(tensors[shard.param]), []).append(segment)
+
+    def find(self, number: int, members: Sequence[Tensor]) -> BucketMap:
+        """The map of bucket ``number``: the gradients of ``members`` one after the other, each in storage order."""
+        identities = list(map(id, members))
+        known = self._known.get(number)
+        if known is None or known[0] != identities:
+            segments = [
+                segment
+                for member in members
+                for segment in self._shards.get(id(member), [Segment(member.numel(), -1, None)])
+            ]
+            known = (identities, BucketMap(segments, self._world_size, self._group_rank))
+            self._known[number] = known
+        return known[1]

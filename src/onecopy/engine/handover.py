@@ -1,0 +1,48 @@
+"""What an active rank tells ranks that have run out of inputs: the groups' options and who has a gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from onecopy.engine import codec
+from onecopy.engine.inputs import Group
+from onecopy.engine.local import NOT_OPTIONS
+
+
+@dataclass(frozen=True, slots=True)
+class Handover:
+    """The options of every group, which parameters have a gradient, and whether owners have theirs already."""
+
+    options: tuple[Group, ...]
+    has_gradient: tuple[bool, ...]
+    gradients_reduced: bool
+
+    def apply_options(self, groups: Sequence[Group]) -> None:
+        """Take the options over."""
+        for group, values in zip(groups, self.options, strict=True):
+            group.update(values)
+
+
+def write_handover(groups: Sequence[Group], has_gradient: Sequence[bool], gradients_reduced: bool) -> bytes:
+    """As JSON; tensors among the options (a tensor learning rate) are written as their values."""
+    described = []
+    for group in groups:
+        tensors: list[Tensor] = []
+        options = {key: value for key, value in group.items() if key not in NOT_OPTIONS}
+        tree = codec.encode(options, tensors, "an option of a parameter group")
+        described.append([tree, [[codec.describe_tensor(tensor)[0], tensor.tolist()] for tensor in tensors]])
+    return codec.dumps([described, [int(has) for has in has_gradient], gradients_reduced])
+
+
+def read_handover(text: bytes) -> Handover:
+    """The inverse of :func:`write_handover`."""
+    described, mask, reduced = codec.loads(text)
+    options = tuple(
+        codec.decode(tree, [torch.tensor(value, dtype=getattr(torch, name)) for name, value in values])
+        for tree, values in described
+    )
+    return Handover(options, tuple(bool(has) for has in mask), reduced)

@@ -1,0 +1,36 @@
+"""Where work beside the backward pass runs: on a side stream of an accelerator, or right here on the CPU."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.futures import Future
+
+
+class Lane:
+    """A place for work whose results others wait for through futures.
+
+    On an accelerator everything is enqueued on one side stream, which first waits for what the current stream has
+    enqueued so far; nothing blocks the host. On the CPU the work is simply done.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = None if device.type == "cpu" else torch.Stream(device)
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """Run the body on the lane, after what the caller's stream has enqueued."""
+        if self._stream is None:
+            yield
+            return
+        self._stream.wait_stream(torch.accelerator.current_stream(self._device))
+        with self._stream:
+            yield
+
+    def future(self) -> Future[Tensor]:
+        """A future to be completed from the lane."""
+        return Future() if self._stream is None else Future(devices=[self._device])

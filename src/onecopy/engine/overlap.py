@@ -1,0 +1,311 @@
+"""Stepping inside the backward pass, bucket by bucket.
+
+One iteration, once DDP's buckets are final:
+
+1. DDP calls the hook for a bucket; the user's own hook starts to reduce it.
+2. A job for the bucket goes to the worker (at once, or when the last bucket has come). Jobs run in bucket order, on a
+   process group of their own: wait for the reduced gradients, agree on who has one, step the inner optimizer over this
+   rank's part of the bucket, start sending the result.
+3. The last job waits for everything sent, exchanges the status word and completes the last bucket's future, for which
+   DDP, and so ``backward()``, waits.
+
+Until the buckets are final, and for parameters that are in none, ``step()`` does the update as usual.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+from torch.futures import Future
+from torch.profiler import record_function
+
+from onecopy.engine.agreement import raise_together
+from onecopy.engine.bucketing import BucketMap, BucketMaps, GradBucket
+from onecopy.engine.codec import map_tensors
+from onecopy.engine.collectives import Collectives
+from onecopy.engine.core import Engine
+from onecopy.engine.handover import read_handover, write_handover
+from onecopy.engine.inputs import Group
+from onecopy.engine.local import NOT_OPTIONS
+from onecopy.engine.sharing import Sharing
+from onecopy.engine.stream import DIRECT_BYTES, InFlight
+from onecopy.engine.torch_private import after_backward, in_backward
+from onecopy.engine.workers import Job, Worker
+
+Hook = Callable[[Any, Any], "Future[Any]"]
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """How a hook overlaps. ``passes`` backward passes go by before updates move into backward."""
+
+    passes: int
+    when_reduced: bool
+    unused_params: bool
+    uneven_inputs: bool
+
+
+@dataclass(slots=True)
+class _Iteration:
+    """What one backward pass has done so far."""
+
+    options: list[Group]
+    jobs: list[Job] = field(default_factory=list)
+    flying: InFlight = field(default_factory=InFlight)
+    failure: Exception | None = None
+
+
+class Overlap:
+    """Drives an engine from DDP's hook. Made when the hook is, with the engine that it steps."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        groups: Callable[[], Sequence[Group]],
+        collectives: Collectives,
+        worker: Worker,
+        hook: Hook,
+        schedule: Callable[[], Schedule],
+    ) -> None:
+        self._engine = engine
+        self._groups = groups
+        self._collectives = collectives
+        self._worker = worker
+        self._hook = hook
+        self._schedule = schedule
+        self._passes = 0
+        self._iteration: _Iteration | None = None
+        self._sharing: dict[int, tuple[BucketMap, Sharing]] = {}
+        self._gradient_versions: list[int | None] | None = None
+        self._maps = self._make_maps()
+        self._covered: set[int] = set()
+        self.updated = False
+        self.step_was_called = False
+
+    def on_bucket(self, state: Any, bucket: GradBucket) -> Future[Any]:
+        """What DDP calls for every bucket of every synchronising backward pass."""
+        schedule = self._schedule()
+        if self._passes < schedule.passes:
+            self._passes += bucket.is_last()
+            return self._hook(state, bucket)
+        if bucket.index() == 0:
+            self._begin()
+        iteration = self._iteration
+        assert iteration is not None
+        reduced = self._hook(state, bucket)
+        done: Future[Any] | None = Future() if bucket.is_last() else None
+        iteration.jobs.append(self._job(iteration, bucket, reduced, done, schedule))
+        if bucket.is_last() and in_backward():
+            after_backward(self._note_gradients)
+        if schedule.when_reduced or bucket.is_last():
+            for job in iteration.jobs:
+                self._worker.submit(job)
+            iteration.jobs.clear()
+        return reduced if done is None else done
+
+    def finish_step(self, groups: Sequence[Group]) -> None:
+        """What is left for ``step()`` after an update inside backward: parameters that no bucket holds."""
+        self._check_gradients_unchanged()
+        self.updated = False
+        engine = self._engine
+        rest = [index for index in range(len(engine.params)) if index not in self._covered]
+        if not any(engine.params[index].requires_grad for index in rest):
+            return
+        failure = None
+        has_gradient = [index not in self._covered and has for index, has in enumerate(engine.has_gradient())]
+        try:
+            assert self._iteration is not None
+            _restore(engine.local.inner.param_groups, self._iteration.options)
+            engine.update_some(has_gradient)
+        except Exception as error:
+            failure = error
+        engine.confirm(has_gradient, failure)
+        engine.share(has_gradient)
+        if failure is not None:
+            raise failure
+        engine.local.pull_options(groups)
+
+    def _begin(self) -> None:
+        if self.updated and self.step_was_called:
+            raise RuntimeError(
+                "a second synchronising backward pass came before step(): its gradients would be applied on top of "
+                "those of the first, which have been stepped on already; accumulate inside ddp.no_sync()"
+            )
+        if self._iteration is None and not self.step_was_called:
+            warnings.warn(
+                "updates now happen inside backward(), and step() was never called, so the backward passes before this "
+                "one updated nothing; call step() in every iteration and no update is lost",
+                stacklevel=2,
+            )
+        engine = self._engine
+        engine.follow_moves()
+        if self._maps.layouts[0] is not engine.layout:
+            self._maps = self._make_maps()
+            self._sharing.clear()
+        self._covered = set()
+        groups = self._groups()
+        engine.local.push_options(groups)
+        self._iteration = _Iteration(_snapshot(engine.local.inner.param_groups))
+
+    def _make_maps(self) -> BucketMaps:
+        engine = self._engine
+        collectives = engine.collectives
+        return BucketMaps([engine.layout], [engine.params], collectives.world_size, collectives.group_rank)
+
+    def _job(
+        self,
+        iteration: _Iteration,
+        bucket: GradBucket,
+        reduced: Future[Any],
+        done: Future[Any] | None,
+        schedule: Schedule,
+    ) -> Job:
+        number, buffer = bucket.index(), bucket.buffer()
+        map_ = self._maps.find(number, bucket.parameters())
+        params = list(dict.fromkeys(segment.shard.param for segment in map_.segments if segment.shard is not None))
+        self._covered.update(params)
+        # Read here, on autograd's thread: a joined rank has none, and the flat buffer shows zeros for a missing one.
+        active = in_backward()
+        has_gradient = [active and self._engine.params[index].grad is not None for index in params]
+
+        def job() -> None:
+            # Every rank makes the same calls in the same order, also one that has failed.
+            gradients = buffer
+            with _noting_failure(iteration):
+                gradients = _tensor_of(reduced.wait())
+            if number == 0 and schedule.uneven_inputs:
+                self._hand_over_options(iteration, active)
+            present = self._agree_on_gradients(params, has_gradient, schedule)
+            with _noting_failure(iteration):
+                if iteration.failure is None:
+                    self._update(iteration, map_, gradients, present, last=done is not None)
+            self._send(iteration, number, map_, present)
+            if done is not None:
+                self._complete(iteration, done, gradients)
+
+        return job
+
+    def _hand_over_options(self, iteration: _Iteration, active: bool) -> None:
+        """Give ranks that have run out of inputs the options of one that has not."""
+        flags = [row[0] for row in self._collectives.all_gather_words([int(active)])]
+        if all(flags):
+            return
+        source, header = flags.index(1), b""
+        groups = self._groups()
+        with _noting_failure(iteration):
+            if source == self._collectives.group_rank:
+                header = write_handover(groups, [], False)
+        received = self._collectives.broadcast_bytes(header, source)
+        if received and not active:
+            read_handover(received).apply_options(groups)
+            self._engine.local.push_options(groups)
+            iteration.options = _snapshot(self._engine.local.inner.param_groups)
+
+    def _agree_on_gradients(
+        self, params: Sequence[int], has_gradient: Sequence[bool], schedule: Schedule
+    ) -> dict[int, bool]:
+        """Which parameters of a bucket have a gradient on some rank. DDP vouches for all unless told otherwise."""
+        if not params or not (schedule.unused_params or schedule.uneven_inputs):
+            return dict.fromkeys(params, True)
+        flags = torch.tensor(has_gradient, dtype=torch.int64, device=self._collectives.control_device)
+        self._collectives.all_reduce(flags, largest=True).wait()
+        return {index: bool(flag) for index, flag in zip(params, flags.tolist(), strict=True)}
+
+    @record_function("onecopy.overlap.update")
+    def _update(
+        self, iteration: _Iteration, map_: BucketMap, buffer: Tensor, present: dict[int, bool], last: bool
+    ) -> None:
+        local = self._engine.local
+        ranges = {
+            segment.shard.param: view
+            for segment, view in map_.mine(buffer)
+            if segment.shard is not None and present[segment.shard.param]
+        }
+        # Values that a class keeps in its groups (step counters) advance once an iteration, on every rank.
+        if ranges or last:
+            _restore(local.inner.param_groups, iteration.options)
+            local.step_on(ranges)
+
+    @record_function("onecopy.overlap.send")
+    def _send(self, iteration: _Iteration, number: int, map_: BucketMap, present: dict[int, bool]) -> None:
+        engine = self._engine
+        known = self._sharing.get(number)
+        if known is None or known[0] is not map_:
+            members = {segment.shard.param for segment in map_.segments if segment.shard is not None}
+            pieces = [piece for piece in engine.storage.pieces if not members.isdisjoint(piece.params)]
+            known = (map_, Sharing(self._collectives, pieces, DIRECT_BYTES))
+            self._sharing[number] = known
+        iteration.flying.drain()
+        touched = None if engine.sends_all else [present.get(index, False) for index in range(len(engine.params))]
+        iteration.flying = known[1].start(touched)
+        changed = [engine.params[index] for index, has in present.items() if has]
+        if changed:
+            increment_version(changed)
+
+    def _complete(self, iteration: _Iteration, done: Future[Any], buffer: Tensor) -> None:
+        try:
+            iteration.flying.drain()
+            words = self._collectives.all_gather_words([int(iteration.failure is not None)])
+            if any(failed for (failed,) in words):
+                raise_together(self._collectives, "the update inside backward()", iteration.failure)
+            self._engine.local.pull_options(self._groups())
+            self.updated = True
+            done.set_result(buffer)
+        except Exception as error:
+            done.set_exception(error)
+
+    def _note_gradients(self) -> None:
+        self._gradient_versions = [None if param.grad is None else param.grad._version for param in self._engine.params]
+
+    def _check_gradients_unchanged(self) -> None:
+        versions, self._gradient_versions = self._gradient_versions, None
+        if versions is None:
+            return
+        for index in self._covered:
+            gradient = self._engine.params[index].grad
+            if gradient is not None and gradient._version != versions[index]:
+                raise RuntimeError(
+                    f"the gradient of parameter {self._engine.layout.params[index].name!r} was changed between "
+                    "backward() and step() (clipping, unscaling), but the update has already happened inside "
+                    "backward(); use onecopy.reduce_scatter_hook, which steps after backward"
+                )
+
+
+@contextlib.contextmanager
+def _noting_failure(iteration: _Iteration) -> Iterator[None]:
+    """Keep the first exception for the end of the iteration, when all ranks hear of it."""
+    try:
+        yield
+    except Exception as error:
+        iteration.failure = iteration.failure or error
+
+
+def _tensor_of(result: Any) -> Tensor:
+    tensor = result[0] if isinstance(result, (list, tuple)) else result
+    assert isinstance(tensor, Tensor), type(result)
+    return tensor
+
+
+def _snapshot(groups: Sequence[Group]) -> list[Group]:
+    return [
+        {key: map_tensors(value, torch.clone) for key, value in group.items() if key not in NOT_OPTIONS}
+        for group in groups
+    ]
+
+
+def _restore(groups: Sequence[Group], snapshot: Sequence[Group]) -> None:
+    for group, values in zip(groups, snapshot, strict=True):
+        for key, value in values.items():
+            current = group.get(key)
+            if isinstance(value, Tensor) and isinstance(current, Tensor):
+                # In place: a scheduler may hold on to a tensor learning rate.
+                current.copy_(value)
+            else:
+                group[key] = value

@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-detail lint types clean
+.PHONY: help setup demo test test-detail bench-consolidation lint types clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -26,6 +26,9 @@ test: setup ## run the test suite
 
 test-detail: setup ## run the distributed tests under TORCH_DISTRIBUTED_DEBUG=DETAIL
 	TORCH_DISTRIBUTED_DEBUG=DETAIL $(BIN)/python -m pytest
+
+bench-consolidation: setup ## time gathering the state, torch's class and onecopy
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 benchmarks/consolidation.py
 
 lint: setup ## check style and formatting
 	$(BIN)/ruff check .

@@ -34,6 +34,8 @@ COLLECTIVE_LIMIT = 30.0
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
+# The process that workers are forked from finds what it preloads through the environment only.
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.path.dirname(__file__), os.environ.get("PYTHONPATH")]))
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["harness_preload"])
 

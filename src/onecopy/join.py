@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.distributed.algorithms.join import JoinHook
 
+from onecopy.engine.agreement import agree
 from onecopy.engine.core import Engine
 from onecopy.engine.flat import as_bytes, flat_like
 from onecopy.engine.handover import read_handover, write_handover
@@ -30,12 +31,30 @@ from onecopy.layout import Shard
 class ServeShard(JoinHook):
     """What a joined rank does while others still have inputs."""
 
-    def __init__(self, serve: Callable[[], None]) -> None:
+    def __init__(self, serve: Callable[[], None], engine: Engine, groups: Callable[[], Sequence[Group]]) -> None:
         self._serve = serve
+        self._engine = engine
+        self._groups = groups
 
     def main_hook(self) -> None:
         """Take part in one step of the active ranks."""
         self._serve()
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """Leave all ranks with the options of a last one: its scheduler may have run after its last step."""
+        collectives, groups = self._engine.collectives, self._groups()
+        flags = [row[0] for row in collectives.all_gather_words([int(is_last_joiner)])]
+        source, header = flags.index(1), b""
+        failure: Exception | None = None
+        try:
+            if collectives.group_rank == source:
+                header = write_handover(groups, [], False)
+        except Exception as error:
+            failure = error
+        header = collectives.broadcast_bytes(header, source)
+        agree(collectives, "leaving the join context", [], failure)
+        if not is_last_joiner:
+            read_handover(header).apply_options(groups)
 
 
 def active_step(

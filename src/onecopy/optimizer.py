@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, NoReturn, overload
 
@@ -15,13 +14,14 @@ from torch.optim import Optimizer
 
 from onecopy.engine.agreement import Fact, agree
 from onecopy.engine.classes import check_class, is_elementwise
-from onecopy.engine.codec import map_tensors
+from onecopy.engine.codec import copy_tree
 from onecopy.engine.collectives import Collectives
-from onecopy.engine.consolidate import consolidate, group_facts
+from onecopy.engine.consolidate import consolidate
 from onecopy.engine.core import Engine, reshare, sequential_step
+from onecopy.engine.facts import group_facts, layout_facts
 from onecopy.engine.flat import flat_view
 from onecopy.engine.inputs import normalise, normalise_group, plan_params
-from onecopy.engine.loading import check_shapes, load_facts, load_inner, local_state_dict, state_by_index
+from onecopy.engine.loading import load
 from onecopy.engine.local import LocalOptimizer, OwnedState, alias, parameter_or_alias
 from onecopy.engine.norms import clip, total_norm
 from onecopy.engine.overlap import Overlap
@@ -131,7 +131,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 Fact("optimizer class", f"{optimizer_class.__module__}.{optimizer_class.__qualname__}"),
                 Fact("parameters_as_bucket_view", str(parameters_as_bucket_view)),
                 Fact("overlap_with_ddp", str(overlap_with_ddp)),
-                *_layout_facts(layout),
+                *layout_facts(layout),
                 *group_facts(self.param_groups),
             ]
         except Exception as error:
@@ -264,7 +264,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             super().add_param_group(group)
             engine.local.add_group(group, layout, tensors, _flats(tensors))
             engine.local.pull_options(self.param_groups)
-            facts = [*_layout_facts(layout), *group_facts(self.param_groups)]
+            facts = [*layout_facts(layout), *group_facts(self.param_groups)]
         except Exception as error:
             failure = error
         try:
@@ -314,7 +314,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 f"consolidate_state_dict(to={self.rank}) on all ranks first, and state_dict() on that rank"
             )
         by_param = self._consolidated.by_param if self._consolidated is not None else {}
-        live, self.state = self.state, map_tensors(by_param, _same)
+        live, self.state = self.state, copy_tree(by_param)
         try:
             return super().state_dict()
         finally:
@@ -329,38 +329,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         Args:
             state_dict: an optimizer's state dict.
         """
-        engine, local = self.engine, self.engine.local
-        failure: Exception | None = None
-        facts: list[Fact] = []
-        try:
-            state_dict = run_load_pre_hooks(self, dict(state_dict))
-            states = state_by_index(state_dict, self.param_groups)
-            check_shapes(states, engine.layout, self._splittable)
-            facts = load_facts(state_dict, states, engine.layout)
-            mine = local_state_dict(state_dict, states, engine.layout, local)
-        except Exception as error:
-            failure = error
-        has_state = agree(
-            engine.collectives, "load_state_dict()", facts, failure, flag=failure is None and bool(states)
+        self._has_state = load(
+            self.engine, self.param_groups, lambda: run_load_pre_hooks(self, dict(state_dict)), self._splittable
         )
-        before = {"state": local.inner.state, "param_groups": local.inner.param_groups}
-        try:
-            load_inner(local, mine)
-        except Exception as error:
-            failure = error
-        try:
-            agree(engine.collectives, "load_state_dict()", [], failure)
-        except Exception:
-            local.inner.__setstate__(before)
-            raise
-        for group, saved in zip(self.param_groups, deepcopy(state_dict["param_groups"]), strict=True):
-            kept = {"params": group["params"], "param_names": group.get("param_names")}
-            group.clear()
-            group.update({**{key: value for key, value in kept.items() if value is not None}, **saved})
-            group["params"] = kept["params"]
-        local.pull_options(self.param_groups)
-        self._has_state = has_state
-        local.updates = 0
         self._consolidated = None
         run_load_post_hooks(self)
 
@@ -377,7 +348,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             else:
                 joined_step(self.engine, self.param_groups)
 
-        return ServeShard(serve)
+        return ServeShard(serve, self.engine, lambda: self.param_groups)
 
     @property
     def join_device(self) -> torch.device:
@@ -427,16 +398,5 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             logger.info("%s", self.layout)
 
 
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
-
-
 def _flats(tensors: list[Tensor]) -> list[Tensor]:
     return [flat_view(tensor.detach()) for tensor in tensors]
-
-
-def _layout_facts(layout: Layout) -> list[Fact]:
-    return [
-        *(Fact(f"parameter {spec.index} ({spec.name!r})", spec.describe()) for spec in layout.params),
-        Fact("ownership", str(layout.digest())),
-    ]

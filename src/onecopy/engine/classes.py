@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch.optim import Optimizer
 
@@ -70,22 +68,19 @@ def check_class(optimizer_class: object, wrapper: type) -> None:
 
 def check_options(optimizer: Optimizer) -> None:
     """Raise if an option of a constructed optimizer makes sharding impossible."""
+    clips = any(base.__name__ in CLIPS_GLOBALLY for base in type(optimizer).__mro__)
     for position, group in enumerate(optimizer.param_groups):
         if group.get("differentiable"):
             raise ValueError(
                 f"differentiable=True (parameter group {position}) is not supported: parameters travel between ranks "
                 "outside autograd"
             )
-        if type(optimizer).__name__ in CLIPS_GLOBALLY and _max_grad_norm(optimizer, group):
+        if clips and (group.get("max_grad_norm") or optimizer.defaults.get("max_grad_norm")):
             raise ValueError(
                 f"{type(optimizer).__qualname__} with max_grad_norm (parameter group {position}) cannot be sharded "
                 "exactly: it clips by the norm of all gradients, and a rank sees only its own; pass "
                 "max_grad_norm=0 (or None) and clip with torch.nn.utils.clip_grad_norm_ before step()"
             )
-
-
-def _max_grad_norm(optimizer: Optimizer, group: dict[str, Any]) -> Any:
-    return group.get("max_grad_norm", optimizer.defaults.get("max_grad_norm"))
 
 
 def is_elementwise(optimizer_class: type[Optimizer], declared: bool | None) -> bool:

@@ -20,8 +20,9 @@ from torch import Tensor
 from onecopy.engine import codec
 from onecopy.engine.agreement import Fact, agree
 from onecopy.engine.collectives import Collectives
+from onecopy.engine.facts import group_facts
 from onecopy.engine.flat import as_bytes, dense_copy, flat_view, to_bytes
-from onecopy.engine.inputs import Group, options_text
+from onecopy.engine.inputs import Group
 from onecopy.engine.local import LocalOptimizer, Owned
 from onecopy.engine.stream import receive_stream, send_stream
 from onecopy.layout import Layout, ParamSpec, Shard
@@ -71,15 +72,6 @@ def consolidate(
         failure = error
     agree(collectives, "consolidate_state_dict()", [], failure)
     return state
-
-
-def group_facts(groups: Sequence[Group]) -> list[Fact]:
-    """The options of every group, as facts on which ranks must agree."""
-    return [
-        Fact(f"parameter group {position}", f"{key}={text}")
-        for position, group in enumerate(groups)
-        for key, text in sorted(options_text(group).items())
-    ]
 
 
 def _describe(layout: Layout, local: LocalOptimizer) -> tuple[list[_Entry], list[Tensor]]:

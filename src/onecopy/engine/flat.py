@@ -10,10 +10,10 @@ from torch import Tensor
 
 def is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
     """Whether a tensor of this shape fills a contiguous stretch of memory, each element once, in any order."""
+    if 0 in shape:
+        return True
     expected = 1
     for step, size in sorted((step, size) for size, step in zip(shape, stride, strict=True) if size != 1):
-        if size == 0:
-            return True
         if step != expected:
             return False
         expected *= size

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from onecopy.engine.flat import is_dense
+from onecopy.engine.torch_private import is_managed_by_fsdp
 from onecopy.layout import ParamSpec
 
 Group = dict[str, Any]
@@ -93,7 +94,7 @@ def check_tensor(tensor: Tensor, name: str) -> None:
         problem = "is not materialised yet; run a forward pass first"
     elif dtensor is not None and isinstance(tensor, dtensor.DTensor):
         problem = "is a DTensor (FSDP2 or tensor parallelism), which is sharded already"
-    elif type(tensor).__name__ == "FlatParameter" or getattr(tensor, "_fsdp_flattened", False):
+    elif is_managed_by_fsdp(tensor):
         problem = "is managed by FSDP, which shards optimizer state itself; use one or the other"
     elif tensor.is_meta:
         problem = "is on the meta device and has no memory; materialise the model first"
@@ -161,20 +162,3 @@ def plan_params(groups: Sequence[Group]) -> tuple[list[Tensor], list[ParamSpec]]
             tensors.append(tensor)
     check_distinct(tensors, [spec.name for spec in specs])
     return tensors, specs
-
-
-def options_text(group: Group) -> dict[str, str]:
-    """A group's options as text that equal options share, whatever machine they are on."""
-    return {str(key): _option_text(value) for key, value in group.items() if key not in ("params", "param_names")}
-
-
-def _option_text(value: object) -> str:
-    if isinstance(value, Tensor):
-        return f"tensor({value.tolist()}, {value.dtype})"
-    if isinstance(value, (tuple, list)):
-        return f"{type(value).__name__}({', '.join(map(_option_text, value))})"
-    if isinstance(value, dict):
-        return f"dict({', '.join(f'{key}={_option_text(item)}' for key, item in value.items())})"
-    if value is None or isinstance(value, (bool, int, float, complex, str, bytes)):
-        return repr(value)
-    return f"a {type(value).__qualname__}"  # its repr may hold an address, which differs between ranks

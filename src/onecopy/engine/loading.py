@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from itertools import chain
 from typing import Any
 
 from torch import Tensor
 
 from onecopy.engine import codec
-from onecopy.engine.agreement import Fact
-from onecopy.engine.consolidate import group_facts
+from onecopy.engine.agreement import Fact, agree
+from onecopy.engine.core import Engine
+from onecopy.engine.facts import group_facts
 from onecopy.engine.flat import flat_like
 from onecopy.engine.inputs import Group
 from onecopy.engine.local import NOT_OPTIONS, LocalOptimizer, Owned
@@ -19,7 +21,47 @@ from onecopy.layout import Layout, ParamSpec
 StateDict = dict[str, Any]
 
 
-def state_by_index(state_dict: StateDict, groups: Sequence[Group]) -> dict[int, dict[Any, Any]]:
+def load(engine: Engine, groups: Sequence[Group], read: Callable[[], StateDict], elementwise: bool) -> bool:
+    """Load what this rank owns of a full state dict, on all ranks together; return whether there was any state.
+
+    1. Each rank reads (``read`` may fail), checks and copies what it owns; nothing has changed yet.
+    2. All ranks agree that nobody failed and that all were given the same.
+    3. Each loads into its inner optimizer; all agree again, and if one failed all put back what they had.
+    """
+    local = engine.local
+    failure: Exception | None = None
+    facts: list[Fact] = []
+    has_state = False
+    try:
+        state_dict = read()
+        states = _state_by_index(state_dict, groups)
+        _check_shapes(states, engine.layout, elementwise)
+        facts = _load_facts(state_dict, states, engine.layout)
+        mine = _local_state_dict(state_dict, states, engine.layout, local)
+        has_state = bool(states)
+    except Exception as error:
+        failure = error
+    agree(engine.collectives, "load_state_dict()", facts, failure)
+    before = {"state": local.inner.state, "param_groups": local.inner.param_groups}
+    try:
+        _load_inner(local, mine)
+    except Exception as error:
+        failure = error
+    try:
+        agree(engine.collectives, "load_state_dict()", [], failure)
+    except Exception:
+        local.inner.__setstate__(before)
+        raise
+    for group, saved in zip(groups, deepcopy(state_dict["param_groups"]), strict=True):
+        members = {key: group[key] for key in NOT_OPTIONS if key in group}
+        group.clear()
+        group.update({**members, **saved, "params": members["params"]})
+    local.pull_options(groups)
+    local.updates = 0
+    return has_state
+
+
+def _state_by_index(state_dict: StateDict, groups: Sequence[Group]) -> dict[int, dict[Any, Any]]:
     """The saved state by parameter position, after checking that groups and parameters fit.
 
     Raises:
@@ -45,7 +87,7 @@ def state_by_index(state_dict: StateDict, groups: Sequence[Group]) -> dict[int, 
     return {index_of[key]: dict(value) for key, value in state_dict["state"].items() if value is not None}
 
 
-def check_shapes(states: Mapping[int, Mapping[Any, Any]], layout: Layout, elementwise: bool) -> None:
+def _check_shapes(states: Mapping[int, Mapping[Any, Any]], layout: Layout, elementwise: bool) -> None:
     """Raise ``ValueError`` if a tensor has a shape that its parameter's state cannot have."""
     for index, state in states.items():
         spec = layout.params[index]
@@ -57,7 +99,7 @@ def check_shapes(states: Mapping[int, Mapping[Any, Any]], layout: Layout, elemen
                 )
 
 
-def load_facts(state_dict: StateDict, states: Mapping[int, Mapping[Any, Any]], layout: Layout) -> list[Fact]:
+def _load_facts(state_dict: StateDict, states: Mapping[int, Mapping[Any, Any]], layout: Layout) -> list[Fact]:
     """What must be the same in every rank's state dict: options, names, shapes and scalars."""
     return [
         *group_facts(state_dict["param_groups"]),
@@ -69,7 +111,7 @@ def load_facts(state_dict: StateDict, states: Mapping[int, Mapping[Any, Any]], l
     ]
 
 
-def local_state_dict(
+def _local_state_dict(
     state_dict: StateDict, states: Mapping[int, Mapping[Any, Any]], layout: Layout, local: LocalOptimizer
 ) -> StateDict:
     """A state dict for the inner optimizer: own copies of what this rank owns, by the inner optimizer's positions."""
@@ -92,7 +134,7 @@ def local_state_dict(
     return {"state": state, "param_groups": param_groups}
 
 
-def load_inner(local: LocalOptimizer, state_dict: StateDict) -> None:
+def _load_inner(local: LocalOptimizer, state_dict: StateDict) -> None:
     """Load into the inner optimizer, through its own method so that classes can upgrade old state."""
     inner = local.inner
     inner.load_state_dict(state_dict)

@@ -36,7 +36,7 @@ from onecopy.engine.inputs import Group
 from onecopy.engine.local import NOT_OPTIONS
 from onecopy.engine.sharing import Sharing
 from onecopy.engine.stream import DIRECT_BYTES, InFlight
-from onecopy.engine.torch_private import after_backward, in_backward
+from onecopy.engine.torch_private import after_backward, in_backward, version_of
 from onecopy.engine.workers import Job, Worker
 
 Hook = Callable[[Any, Any], "Future[Any]"]
@@ -262,7 +262,9 @@ class Overlap:
             done.set_exception(error)
 
     def _note_gradients(self) -> None:
-        self._gradient_versions = [None if param.grad is None else param.grad._version for param in self._engine.params]
+        self._gradient_versions = [
+            None if param.grad is None else version_of(param.grad) for param in self._engine.params
+        ]
 
     def _check_gradients_unchanged(self) -> None:
         versions, self._gradient_versions = self._gradient_versions, None
@@ -270,7 +272,7 @@ class Overlap:
             return
         for index in self._covered:
             gradient = self._engine.params[index].grad
-            if gradient is not None and gradient._version != versions[index]:
+            if gradient is not None and version_of(gradient) != versions[index]:
                 raise RuntimeError(
                     f"the gradient of parameter {self._engine.layout.params[index].name!r} was changed between "
                     "backward() and step() (clipping, unscaling), but the update has already happened inside "

@@ -62,7 +62,9 @@ class Sharing:
                 torch.cat(transfer.memories, out=buffer)
                 then = None
             else:
-                then = unpacker(buffer, transfer.memories)
+                # Untouched members are sent with the others but not written: autograd may still need them.
+                chosen = None if touched is None else [touched[index] for index in transfer.params]
+                then = unpacker(buffer, transfer.memories, chosen)
             flying.add(self._collectives.broadcast(buffer, transfer.owner), buffer, True, then)
         return flying
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import compress
 
 import torch
 from torch import Tensor
@@ -123,8 +124,10 @@ def receive_stream(pieces: Sequence[Tensor], start: Callable[[Tensor], Work], de
     flying.drain()
 
 
-def unpacker(buffer: Tensor, targets: Sequence[Tensor]) -> Callable[[], None]:
-    """What copies a packed buffer into the pieces it was packed from."""
+def unpacker(buffer: Tensor, targets: Sequence[Tensor], chosen: Sequence[bool] | None = None) -> Callable[[], None]:
+    """What copies a packed buffer into the pieces it was packed from, or into some of them."""
     destinations = list(targets)
     sources = list(buffer.split([target.numel() for target in destinations]))
+    if chosen is not None:
+        destinations, sources = list(compress(destinations, chosen)), list(compress(sources, chosen))
     return lambda: torch._foreach_copy_(destinations, sources)

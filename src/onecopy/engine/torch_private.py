@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.algorithms.join import Joinable
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
@@ -67,6 +68,16 @@ def after_backward(function: Callable[[], None]) -> None:
     """
     engine = torch.autograd.Variable._execution_engine
     engine.queue_callback(lambda: engine.queue_callback(function))
+
+
+def is_managed_by_fsdp(tensor: Tensor) -> bool:
+    """Whether a parameter is one that FSDP made, or one that it has flattened."""
+    return type(tensor).__name__ == "FlatParameter" or getattr(tensor, "_fsdp_flattened", False)
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often a tensor was changed in place, as autograd counts it."""
+    return tensor._version
 
 
 def in_join_context(joinable: Joinable) -> bool:

@@ -129,7 +129,7 @@ class Layout:
         text = hashlib.blake2b(digest_size=7)
         text.update(str(self.world_size).encode())
         for spec in self.params:
-            text.update(spec.describe().encode())
+            text.update(f"{spec.name}\0{spec.describe()}\0".encode())
         for shard in self.shards:
             text.update(b"%d,%d,%d,%d;" % (shard.param, shard.start, shard.stop, shard.owner))
         return int.from_bytes(text.digest(), "big")
@@ -167,8 +167,11 @@ def _check_cover(params: Sequence[ParamSpec], shards: Sequence[Shard], world_siz
     if world_size < 1:
         raise ValueError(f"world_size must be at least 1, got {world_size}")
     position = 0
-    for spec in params:
-        expected, owners = 0, set()
+    for index, spec in enumerate(params):
+        if spec.index != index:
+            raise ValueError(f"parameter {spec.name!r} has index {spec.index} but is number {index}")
+        expected = 0
+        owners: set[int] = set()
         while position < len(shards) and shards[position].param == spec.index:
             shard = shards[position]
             if not 0 <= shard.owner < world_size:
@@ -177,7 +180,9 @@ def _check_cover(params: Sequence[ParamSpec], shards: Sequence[Shard], world_siz
                 )
             if shard.owner in owners:
                 raise ValueError(f"parameter {spec.name!r} gives rank {shard.owner} more than one range")
-            if shard.start != expected or shard.stop < shard.start or (shard.start == shard.stop and spec.numel):
+            second_of_none = spec.numel == 0 and bool(owners)
+            empty = shard.stop <= shard.start and spec.numel > 0
+            if shard.start != expected or shard.stop < shard.start or empty or second_of_none:
                 raise ValueError(
                     f"parameter {spec.name!r} with {spec.numel} elements is not covered exactly once: "
                     f"range [{shard.start}, {shard.stop}) follows element {expected}"

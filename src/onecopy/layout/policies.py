@@ -84,18 +84,17 @@ def by_element(specs: Sequence[ParamSpec], loads: Sequence[int], splittable: boo
             "pass elementwise=True if it does, or use shard_by='parameter'"
         )
     shards, tiny, after = [], [], list(loads)
-    offset = min(range(world_size), key=loads.__getitem__)
+    dealt = sum(loads)
     for spec in specs:
         if spec.numel <= SLACK:
             tiny.append(spec)
             continue
-        units = -(-spec.numel // CUT_MULTIPLE)
         for group_rank in range(world_size):
-            start, stop = even_range(spec.numel, world_size, offset, group_rank)
+            start, stop = even_range(spec.numel, world_size, dealt, group_rank)
             if start < stop:
                 shards.append(Shard(spec.index, start, stop, group_rank))
                 after[group_rank] += stop - start
-        offset = (offset + units) % world_size
+        dealt += spec.numel
     heap = [(load, group_rank) for group_rank, load in enumerate(after)]
     heapq.heapify(heap)
     for spec in sorted(tiny, key=lambda spec: -spec.numel):
@@ -105,21 +104,19 @@ def by_element(specs: Sequence[ParamSpec], loads: Sequence[int], splittable: boo
     return shards
 
 
-def even_range(numel: int, world_size: int, offset: int, group_rank: int) -> tuple[int, int]:
+def even_range(numel: int, world_size: int, dealt: int, group_rank: int) -> tuple[int, int]:
     """One rank's range when ``numel`` elements are cut evenly, in closed form.
 
-    The units left over after the even division go to the ranks from ``offset`` on, which the caller moves along from
-    parameter to parameter so that no rank collects all of them.
+    Units of ``CUT_MULTIPLE`` elements are dealt to the ranks in turn, beginning where the ``dealt`` elements of earlier
+    parameters left off. A rank that got a parameter's short last unit is the next one's first, so that neither the
+    units left over nor the short ones collect on one rank. Ranges lie in turn order, with the short unit at the end.
     """
     units = -(-numel // CUT_MULTIPLE)
     base, extra = divmod(units, world_size)
-    wrapped = max(0, offset + extra - world_size)
-
-    def extras_before(rank: int) -> int:
-        return min(rank, wrapped) + max(0, min(rank, offset + extra) - offset)
-
-    start = group_rank * base + extras_before(group_rank)
-    stop = (group_rank + 1) * base + extras_before(group_rank + 1)
+    turn = (group_rank - dealt // CUT_MULTIPLE - units) % world_size
+    longer_before = max(0, turn - (world_size - extra))
+    start = turn * base + longer_before
+    stop = start + base + (turn >= world_size - extra)
     return min(start * CUT_MULTIPLE, numel), min(stop * CUT_MULTIPLE, numel)
 
 
@@ -165,7 +162,10 @@ def _round_up(numel: int) -> int:
 
 
 def _by_function(function: OwnerFunction, specs: Sequence[ParamSpec], world_size: int, splittable: bool) -> list[Shard]:
-    owners = list(function(specs, world_size))
+    answer = function(specs, world_size)
+    if not isinstance(answer, Iterable):
+        raise ValueError(f"the shard_by function must return one owner per parameter, got {answer!r}")
+    owners = list(answer)
     if len(owners) != len(specs):
         raise ValueError(f"the shard_by function returned {len(owners)} owners for {len(specs)} parameters")
     shards: list[Shard] = []

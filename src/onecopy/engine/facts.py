@@ -1,0 +1,45 @@
+"""What must be the same on all ranks, put into words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from onecopy.engine.agreement import Fact
+from onecopy.engine.inputs import Group
+from onecopy.layout import Layout
+
+
+def layout_facts(layout: Layout) -> list[Fact]:
+    """Every parameter, and who owns what."""
+    return [
+        *(Fact(f"parameter {spec.index} ({spec.name!r})", spec.describe()) for spec in layout.params),
+        Fact("ownership", str(layout.digest())),
+    ]
+
+
+def group_facts(groups: Sequence[Group]) -> list[Fact]:
+    """The options of every group, as facts on which ranks must agree."""
+    return [
+        Fact(f"parameter group {position}", f"{key}={text}")
+        for position, group in enumerate(groups)
+        for key, text in sorted(options_text(group).items())
+    ]
+
+
+def options_text(group: Group) -> dict[str, str]:
+    """A group's options as text that equal options share, whatever machine they are on."""
+    return {str(key): _option_text(value) for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def _option_text(value: object) -> str:
+    if isinstance(value, Tensor):
+        return f"tensor({value.tolist()}, {value.dtype})"
+    if isinstance(value, (tuple, list)):
+        return f"{type(value).__name__}({', '.join(map(_option_text, value))})"
+    if isinstance(value, dict):
+        return f"dict({', '.join(f'{key}={_option_text(item)}' for key, item in value.items())})"
+    if value is None or isinstance(value, (bool, int, float, complex, str, bytes)):
+        return repr(value)
+    return f"a {type(value).__qualname__}"  # its repr may hold an address, which differs between ranks

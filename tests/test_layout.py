@@ -1,0 +1,579 @@
+"""Who owns what: properties over generated models, without processes."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import FrozenInstanceError, replace
+from math import prod
+
+import pytest
+import torch
+from hypothesis import event, example, given, settings
+from hypothesis import strategies as st
+
+from onecopy import Layout, ParamSpec, Shard
+from onecopy.layout import CUT_MULTIPLE, ShardBy, even_range, extend
+from onecopy.layout.policies import SLACK, TOLERANCE
+
+POLICIES = ("parameter", "element")
+
+Shape = tuple[int, ...]
+
+
+def spec(
+    index: int, shape: Shape | int, group: int = 0, dtype: torch.dtype = torch.float32, name: str | None = None
+) -> ParamSpec:
+    sizes = (shape,) if isinstance(shape, int) else shape
+    stride = tuple(prod(sizes[axis + 1 :]) for axis in range(len(sizes)))
+    return ParamSpec(index, f"layer{index}.weight" if name is None else name, sizes, stride, dtype, group)
+
+
+def specs_of(*groups: Sequence[Shape | int]) -> list[ParamSpec]:
+    shapes = [(shape, position) for position, group in enumerate(groups) for shape in group]
+    return [spec(index, shape, group) for index, (shape, group) in enumerate(shapes)]
+
+
+def plan(specs: Sequence[ParamSpec], world_size: int, shard_by: ShardBy = "parameter", cut: bool = True) -> Layout:
+    return extend(None, specs, world_size, shard_by, splittable=cut)
+
+
+def one(layout: Layout, param: int) -> Shard:
+    (shard,) = layout.shards_of(param)
+    return shard
+
+
+def groups_of(specs: Sequence[ParamSpec]) -> list[list[ParamSpec]]:
+    return [list(members) for _, members in itertools.groupby(specs, key=lambda item: item.group)]
+
+
+def allowance(total: int, world_size: int) -> float:
+    """The most that a rank may hold: a hundredth over the mean, or a fixed slack where that is more."""
+    mean = total / world_size
+    return mean + max(TOLERANCE * mean, SLACK)
+
+
+# Models: a few kinds of layer, each repeated, so that hundreds of parameters come from a handful of choices.
+
+WIDTHS = st.sampled_from([1, 3, 10, 33, 64, 100, 127, 256, 384, 768, 1000, 1024])
+
+
+@st.composite
+def layers(draw: st.DrawFn) -> list[Shape]:
+    width, other = draw(WIDTHS), draw(WIDTHS)
+    kinds: list[list[Shape]] = [
+        [(width,)],  # a norm
+        [(width, other), (other,)],  # linear
+        [(other, width, 3, 3), (other,)],  # convolution
+        [(3 * width, width), (3 * width,), (width, width), (width,), (4 * width, width), (4 * width,), (width, 4)],
+        [()],  # a temperature
+        [(0, width)],
+        [(width * 31 + draw(st.integers(0, 200)),)],
+    ]
+    return draw(st.sampled_from(kinds)) * draw(st.integers(1, 14))
+
+
+@st.composite
+def models(draw: st.DrawFn) -> list[ParamSpec]:
+    groups = [list(itertools.chain(*draw(st.lists(layers(), min_size=1, max_size=4))))]
+    groups += [
+        list(itertools.chain(*parts))
+        for parts in draw(st.lists(st.lists(layers(), min_size=1, max_size=2), max_size=4))
+    ]
+    if draw(st.booleans()):
+        embedding = (draw(st.sampled_from([1_000, 32_000, 50_257])), draw(st.sampled_from([64, 300, 1024])))
+        draw(st.sampled_from(groups)).insert(0, embedding)
+    return specs_of(*groups)
+
+
+@st.composite
+def large_models(draw: st.DrawFn) -> tuple[list[ParamSpec], int]:
+    """A model and a number of ranks, such that every rank has at least 100,000 elements."""
+    specs = draw(models())
+    total = sum(item.numel for item in specs)
+    if total < 100_000:
+        specs = [*specs, spec(len(specs), (50_257, 256), specs[-1].group)]
+        total += specs[-1].numel
+    return specs, draw(st.integers(1, min(64, total // 100_000)))
+
+
+RANKS = st.integers(1, 64)
+
+
+def check_exact_cover(layout: Layout) -> None:
+    """Every element once, cuts at legal places, one range per rank: told from the shards alone."""
+    ranges: dict[int, list[Shard]] = {item.index: [] for item in layout.params}
+    for shard in layout.shards:
+        ranges[shard.param].append(shard)
+    for item in layout.params:
+        mine = ranges[item.index]
+        assert mine, f"{item.name} has no owner"
+        assert [shard.start for shard in mine] == [0, *(shard.stop for shard in mine[:-1])]
+        assert mine[-1].stop == item.numel
+        assert all(shard.start % CUT_MULTIPLE == 0 for shard in mine)
+        assert item.numel == 0 or all(shard.start < shard.stop for shard in mine)
+        owners = [shard.owner for shard in mine]
+        assert len(set(owners)) == len(owners)
+        assert all(0 <= owner < layout.world_size for owner in owners)
+
+
+@settings(max_examples=500)
+@given(models(), RANKS)
+def test_every_policy_covers_every_element_exactly_once(specs: list[ParamSpec], world_size: int) -> None:
+    for policy in POLICIES:
+        layout = plan(specs, world_size, policy)
+        check_exact_cover(layout)
+        assert layout.params == tuple(specs)
+        assert layout.world_size == world_size
+    check_exact_cover(plan(specs, world_size, lambda items, ranks: [item.index % ranks for item in items]))
+
+
+@settings(max_examples=500)
+@given(large_models())
+@example((specs_of([1025] * 300), 2))
+@example((specs_of([(33, 33)] * 300), 3))
+@example((specs_of([(50_257, 64)], [(127,)] * 200), 32))
+@example((specs_of([100_000 * 64 + 1]), 64))
+def test_the_largest_rank_is_within_a_hundredth_of_the_mean(case: tuple[list[ParamSpec], int]) -> None:
+    specs, world_size = case
+    total = sum(item.numel for item in specs)
+    assert total >= 100_000 * world_size
+    event(f"up to {-(-world_size // 16) * 16} ranks")
+    for policy in POLICIES:
+        owned = plan(specs, world_size, policy).elements_per_rank
+        assert sum(owned) == total
+        assert max(owned) * world_size / total <= 1.01, policy
+
+
+@settings(max_examples=150)
+@given(models(), RANKS)
+def test_an_optimizer_that_is_not_elementwise_never_has_a_parameter_cut(
+    specs: list[ParamSpec], world_size: int
+) -> None:
+    layout = plan(specs, world_size, cut=False)
+    check_exact_cover(layout)
+    assert layout.cut_params == ()
+    assert all(layout.is_whole(shard) for shard in layout.shards)
+    assert len(layout.shards) == len(specs)
+
+
+def check_largest_first(layout: Layout, cut: bool) -> None:
+    """Replay the rule: largest first, order kept among equals, to the lowest of the least-loaded ranks.
+
+    A parameter may be cut only if, when its turn came, it would have pushed even that rank over the allowance.
+    """
+    loads = [0] * layout.world_size
+    shards: dict[int, list[Shard]] = {item.index: [] for item in layout.params}
+    for shard in layout.shards:
+        shards[shard.param].append(shard)
+    for members in groups_of(layout.params):
+        total = sum(loads) + sum(item.numel for item in members)
+        poured: list[Shard] = []
+        for item in sorted(members, key=lambda item: (-item.numel, item.index)):
+            least = min(loads)
+            if len(shards[item.index]) > 1:
+                assert cut
+                assert least + item.numel > allowance(total, layout.world_size), f"{item.name} need not be cut"
+                poured += shards[item.index]
+            elif cut and least + item.numel > allowance(total, layout.world_size):
+                poured += shards[item.index]  # it fitted into what the other cut parameters left
+            else:
+                assert shards[item.index][0].owner == loads.index(least), item.name
+                loads[loads.index(least)] += item.numel
+        for shard in poured:
+            loads[shard.owner] += shard.numel
+    assert tuple(loads) == layout.elements_per_rank
+
+
+@settings(max_examples=100)
+@given(models(), RANKS, st.booleans())
+def test_whole_parameters_go_largest_first_to_the_lowest_least_loaded_rank(
+    specs: list[ParamSpec], world_size: int, cut: bool
+) -> None:
+    check_largest_first(plan(specs, world_size, cut=cut), cut)
+
+
+@settings(max_examples=100)
+@given(models(), RANKS)
+def test_fewer_parameters_of_a_group_are_cut_than_there_are_ranks(specs: list[ParamSpec], world_size: int) -> None:
+    layout = plan(specs, world_size)
+    per_group = Counter(layout.params[index].group for index in layout.cut_params)
+    assert all(count < world_size for count in per_group.values()), per_group
+
+
+def packs(sizes: Sequence[int], world_size: int, cap: float) -> bool:
+    """Whether these whole parameters fit on the ranks, by trying every way."""
+
+    def place(position: int, loads: tuple[int, ...]) -> bool:
+        if position == len(sizes):
+            return True
+        tried = {tuple(sorted((*loads[:rank], loads[rank] + sizes[position], *loads[rank + 1 :]))) for rank in ranks}
+        return any(max(after) <= cap and place(position + 1, after) for after in tried)
+
+    ranks = range(world_size)
+    return place(0, (0,) * world_size)
+
+
+def fewest_cuts(sizes: Sequence[int], world_size: int) -> int:
+    """How many parameters must be cut, by trying every choice of those that stay whole."""
+    cap = allowance(sum(sizes), world_size)
+    for whole in range(len(sizes), -1, -1):
+        if any(packs(chosen, world_size, cap) for chosen in itertools.combinations(sizes, whole)):
+            return len(sizes) - whole
+    raise AssertionError("nothing whole always packs")
+
+
+@settings(max_examples=200)
+@given(st.lists(st.integers(0, 8), min_size=1, max_size=6), st.sampled_from([64, 1_000, 20_000]), st.integers(2, 3))
+def test_no_more_parameters_are_cut_than_a_search_of_all_ways_finds_necessary(
+    units: list[int], unit: int, world_size: int
+) -> None:
+    sizes = sorted((count * unit for count in units), reverse=True)
+    layout = plan(specs_of(sizes), world_size)
+    fewest = fewest_cuts(sizes, world_size)
+    # Finding the fewest is bin packing. Largest first may miss it, but by no more than one here.
+    assert fewest <= len(layout.cut_params) <= fewest + 1
+    whole = plan(specs_of(sizes), world_size, cut=False)
+    if max(whole.elements_per_rank) <= allowance(sum(sizes), world_size):
+        assert layout == whole
+
+
+def test_an_even_model_stays_whole() -> None:
+    layout = plan(specs_of([(768, 768)] * 8), 4)
+    assert layout.cut_params == ()
+    assert layout.imbalance == 1.0
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4, 64])
+def test_a_small_model_stays_whole(world_size: int) -> None:
+    assert plan(specs_of([(20, 10), (20,), (2, 20), (2,)]), world_size).cut_params == ()
+
+
+def test_only_the_dominant_embedding_is_cut() -> None:
+    layout = plan(specs_of([(50_257, 256), *[(256, 256), (256,)] * 12]), 4)
+    assert layout.cut_params == (0,)
+    assert layout.imbalance <= 1.01
+
+
+def test_equal_parameters_are_dealt_out_in_order() -> None:
+    for cut in (True, False):
+        layout = plan(specs_of([100] * 7), 3, cut=cut)
+        assert [one(layout, index).owner for index in range(7)] == [0, 1, 2, 0, 1, 2, 0]
+
+
+def test_a_larger_parameter_goes_first_whatever_its_position() -> None:
+    layout = plan(specs_of([10, 30, 20]), 2)
+    assert [one(layout, index).owner for index in range(3)] == [1, 0, 1]
+
+
+def test_fewer_parameters_than_ranks_leave_ranks_without_any() -> None:
+    layout = plan(specs_of([(), (0, 5), 3]), 8)
+    assert layout.elements_per_rank == (3, 1, 0, 0, 0, 0, 0, 0)
+    assert len(layout.shards) == 3
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_one_rank_owns_everything_whole(policy: str) -> None:
+    layout = plan(specs_of([(1_000, 999), (), (0,)]), 1, policy)
+    assert layout.shards == (Shard(0, 0, 999_000, 0), Shard(1, 0, 1, 0), Shard(2, 0, 0, 0))
+
+
+@settings(max_examples=300)
+@given(st.integers(1, 100_000), st.integers(1, 64))
+@example(SLACK + 1, 64)
+def test_element_cuts_a_large_parameter_as_evenly_as_its_units_allow(numel: int, world_size: int) -> None:
+    layout = plan(specs_of([numel]), world_size, "element")
+    units = [-(-shard.numel // CUT_MULTIPLE) for shard in layout.shards]
+    if numel <= SLACK:
+        assert len(layout.shards) == 1
+    else:
+        assert len(units) == min(world_size, -(-numel // CUT_MULTIPLE))
+        assert max(units) - min(units) <= 1
+
+
+@pytest.mark.parametrize("start", [0, 3])
+def test_element_balances_any_run_of_parameters(start: int) -> None:
+    """Whatever bucket a run of large parameters forms, each rank has about the same of it."""
+    layout = plan(specs_of([(300, 301), (1_000, 70), (64, 65, 3, 3), (999, 129), (5_000, 17)]), 4, "element")
+    members = range(start, start + 2)
+    owned = [0] * 4
+    for shard in layout.shards:
+        if shard.param in members:
+            owned[shard.owner] += shard.numel
+    assert max(owned) * 4 / sum(owned) <= 1.01
+
+
+def test_element_is_refused_for_an_optimizer_not_known_to_be_elementwise() -> None:
+    with pytest.raises(ValueError, match=r"shard_by='element'.*not known to work element by element.*elementwise=True"):
+        plan(specs_of([10]), 2, "element", cut=False)
+
+
+@settings(max_examples=75)
+@given(models(), RANKS, st.data())
+def test_a_group_added_later_moves_nothing(specs: list[ParamSpec], world_size: int, data: st.DataObject) -> None:
+    groups = groups_of(specs)
+    first = data.draw(st.integers(1, len(groups)))
+    before = list(itertools.chain(*groups[:first]))
+    after = list(itertools.chain(*groups[first:]))
+    functions: list[ShardBy] = [lambda items, ranks: [item.numel % ranks for item in items]]
+    for shard_by in [*POLICIES, *functions]:
+        for cut in (True, False):
+            if shard_by == "element" and not cut:
+                continue
+            start = plan(before, world_size, shard_by, cut)
+            grown = extend(start, after, world_size, shard_by, cut)
+            assert grown.shards[: len(start.shards)] == start.shards
+            assert grown == plan(specs, world_size, shard_by, cut)
+
+
+def test_a_later_group_fills_the_ranks_that_have_less() -> None:
+    layout = plan(specs_of([500, 100], [400, 10]), 2)
+    assert [one(layout, index).owner for index in range(4)] == [0, 1, 1, 0]
+
+
+@settings(max_examples=300)
+@given(st.integers(0, 5_000), st.integers(1, 64), st.integers(0, 100_000))
+def test_an_even_range_is_what_dealing_out_units_one_by_one_gives(numel: int, world_size: int, dealt: int) -> None:
+    sizes = [0] * world_size
+    turn = first = dealt // CUT_MULTIPLE
+    for unit in range(0, numel, CUT_MULTIPLE):
+        sizes[turn % world_size] += min(CUT_MULTIPLE, numel - unit)
+        turn += 1
+    ranges = [even_range(numel, world_size, dealt, rank) for rank in range(world_size)]
+    assert [stop - start for start, stop in ranges] == sizes
+    position = 0
+    for rank in range(turn, turn + world_size):
+        start, stop = ranges[rank % world_size]
+        assert start == min(position, numel)
+        position = stop
+    assert position == numel
+    assert turn == first + -(-numel // CUT_MULTIPLE)
+
+
+# What a layout says of itself.
+
+
+def test_a_layout_answers_who_owns_what() -> None:
+    layout = Layout(
+        (spec(0, 200), spec(1, 5, dtype=torch.float64), spec(2, 0)),
+        (Shard(0, 0, 128, 1), Shard(0, 128, 200, 0), Shard(1, 0, 5, 1), Shard(2, 0, 0, 2)),
+        3,
+    )
+    assert layout.owned_by(0) == (Shard(0, 128, 200, 0),)
+    assert layout.owned_by(1) == (Shard(0, 0, 128, 1), Shard(1, 0, 5, 1))
+    assert layout.shards_of(0) == layout.shards[:2]
+    assert layout.cut_params == (0,)
+    assert [layout.is_whole(shard) for shard in layout.shards] == [False, False, True, True]
+    assert layout.elements_per_rank == (72, 133, 0)
+    assert layout.bytes_per_rank == (72 * 4, 128 * 4 + 5 * 8, 0)
+    assert layout.imbalance == pytest.approx(133 * 3 / 205)
+
+
+@settings(max_examples=100)
+@given(models(), st.integers(1, 8), st.sampled_from([torch.float32, torch.bfloat16, torch.complex128, torch.bool]))
+def test_bytes_per_rank_add_up_to_the_model(specs: list[ParamSpec], world_size: int, dtype: torch.dtype) -> None:
+    typed = [replace(item, dtype=dtype) if item.index % 2 else item for item in specs]
+    sizes = [item.numel * (dtype.itemsize if item.index % 2 else 4) for item in specs]
+    layout = plan(typed, world_size)
+    assert [item.nbytes for item in typed] == sizes
+    assert sum(layout.bytes_per_rank) == sum(sizes)
+    for rank, nbytes in enumerate(layout.bytes_per_rank):
+        assert nbytes == sum(shard.numel * typed[shard.param].dtype.itemsize for shard in layout.owned_by(rank))
+
+
+def test_a_model_without_elements_counts_as_balanced() -> None:
+    layout = plan(specs_of([(0, 3), 0]), 2)
+    assert layout.imbalance == 1.0
+    assert layout.elements_per_rank == (0, 0)
+    assert "-" in str(layout)
+
+
+def test_printing_a_layout_shows_one_row_per_rank() -> None:
+    layout = Layout(
+        (spec(0, 1_500_000), spec(1, 500_000, dtype=torch.float64), spec(2, 1)),
+        (Shard(0, 0, 960_000, 0), Shard(0, 960_000, 1_500_000, 1), Shard(1, 0, 500_000, 1), Shard(2, 0, 1, 0)),
+        2,
+    )
+    title, header, *rows = str(layout).splitlines()
+    assert title == "3 parameters, 2,000,001 elements on 2 ranks, 1 cut, largest/mean 1.040"
+    assert header.split() == ["rank", "parameters", "pieces", "elements", "share", "bytes"]
+    assert [row.split() for row in rows] == [
+        ["0", "1", "1", "960,001", "48.0%", "3,840,004"],
+        ["1", "1", "1", "1,040,000", "52.0%", "6,160,000"],
+    ]
+    assert len({len(row) for row in (header, *rows)}) == 1, "columns line up"
+
+
+def test_layouts_and_their_parts_are_values_that_cannot_change() -> None:
+    layout = plan(specs_of([10]), 2)
+    with pytest.raises(FrozenInstanceError):
+        layout.world_size = 3  # type: ignore[misc]
+    with pytest.raises(FrozenInstanceError):
+        layout.params[0].name = "other"  # type: ignore[misc]
+    with pytest.raises(FrozenInstanceError):
+        layout.shards[0].owner = 1  # type: ignore[misc]
+
+
+@settings(max_examples=100)
+@given(models(), models(), st.integers(1, 8), st.integers(1, 8), st.sampled_from(POLICIES))
+def test_digests_are_equal_exactly_where_layouts_are(
+    first: list[ParamSpec], second: list[ParamSpec], ranks: int, other_ranks: int, policy: str
+) -> None:
+    layout, again, other = plan(first, ranks, policy), plan(first, ranks, policy), plan(second, other_ranks, policy)
+    assert layout.digest() == again.digest()
+    assert (layout.digest() == other.digest()) == (layout == other)
+
+
+def test_every_part_of_a_layout_counts_for_its_digest() -> None:
+    base = spec(0, (2, 100))
+    shards = (Shard(0, 0, 128, 0), Shard(0, 128, 200, 1))
+    variants = [
+        Layout((base,), shards, 2),
+        Layout((base,), shards, 3),
+        Layout((base,), (Shard(0, 0, 128, 1), Shard(0, 128, 200, 0)), 2),
+        Layout((base,), (Shard(0, 0, 64, 0), Shard(0, 64, 200, 1)), 2),
+        Layout((base,), (Shard(0, 0, 200, 0),), 2),
+        Layout((replace(base, name="other"),), shards, 2),
+        Layout((replace(base, shape=(100, 2), stride=(2, 1)),), shards, 2),
+        Layout((replace(base, stride=(1, 2)),), shards, 2),
+        Layout((replace(base, dtype=torch.int32),), shards, 2),
+        Layout((replace(base, group=1),), shards, 2),
+        Layout((replace(base, device_ordinal=1),), shards, 2),
+    ]
+    clashes = [
+        (one_, other)
+        for one_, other in itertools.combinations(range(len(variants)), 2)
+        if variants[one_].digest() == variants[other].digest()
+    ]
+    assert not clashes
+    assert all(0 <= variant.digest() < 2**63 for variant in variants), "a digest fits into a signed word"
+
+
+# What is refused.
+
+BAD_SHARDS: dict[str, tuple[Callable[[], tuple[Shard, ...]], str]] = {
+    "nothing": (lambda: (), r"'layer0\.weight' has 200 elements, but its ranges end at 0"),
+    "a gap": (lambda: (Shard(0, 0, 64, 0), Shard(0, 128, 200, 1)), r"'layer0\.weight'.*not covered exactly once"),
+    "an overlap": (lambda: (Shard(0, 0, 128, 0), Shard(0, 64, 200, 1)), r"'layer0\.weight'.*not covered exactly once"),
+    "too short": (lambda: (Shard(0, 0, 128, 0),), r"'layer0\.weight' has 200 elements, but its ranges end at 128"),
+    "too long": (lambda: (Shard(0, 0, 201, 0),), r"'layer0\.weight' has 200 elements, but its ranges end at 201"),
+    "a late start": (lambda: (Shard(0, 64, 200, 0),), r"'layer0\.weight'.*not covered exactly once"),
+    "backwards": (lambda: (Shard(0, 0, -64, 0), Shard(0, -64, 200, 1)), r"'layer0\.weight'.*not covered exactly once"),
+    "an empty range": (
+        lambda: (Shard(0, 0, 0, 0), Shard(0, 0, 200, 1)),
+        r"'layer0\.weight'.*not covered exactly once",
+    ),
+    "a cut elsewhere": (
+        lambda: (Shard(0, 0, 100, 0), Shard(0, 100, 200, 1)),
+        r"'layer0\.weight' is cut at element 100.*multiples of 64",
+    ),
+    "a rank too many": (lambda: (Shard(0, 0, 200, 2),), r"'layer0\.weight' is given to rank 2, but there are 2 ranks"),
+    "a negative rank": (lambda: (Shard(0, 0, 200, -1),), r"'layer0\.weight' is given to rank -1"),
+    "two ranges": (
+        lambda: (Shard(0, 0, 64, 0), Shard(0, 64, 128, 1), Shard(0, 128, 200, 0)),
+        r"'layer0\.weight' gives rank 0 more than one range",
+    ),
+    "a stranger": (lambda: (Shard(0, 0, 200, 0), Shard(7, 0, 200, 0)), r"param=7.*belongs to no parameter"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD_SHARDS)
+def test_a_layout_that_does_not_cover_exactly_is_refused(kind: str) -> None:
+    shards, message = BAD_SHARDS[kind]
+    with pytest.raises(ValueError, match=message):
+        Layout((spec(0, 200),), shards(), 2)
+
+
+def test_shards_out_of_order_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"'layer0\.weight'"):
+        Layout(tuple(specs_of([10, 10])), (Shard(1, 0, 10, 0), Shard(0, 0, 10, 0)), 1)
+
+
+def test_a_layout_for_no_rank_is_refused() -> None:
+    with pytest.raises(ValueError, match="world_size must be at least 1, got 0"):
+        Layout((), (), 0)
+
+
+def test_an_empty_parameter_has_exactly_one_owner() -> None:
+    with pytest.raises(ValueError, match=r"'layer0\.weight'"):
+        Layout((spec(0, 0),), (Shard(0, 0, 0, 0), Shard(0, 0, 0, 1)), 2)
+
+
+def test_a_parameter_whose_index_is_not_its_position_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"'layer5\.weight'"):
+        Layout((spec(5, 10),), (Shard(5, 0, 10, 0),), 1)
+
+
+def test_an_unknown_policy_is_refused() -> None:
+    with pytest.raises(ValueError, match="shard_by must be 'parameter', 'element' or a function, got 'row'"):
+        plan(specs_of([10]), 2, "row")
+
+
+def test_a_function_decides_by_rank_or_by_shards() -> None:
+    owners: Iterator[int | list[Shard]] = iter([1, [Shard(1, 64, 200, 0), Shard(1, 0, 64, 1)]])
+    layout = plan(specs_of([10, 200]), 2, lambda _specs, _ranks: owners)
+    assert layout.shards == (Shard(0, 0, 10, 1), Shard(1, 0, 64, 1), Shard(1, 64, 200, 0))
+
+
+def test_a_function_sees_the_specs_and_the_number_of_ranks() -> None:
+    seen: list[tuple[list[ParamSpec], int]] = []
+
+    def everything_to_the_last(specs: Sequence[ParamSpec], world_size: int) -> list[int]:
+        seen.append((list(specs), world_size))
+        return [world_size - 1] * len(specs)
+
+    specs = specs_of([10, 20], [30])
+    start = plan(specs[:2], 5, everything_to_the_last)
+    grown = extend(start, specs[2:], 5, everything_to_the_last, splittable=False)
+    assert seen == [(specs[:2], 5), (specs[2:], 5)]
+    assert grown.elements_per_rank == (0, 0, 0, 0, 60)
+
+
+BAD_ANSWERS: dict[str, tuple[object, str]] = {
+    "a rank too many": ([0, 2], r"'layer1\.weight' is given to rank 2, but there are 2 ranks"),
+    "a negative rank": ([0, -1], r"'layer1\.weight' is given to rank -1"),
+    "None": ([0, None], r"group rank or shards of that parameter for 'layer1\.weight', got None"),
+    "a name": ([0, "rank1"], r"group rank or shards of that parameter for 'layer1\.weight', got 'rank1'"),
+    "a fraction": ([0, 0.5], r"group rank or shards of that parameter for 'layer1\.weight', got 0.5"),
+    "ranks in a list": ([0, [0, 1]], r"group rank or shards of that parameter for 'layer1\.weight'"),
+    "another parameter's shard": ([0, [Shard(0, 0, 200, 0)]], r"shards of that parameter for 'layer1\.weight'"),
+    "no shards": ([0, []], r"'layer1\.weight' has 200 elements, but its ranges end at 0"),
+    "shards with a gap": ([0, [Shard(1, 0, 64, 0), Shard(1, 128, 200, 1)]], r"'layer1\.weight'.*not covered"),
+    "a cut elsewhere": ([0, [Shard(1, 0, 65, 0), Shard(1, 65, 200, 1)]], r"'layer1\.weight' is cut at element 65"),
+    "two ranges": (
+        [0, [Shard(1, 0, 64, 0), Shard(1, 64, 128, 1), Shard(1, 128, 200, 0)]],
+        r"'layer1\.weight' gives rank 0 more than one range",
+    ),
+    "too few": ([0], r"shard_by function returned 1 owners for 2 parameters"),
+    "too many": ([0, 0, 0], r"shard_by function returned 3 owners for 2 parameters"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD_ANSWERS)
+def test_a_function_that_answers_nonsense_is_refused_with_the_parameter(kind: str) -> None:
+    answer, message = BAD_ANSWERS[kind]
+    with pytest.raises(ValueError, match=message):
+        plan(specs_of([10, 200]), 2, lambda _specs, _ranks: answer)  # type: ignore[arg-type, return-value]
+
+
+@pytest.mark.parametrize("answer", [None, 3])
+def test_a_function_that_answers_with_no_list_at_all_is_named(answer: object) -> None:
+    with pytest.raises((TypeError, ValueError), match=r"shard_by function"):
+        plan(specs_of([10, 200]), 2, lambda _specs, _ranks: answer)  # type: ignore[arg-type, return-value]
+
+
+def test_a_function_may_not_cut_for_an_optimizer_not_known_to_be_elementwise() -> None:
+    pieces = [[Shard(0, 0, 64, 0), Shard(0, 64, 200, 1)]]
+    with pytest.raises(ValueError, match=r"cuts parameter 'layer0\.weight'.*not known.*elementwise=True"):
+        plan(specs_of([200]), 2, lambda _specs, _ranks: pieces, cut=False)
+
+
+def test_planning_ten_thousand_parameters_over_a_thousand_ranks_takes_under_a_second() -> None:
+    specs = specs_of([(200_000, 1_000), *[(257 + index % 4_000, 300 + index % 7) for index in range(9_999)]])
+    start = time.process_time()
+    layout = plan(specs, 1_024)
+    assert time.process_time() - start < 1.0
+    assert layout.imbalance <= 1.01
+    assert layout.cut_params

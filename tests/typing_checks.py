@@ -1,0 +1,89 @@
+"""What a type checker sees of the public interface; it is checked, never run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed.algorithms.join import Joinable, JoinHook
+from torch.optim import Optimizer
+from typing_extensions import assert_type
+
+from onecopy import Layout, OnecopyError, ParamSpec, PeerFailedError, RanksDisagreeError, Shard, ZeroRedundancyOptimizer
+
+
+def construct(model: torch.nn.Module) -> ZeroRedundancyOptimizer:
+    ZeroRedundancyOptimizer([{"params": model.parameters(), "lr": 0.1}], torch.optim.SGD, momentum=0.9)
+    ZeroRedundancyOptimizer(model.named_parameters(), torch.optim.AdamW, None, True, False, lr=1e-3)
+    ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, shard_by="element", elementwise=True)
+    ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, shard_by=to_the_first)
+    ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, shard_by=in_halves)
+    ZeroRedundancyOptimizer(model.parameters(), torch.nn.Linear)  # type: ignore[arg-type]
+    ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, shard_by=3)  # type: ignore[arg-type]
+    return ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, process_group=None, lr=1e-3)
+
+
+def to_the_first(specs: Any, world_size: int) -> list[int]:
+    return [0 for _ in specs]
+
+
+def in_halves(specs: Any, world_size: int) -> list[list[Shard]]:
+    return [[Shard(spec.index, 0, 64, 0), Shard(spec.index, 64, spec.numel, 1)] for spec in specs]
+
+
+def loss() -> float:
+    return 1.0
+
+
+def take(plain: Optimizer, joinable: Joinable) -> None: ...
+
+
+def use(optimizer: ZeroRedundancyOptimizer, param: torch.Tensor) -> None:
+    take(optimizer, optimizer)
+    assert_type(optimizer.step(loss), float)
+    assert_type(optimizer.step(closure=loss), float)
+    assert_type(optimizer.step(loss, extra=1), float)
+    nothing: None = assert_type(optimizer.step(), None)
+    nothing = assert_type(optimizer.step(None, extra=1), None)
+    assert nothing is None
+
+    assert_type(optimizer.layout, Layout)
+    assert_type(optimizer.optim, Optimizer)
+    assert_type(optimizer.world_size, int)
+    assert_type(optimizer.rank, int)
+    assert_type(optimizer.global_rank, int)
+    assert_type(optimizer.parameters_as_bucket_view, bool)
+    assert_type(optimizer.initialized, bool)
+    assert_type(optimizer.state_dict(), dict[str, Any])
+    assert_type(optimizer.join_hook(), JoinHook)
+    assert_type(optimizer.join_device, torch.device)
+    assert_type(optimizer.state[param], Any)
+    optimizer.consolidate_state_dict()
+    optimizer.consolidate_state_dict(to=1)
+    optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.add_param_group({"params": [param]})
+    torch.optim.lr_scheduler.StepLR(optimizer, 10)
+
+
+def look(layout: Layout) -> None:
+    assert_type(layout.params, tuple[ParamSpec, ...])
+    assert_type(layout.shards, tuple[Shard, ...])
+    assert_type(layout.owned_by(0), tuple[Shard, ...])
+    assert_type(layout.shards_of(0), tuple[Shard, ...])
+    assert_type(layout.is_whole(layout.shards[0]), bool)
+    assert_type(layout.cut_params, tuple[int, ...])
+    assert_type(layout.elements_per_rank, tuple[int, ...])
+    assert_type(layout.bytes_per_rank, tuple[int, ...])
+    assert_type(layout.imbalance, float)
+    assert_type(layout.digest(), int)
+    assert_type(layout.params[0].numel, int)
+    assert_type(layout.shards[0].numel, int)
+
+
+def catch() -> None:
+    try:
+        loss()
+    except (PeerFailedError, RanksDisagreeError) as error:
+        caught: OnecopyError = error
+        also: RuntimeError = caught
+        raise also from None

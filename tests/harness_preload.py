@@ -5,6 +5,8 @@ import pytorch_optimizer
 import schedulefree
 import torch
 import torch.distributed
+import torch.distributed.fsdp
+import torch.distributed.tensor
 import torch.nn.parallel
 
 import harness  # noqa: F401

@@ -641,10 +641,6 @@ def with_a_wrong_shape(state_dict: dict[str, Any]) -> None:
     state_dict["state"][1]["exp_avg"] = torch.zeros(9)
 
 
-def with_a_bad_option(state_dict: dict[str, Any]) -> None:
-    state_dict["param_groups"][0]["lr"] = "fast"
-
-
 BAD_LOADS: dict[str, tuple[Callable[[dict[str, Any]], Any], type[Exception], str]] = {
     "not a dict": (lambda _: [1], TypeError, "takes an optimizer's state dict"),
     "no groups": (lambda _: {"state": {}}, TypeError, "takes an optimizer's state dict.*'param_groups'"),

@@ -1,4 +1,4 @@
-"""Stepping inside the backward pass: both hooks equal plain DDP with the plain optimizer, from the first iteration on."""
+"""Stepping inside the backward pass: both hooks equal plain DDP with the plain optimizer from the first iteration."""
 
 from __future__ import annotations
 
@@ -38,8 +38,11 @@ from onecopy.engine.workers import LaneWorker
 ROUNDING = 1e-6
 """More than two ranks: the order in which gradients are added is the process group's affair."""
 
-TINY = 1e-4
-"""A limit for DDP's buckets, in MiB, that gives nearly every parameter one of its own."""
+TINY = 1e-5
+"""A limit for DDP's buckets, in MiB, that gives every parameter one of its own."""
+
+SMALL = 0.002
+"""A limit that gives a weight and a bias a bucket."""
 
 SGD = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
 
@@ -117,7 +120,7 @@ class Counting(Optimizer):
         super().__init__(params, {"lr": lr, "steps": 0})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self) -> None:  # type: ignore[override]
         for group in self.param_groups:
             group["steps"] += 1
             for param in group["params"]:
@@ -190,7 +193,8 @@ class Run:
         self.optimizer = optimizer
         self.scheduler = case.scheduler(optimizer) if case.scheduler is not None else None
         self.updated_in_backward: list[bool] = []
-        self.buckets = 0
+        self.indices: set[int] = set()
+        """Of the buckets that our hook has seen."""
 
     @property
     def params(self) -> list[Tensor]:
@@ -224,7 +228,8 @@ def plain_run(case: Case, comm_hook: Any = None, state: Any = None, **ddp_option
     """The reference: plain DDP, the plain optimizer."""
     ddp = make_ddp(case, **ddp_options)
     if comm_hook is not None:
-        ddp.register_comm_hook(state, comm_hook)
+        # DDP wants its own types where a hook has annotations, and knows some of its hooks by their names.
+        ddp.register_comm_hook(state, lambda state, bucket: comm_hook(state, bucket))
     return Run(case, ddp, case.optimizer(case.params(ddp.module), **case.options))
 
 
@@ -242,9 +247,10 @@ def overlapped_run(
         **case.options,
     )
     run = Run(case, ddp, optimizer)
+    indices = run.indices  # and not the run: DDP keeps its hook alive, which must not keep DDP alive
 
     def noting_buckets(state: Any, bucket: Any) -> Any:
-        run.buckets = max(run.buckets, bucket.index() + 1)
+        indices.add(bucket.index())
         return comm_hook(state, bucket)
 
     ddp.register_comm_hook(state, make_hook(noting_buckets, ddp, optimizer))
@@ -269,9 +275,7 @@ def assert_same_state(ours: Run, reference: Run) -> None:
     zero = zero_of(ours)
     zero.consolidate_state_dict(to=0)
     if zero.rank == 0:
-        assert_same_tree(
-            zero.state_dict(), reference.optimizer.state_dict(), "state", tolerance_of(ours.case)
-        )
+        assert_same_tree(zero.state_dict(), reference.optimizer.state_dict(), "state", tolerance_of(ours.case))
 
 
 def train_both(ours: Run, reference: Run, steps: Iterable[int]) -> None:
@@ -287,7 +291,7 @@ def assert_parity(case: Case, ours: Run, reference: Run, iterations: int = 6) ->
     train_both(ours, reference, range(iterations))
     warm_up = 3 if case.ddp.get("static_graph") else 2
     assert ours.updated_in_backward == [step >= warm_up for step in range(iterations)]
-    assert ours.buckets >= case.buckets
+    assert len(ours.indices) >= case.buckets
     assert_replicas_equal(ours.params)
     assert_same_state(ours, reference)
 
@@ -307,7 +311,7 @@ CASES = (
     Case("momentum, cut", ours=ELEMENT),
     Case("one bucket", ddp={"bucket_cap_mb": 100}, buckets=1),
     Case("default buckets", ddp={}, buckets=1),
-    Case("a few buckets", ddp={"bucket_cap_mb": 0.004}, ours=ELEMENT),
+    Case("a few buckets", ddp={"bucket_cap_mb": SMALL}, ours=ELEMENT),
     Case("gradients are bucket views", ddp=VIEW, ours=ELEMENT),
     Case("gradients are bucket views, set to zero", ddp=VIEW, set_to_none=False),
     Case("static graph", ddp=STATIC),
@@ -335,10 +339,17 @@ CASES = (
 
 @HOOKS
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-@distributed(2, 3)
+@distributed(2)
 def test_a_loop_with_step_equals_plain_ddp_from_the_first_iteration_on(
     world_size: int, case: Case, make_hook: MakeHook
 ) -> None:
+    assert_parity(case, overlapped_run(case, make_hook), plain_run(case))
+
+
+@HOOKS
+@pytest.mark.parametrize("case", [case for case in CASES if case.ours], ids=lambda case: case.name)
+@distributed(3)
+def test_three_ranks_equal_plain_ddp_within_rounding(world_size: int, case: Case, make_hook: MakeHook) -> None:
     assert_parity(case, overlapped_run(case, make_hook), plain_run(case))
 
 
@@ -371,9 +382,7 @@ def test_sharding_by_buckets_is_accepted_and_changes_nothing(world_size: int, ma
     ids=lambda case: case.name,
 )
 @distributed(2, 3)
-def test_the_way_of_accelerators_run_in_place_gives_the_same(
-    world_size: int, case: Case, make_hook: MakeHook
-) -> None:
+def test_the_way_of_accelerators_run_in_place_gives_the_same(world_size: int, case: Case, make_hook: MakeHook) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(onecopy.ddp_hooks, "make_worker", LaneWorker)
         ours = overlapped_run(case, make_hook)
@@ -434,7 +443,9 @@ COMM_HOOKS = pytest.mark.parametrize(
 def test_any_communication_hook_equals_plain_ddp_with_the_same_hook(
     world_size: int, make_hook: MakeHook, comm_hook: Any, make_state: Any, bucket_view: bool
 ) -> None:
-    case = Case(ours=ELEMENT, ddp={"bucket_cap_mb": 0.004, "gradient_as_bucket_view": bucket_view})
+    # PowerSGD starts collectives in callbacks, so on this backend plain DDP itself needs all in one bucket.
+    ddp = {"bucket_cap_mb": 100 if comm_hook is powerSGD_hook else SMALL, "gradient_as_bucket_view": bucket_view}
+    case = Case(ours=ELEMENT, ddp=ddp, buckets=1 if comm_hook is powerSGD_hook else 2)
     states = [make_state() if make_state is not None else None for _ in range(2)]
     ours = overlapped_run(case, make_hook, comm_hook, states[0])
     assert_parity(case, ours, plain_run(case, comm_hook, states[1]), iterations=7)
@@ -568,15 +579,20 @@ def test_a_resnet_without_step_equals_plain_ddp_after_the_warm_up(
     if static_graph and make_hook is hook_with_zero_step:
         case = Case(model=ResNet50, loss=image_loss, ddp={"static_graph": True}, ours=ELEMENT)
     else:
-        case = Case(model=ResNet50, loss=image_loss, ddp={"gradient_as_bucket_view": True, "static_graph": static_graph})
+        case = Case(
+            model=ResNet50, loss=image_loss, ddp={"gradient_as_bucket_view": True, "static_graph": static_graph}
+        )
     ours, reference = overlapped_run(case, make_hook), plain_run(case)
     warm_up = 3 if static_graph else 2
-    with pytest.warns(UserWarning, match="step\\(\\) was never called"):
-        for step in range(-warm_up, 3):
-            ours.backward(max(step, 0))
+    for _ in range(warm_up):
+        ours.backward(0)
+    with pytest.warns(UserWarning, match=r"step\(\) was never called"):
+        ours.backward(0)
+    for step in range(1, 3):
+        ours.backward(step)
     for step in range(3):
         reference.iterate(step)
-    assert ours.buckets > 2
+    assert len(ours.indices) > 2
     assert_same_values(ours, reference, "after three updates")
 
 
@@ -647,11 +663,13 @@ class ReadsTwice(nn.Module):
         super().__init__()
         self.first = nn.Linear(8, 12)
         self.second = nn.Linear(12, 12)
-        self.before_second_use: Callable[[Tensor], None] = lambda gradient: None
+        self.before_second_use: Callable[[], None] | None = None
 
     def forward(self, inputs: Tensor) -> Tensor:
         hidden = torch.tanh(self.first(inputs)) @ self.second.weight.detach()
-        hidden.register_hook(lambda gradient: self.before_second_use(gradient))
+        if self.before_second_use is not None:
+            wait = self.before_second_use
+            hidden.register_hook(lambda _gradient: wait())
         outputs: Tensor = self.second(hidden)
         return outputs
 
@@ -669,7 +687,7 @@ def test_a_weight_needed_later_in_the_same_pass_is_used_unchanged_or_autograd_ra
     weight = module.second.weight
     version = weight._version
 
-    def until_updated(gradient: Tensor) -> None:
+    def until_updated() -> None:
         deadline = time.monotonic() + 10
         while weight._version == version and time.monotonic() < deadline:
             time.sleep(0.005)
@@ -763,9 +781,7 @@ def test_changing_gradients_between_backward_and_step_is_refused(
 @HOOKS
 @pytest.mark.parametrize("iterations", [0, 1, 4], ids=["at once", "before updates move", "after updates moved"])
 @distributed(2, 3)
-def test_a_saved_run_goes_on_as_if_it_had_never_stopped(
-    world_size: int, iterations: int, make_hook: MakeHook
-) -> None:
+def test_a_saved_run_goes_on_as_if_it_had_never_stopped(world_size: int, iterations: int, make_hook: MakeHook) -> None:
     case = Case(optimizer=torch.optim.AdamW, options={"lr": 1e-2}, ours=ELEMENT)
     first, reference = overlapped_run(case, make_hook), plain_run(case)
     train_both(first, reference, range(iterations))
@@ -783,7 +799,8 @@ def test_a_saved_run_goes_on_as_if_it_had_never_stopped(
         second.iterate(step)
         reference.iterate(step)
         assert_same_values(first, reference, f"iteration {step} of the run that went on")
-        assert_equal(second.params, first.params, f"iteration {step} of the resumed run")
+        # Two ranks give the same bits; with more, the order of additions follows DDP's regrouping of its buckets.
+        assert_equal(second.params, first.params, f"iteration {step} of the resumed run", tolerance_of(case))
     assert_same_state(second, reference)
 
 
@@ -969,10 +986,7 @@ def test_a_subgroup_whose_ranks_are_numbered_otherwise_equals_plain_ddp(
     if dist.get_rank() in (0, 2):
         return
     assert isinstance(group, dist.ProcessGroup)
-    of_group = functools.partial(allreduce_hook, group)
-    ours = overlapped_run(
-        case, make_hook, lambda state, bucket: of_group(bucket), process_group=group
-    )
+    ours = overlapped_run(case, make_hook, allreduce_hook, group, process_group=group)
     reference = plain_run(case, process_group=group)
     for step in range(5):
         reference.iterate(step)
@@ -1045,6 +1059,42 @@ def test_a_failing_communication_hook_is_an_error_on_every_rank(world_size: int,
 
 
 # Lifetime
+
+
+@HOOKS
+@distributed(2)
+def test_a_new_hook_can_be_made_after_an_older_one_went_away(world_size: int, make_hook: MakeHook) -> None:
+    case = Case()
+    older, ours = overlapped_run(case, make_hook), overlapped_run(case, make_hook)
+    older.iterate(0)
+    del older
+    gc.collect()
+    newer = overlapped_run(case, make_hook)
+    reference = plain_run(case)
+    for step in range(4):
+        newer.iterate(step)
+        ours.iterate(step)
+        reference.iterate(step)
+    assert_same_values(newer, reference, "the newer run")
+    assert_same_values(ours, reference, "the run in between")
+
+
+@HOOKS
+@distributed(2)
+def test_ranks_may_let_go_of_an_older_hook_at_different_times(world_size: int, make_hook: MakeHook) -> None:
+    case = Case()
+    gc.collect()
+    gc.disable()
+    try:
+        older = overlapped_run(case, make_hook)
+        older.iterate(0)
+        del older
+        if dist.get_rank() == 0:
+            gc.collect()
+        newer, reference = overlapped_run(case, make_hook), plain_run(case)
+        train_both(newer, reference, range(4))
+    finally:
+        gc.enable()
 
 
 def overlap_threads() -> set[int | None]:
@@ -1164,5 +1214,3 @@ def test_a_wrong_registration_on_one_rank_is_an_error_on_all(world_size: int, ma
     zero = make_zero(ddp)
     with pytest.raises(Exception, match="not a parameter of the model"):
         make_hook(allreduce_hook, ddp if dist.get_rank() == 0 else other, zero)
-
-

@@ -21,7 +21,7 @@ from onecopy.engine.core import Engine, reshare, sequential_step
 from onecopy.engine.facts import group_facts, layout_facts
 from onecopy.engine.flat import flat_view
 from onecopy.engine.inputs import normalise, normalise_group, plan_params
-from onecopy.engine.loading import load
+from onecopy.engine.loading import load, shallow_copy
 from onecopy.engine.local import LocalOptimizer, OwnedState, alias, parameter_or_alias
 from onecopy.engine.norms import clip, total_norm
 from onecopy.engine.overlap import Overlap
@@ -131,7 +131,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 Fact("optimizer class", f"{optimizer_class.__module__}.{optimizer_class.__qualname__}"),
                 Fact("parameters_as_bucket_view", str(parameters_as_bucket_view)),
                 Fact("overlap_with_ddp", str(overlap_with_ddp)),
-                *layout_facts(layout),
+                *layout_facts(layout, shard_by),
                 *group_facts(self.param_groups),
             ]
         except Exception as error:
@@ -264,7 +264,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             super().add_param_group(group)
             engine.local.add_group(group, layout, tensors, _flats(tensors))
             engine.local.pull_options(self.param_groups)
-            facts = [*layout_facts(layout), *group_facts(self.param_groups)]
+            facts = [*layout_facts(layout, self._shard_by), *group_facts(self.param_groups)]
         except Exception as error:
             failure = error
         try:
@@ -291,8 +291,6 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             ValueError: if there is no such rank.
             TypeError: if the state holds something other than plain data and tensors.
         """
-        if not isinstance(to, int) or not 0 <= to < self.world_size:
-            raise ValueError(f"to must be a group rank from 0 to {self.world_size - 1}, got {to!r}")
         self._consolidated = None
         local = self.engine.local
         state = consolidate(self.engine.collectives, self.layout, local, self.param_groups, to)
@@ -330,7 +328,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             state_dict: an optimizer's state dict.
         """
         self._has_state = load(
-            self.engine, self.param_groups, lambda: run_load_pre_hooks(self, dict(state_dict)), self._splittable
+            self.engine, self.param_groups, lambda: run_load_pre_hooks(self, shallow_copy(state_dict)), self._splittable
         )
         self._consolidated = None
         run_load_post_hooks(self)

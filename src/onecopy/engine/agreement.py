@@ -49,8 +49,7 @@ def agree(
 
 def raise_together(collectives: Collectives, what: str, failure: Exception | None) -> None:
     """Raise on every rank: the own failure where there is one, elsewhere the first failing rank's message."""
-    text = f"{type(failure).__name__}: {failure}" if failure is not None else ""
-    messages = collectives.all_gather_bytes(text.encode())
+    messages = collectives.all_gather_bytes(_message(failure))
     if failure is not None:
         raise failure
     failed = [group_rank for group_rank, message in enumerate(messages) if message]
@@ -81,8 +80,19 @@ def _raise_difference(collectives: Collectives, what: str, facts: Sequence[Fact]
 def _digest(facts: Sequence[Fact]) -> int:
     text = hashlib.blake2b(digest_size=7)
     for fact in facts:
-        text.update(f"{fact.subject}\0{fact.value}\0".encode())
+        text.update(f"{fact.subject}\0{fact.value}\0".encode(errors="backslashreplace"))
     return int.from_bytes(text.digest(), "big")
+
+
+def _message(failure: Exception | None) -> bytes:
+    """A failure as bytes, whatever its text is made of: nothing may go wrong while the others wait for it."""
+    if failure is None:
+        return b""
+    try:
+        text = str(failure)
+    except Exception:
+        text = "(its text cannot be read)"
+    return f"{type(failure).__name__}: {text}".encode(errors="backslashreplace")
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Protocol
 
 import torch
@@ -32,6 +31,10 @@ class GradBucket(Protocol):
         """The parameters whose gradients it holds, in order."""
 
 
+FEW_BYTES = 1 << 14
+"""Segments of at least this size on average are packed one by one."""
+
+
 @dataclass(frozen=True, slots=True)
 class Segment:
     """A stretch of a bucket's buffer: a shard of one of several layouts, or (without a shard) nobody's."""
@@ -49,8 +52,6 @@ class BucketMap:
         self._sizes = [segment.numel for segment in segments]
         owned = [(segment.shard.owner, position) for position, segment in enumerate(segments) if segment.shard]
         self._by_owner = [position for _, position in sorted(owned)]
-        # A buffer in which the owners already come one after the other needs no packing.
-        self._in_order = len(owned) == len(segments) and all(a <= b for (a, _), (b, _) in pairwise(owned))
         self._mine = [position for owner, position in owned if owner == group_rank]
         self._foreign = [position for position, segment in enumerate(segments) if segment.shard is None]
         self.sizes_per_owner = [0] * world_size
@@ -64,12 +65,19 @@ class BucketMap:
             starts[position] for owner, position in owned if owner != group_rank and segments[position].numel
         ]
 
-    def packed_by_owner(self, buffer: Tensor) -> Tensor:
-        """All owned segments, rank after rank; the buffer itself if that is its order."""
-        if self._in_order:
-            return buffer
+    def pack_by_owner(self, buffer: Tensor, scale: float, out: Tensor) -> None:
+        """Copy all owned segments, rank after rank, times ``scale``, into ``out``."""
         views = buffer.split(self._sizes)
-        return torch.cat([views[position] for position in self._by_owner]) if self._by_owner else buffer[:0]
+        sources = [views[position] for position in self._by_owner]
+        if len(sources) * FEW_BYTES > out.numel() * out.element_size():
+            # Many small ones: one call that copies them all, and another pass to scale them.
+            if out.dtype == buffer.dtype:
+                torch.cat(sources, out=out).mul_(scale)
+            else:
+                out.copy_(torch.cat(sources).mul_(scale))
+            return
+        for source, target in zip(sources, out.split([source.numel() for source in sources]), strict=True):
+            torch.mul(source, scale, out=target)
 
     def mine(self, buffer: Tensor) -> list[tuple[Segment, Tensor]]:
         """This rank's segments, each with its view of the buffer."""

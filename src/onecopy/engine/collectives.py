@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -19,24 +20,16 @@ class Work(Protocol):
         """Wait until it is done (on an accelerator: make the current stream wait)."""
 
 
-class Reduction:
-    """A reduction to owners under way: rows to add up, and the memory that is being read until then."""
+@dataclass(frozen=True, slots=True)
+class _Holding:
+    """Work, and memory that it reads: freed with it, and not before."""
 
-    def __init__(self, work: Work, rows: Tensor, source: Tensor, size: int) -> None:
-        self._work = work
-        self._rows = rows
-        self._source: Tensor | None = source
-        self._size = size
+    work: Work
+    memory: Tensor
 
-    def wait(self, scale: float) -> Tensor:
-        """This rank's part: the sum over ranks of their values times ``scale``, rounded as DDP's all-reduce does."""
-        self._work.wait()
-        self._source = None
-        rows = self._rows.mul_(scale)
-        total = rows[0]
-        for row in rows[1:]:
-            total.add_(row)
-        return total[: self._size]
+    def wait(self) -> object:
+        """Wait for the work."""
+        return self.work.wait()
 
 
 class Collectives:
@@ -63,7 +56,8 @@ class Collectives:
         self.group_rank = dist.get_rank(group)
         self.global_rank = dist.get_global_rank(group, self.group_rank)
         backends = dict(part.split(":") for part in dist.get_backend_config(group).split(","))
-        self.exchanges_fast = set(backends.values()) == {"gloo"} or backends.get("cpu") == "gloo"
+        # Whether a reduce-scatter is better done by exchanging the parts and adding them up here.
+        self.exchanges_fast = set(backends.values()) == {"gloo"}
         self.control_device = torch.device("cpu")
         if "cpu" not in backends:
             accelerator = torch.accelerator.current_accelerator()
@@ -117,26 +111,27 @@ class Collectives:
         work: Work = dist.broadcast(tensor, group=self.process_group, group_src=source, async_op=True)
         return work
 
-    def reduce_to_owners(self, packed: Tensor, sizes: Sequence[int]) -> Reduction:
-        """Start giving every rank the sum over ranks of its part of ``packed``, which has ``sizes[r]`` for rank r.
+    def reduction_rows(self, sizes: Sequence[int]) -> tuple[int, int]:
+        """The shape of what :meth:`reduce_to_owners` receives: how many rows to add up, and how long they are."""
+        return (self.world_size, sizes[self.group_rank]) if self.exchanges_fast else (1, max(sizes))
 
-        Gloo emulates reduce-scatter with a full all-reduce, so there the parts are exchanged and added up here, in
-        rank order; elsewhere it is the backend's own reduce-scatter, with the parts padded to one size.
+    def reduce_to_owners(self, packed: Tensor, sizes: Sequence[int], rows: Tensor) -> Work:
+        """Start giving every rank its part of ``packed``, which has ``sizes[r]`` elements for rank r, of all ranks.
+
+        The parts arrive in ``rows`` and are to be added up, in rank order. Gloo emulates reduce-scatter with a full
+        all-reduce, so there every rank's part is a row of its own; elsewhere the backend's own reduce-scatter has
+        added them up already, padded to one size.
         """
-        mine = sizes[self.group_rank]
-        if self.exchanges_fast and packed.device.type == "cpu":
-            received = packed.new_empty(self.world_size, mine)
-            work = dist.all_to_all_single(
-                received.view(-1), packed, [mine] * self.world_size, list(sizes), self.process_group, async_op=True
-            )
-            return Reduction(work, received, packed, mine)
-        largest = max(sizes)
-        padded = packed.new_zeros(self.world_size, largest)
+        if self.exchanges_fast:
+            splits = [sizes[self.group_rank]] * self.world_size
+            flat = rows.view(-1)
+            work: Work = dist.all_to_all_single(flat, packed, splits, list(sizes), self.process_group, async_op=True)
+            return work
+        padded = packed.new_zeros(self.world_size, max(sizes))
         for row, part in zip(padded, packed.split(list(sizes)), strict=True):
             row[: part.numel()].copy_(part)
-        received = packed.new_empty(1, largest)
-        work = dist.reduce_scatter_single(received.view(-1), padded.view(-1), group=self.process_group, async_op=True)
-        return Reduction(work, received, padded, mine)
+        work = dist.reduce_scatter_single(rows.view(-1), padded.view(-1), group=self.process_group, async_op=True)
+        return _Holding(work, padded)
 
     def all_reduce(self, tensor: Tensor, largest: bool = False) -> Work:
         """Start adding up contiguous memory over all ranks in place (or taking the largest of each element)."""

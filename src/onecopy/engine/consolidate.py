@@ -47,6 +47,8 @@ def consolidate(
     tensors: list[Tensor] = []
     failure: Exception | None = None
     try:
+        if not isinstance(to, int) or not 0 <= to < layout.world_size:
+            raise ValueError(f"to must be a group rank from 0 to {layout.world_size - 1}, got {to!r}")
         entries, tensors = _describe(layout, local)
     except Exception as error:
         failure = error
@@ -161,10 +163,7 @@ class _Assembly:
         if len(others) + 1 != self._owners[index]:
             raise ValueError(f"parameter {spec.name!r} is cut among ranks, but only some of them have state for it")
         for source, other, other_tensors in others:
-            same = other.tree == entry.tree and len(other_tensors) == len(tensors)
-            for mine, (_, per_element), theirs in zip(tensors, entry.tensors, other_tensors, strict=False):
-                same = same and (per_element or torch.equal(mine, theirs))
-            if not same:
+            if other.tree != entry.tree or not _same_tensors(entry, tensors, other, other_tensors):
                 raise ValueError(
                     f"parameter {spec.name!r} is cut among ranks, but ranks {first} and {source} differ in state that "
                     f"is not per element: {codec.decode(entry.tree, tensors)} and "
@@ -172,6 +171,18 @@ class _Assembly:
                 )
         state: State = codec.decode(entry.tree, tensors)
         return state
+
+
+def _same_tensors(a: _Entry, a_tensors: Sequence[Tensor], b: _Entry, b_tensors: Sequence[Tensor]) -> bool:
+    """Whether two owners agree on which tensors are per element, and bit by bit on those that are not."""
+    if len(a_tensors) != len(b_tensors):
+        return False
+    for (a_form, a_split), (b_form, b_split), x, y in zip(a.tensors, b.tensors, a_tensors, b_tensors, strict=True):
+        if a_split != b_split or a_form[0] != b_form[0]:
+            return False
+        if not a_split and (a_form != b_form or not torch.equal(as_bytes(flat_view(x)), as_bytes(flat_view(y)))):
+            return False
+    return True
 
 
 def _place(

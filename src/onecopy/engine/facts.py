@@ -8,14 +8,20 @@ from torch import Tensor
 
 from onecopy.engine.agreement import Fact
 from onecopy.engine.inputs import Group
-from onecopy.layout import Layout
+from onecopy.layout import Layout, ShardBy
 
 
-def layout_facts(layout: Layout) -> list[Fact]:
+def layout_facts(layout: Layout, shard_by: ShardBy) -> list[Fact]:
     """Every parameter, and who owns what."""
+    policy = shard_by if isinstance(shard_by, str) else f"function {getattr(shard_by, '__qualname__', '')}"
+    owners: dict[int, list[str]] = {}
+    for shard in layout.shards:
+        owners.setdefault(shard.param, []).append(f"[{shard.start}:{shard.stop}) on rank {shard.owner}")
     return [
+        Fact("number of ranks", str(layout.world_size)),
         *(Fact(f"parameter {spec.index} ({spec.name!r})", spec.describe()) for spec in layout.params),
-        Fact("ownership", str(layout.digest())),
+        Fact("shard_by", policy),
+        *(Fact(f"owners of {spec.name!r}", ", ".join(owners[spec.index])) for spec in layout.params),
     ]
 
 

@@ -61,15 +61,19 @@ def load(engine: Engine, groups: Sequence[Group], read: Callable[[], StateDict],
     return has_state
 
 
+def shallow_copy(state_dict: object) -> StateDict:
+    """A copy for hooks to change, of what must be an optimizer's state dict."""
+    if not isinstance(state_dict, Mapping) or "state" not in state_dict or "param_groups" not in state_dict:
+        raise TypeError("load_state_dict() takes an optimizer's state dict, with 'state' and 'param_groups'")
+    return dict(state_dict)
+
+
 def _state_by_index(state_dict: StateDict, groups: Sequence[Group]) -> dict[int, dict[Any, Any]]:
     """The saved state by parameter position, after checking that groups and parameters fit.
 
     Raises:
         ValueError: as torch's optimizers raise, with the group named.
-        TypeError: if it is no optimizer state dict.
     """
-    if not isinstance(state_dict, Mapping) or "state" not in state_dict or "param_groups" not in state_dict:
-        raise TypeError("load_state_dict() takes an optimizer's state dict, with 'state' and 'param_groups'")
     saved_groups = state_dict["param_groups"]
     if len(saved_groups) != len(groups):
         raise ValueError(f"the state dict has {len(saved_groups)} parameter groups, the optimizer has {len(groups)}")

@@ -217,6 +217,24 @@ class OwnedState(MutableMapping[Any, Any]):
     def __delitem__(self, param: Any) -> None:
         del self._local.inner.state[self._local.tensor_of[param]]
 
+    def get(self, param: Any, default: Any = None) -> Any:
+        """This rank's state of a parameter, or ``default`` if it has none."""
+        return self[param] if param in self else default  # noqa: SIM401 - that would call this method
+
+    def pop(self, param: Any, *default: Any) -> Any:
+        """Forget the state of a parameter and return it."""
+        if param not in self:
+            if default:
+                return default[0]
+            raise KeyError(f"rank {self._local.group_rank} has no state of this parameter")
+        return self._local.inner.state.pop(self._local.tensor_of[param])
+
+    def setdefault(self, param: Any, default: Any = None) -> Any:
+        """The state of a parameter, which is made ``default`` if there is none."""
+        if param not in self:
+            self[param] = default
+        return self[param]
+
     def __contains__(self, param: object) -> bool:
         return self._local.tensor_of.get(param) in self._local.inner.state
 

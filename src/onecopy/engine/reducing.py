@@ -1,14 +1,16 @@
 """Gradients to their owners: what the reduce-scatter hook does with each bucket that DDP hands it.
 
 The exchange of a bucket starts when DDP calls, in the same order on all ranks. Its end (adding up, writing the owned
-ranges back into the bucket) comes at the last call, on the thread that runs the backward pass: no other thread touches
-anything, and everything that a GradScaler or a clipping function may look at is there when backward returns.
+ranges back into the bucket) comes at a later call, for all that are left at the last one, on the thread that runs the
+backward pass: no other thread touches anything, few buckets are under way at a time, and everything that a GradScaler
+or a clipping function may look at is there when backward returns.
 """
 
 from __future__ import annotations
 
 import math
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -17,20 +19,46 @@ from torch import Tensor
 from torch.futures import Future
 
 from onecopy.engine.bucketing import BucketMap, BucketMaps, GradBucket
-from onecopy.engine.collectives import Reduction, Work
+from onecopy.engine.collectives import Work
 from onecopy.engine.core import Engine
 from onecopy.engine.lanes import Lane
+
+IN_FLIGHT = 2
+"""Buckets that may be under way when another one comes; with their size this bounds the extra memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Pending:
-    """A bucket under way. What the transfers read and write must live until they have ended."""
+    """A bucket under way. ``memories`` are what its transfers read and write: kept until they have ended."""
 
     map: BucketMap
     buffer: Tensor
-    reduction: Reduction
+    work: Work
+    rows: Tensor
     foreign: tuple[Work, Tensor] | None
-    future: Future[Tensor]
+    memories: tuple[Tensor, ...]
+
+
+class _Pool:
+    """Memory that is used again from step to step: fresh pages cost as much as the copies into them."""
+
+    def __init__(self) -> None:
+        self._free: list[Tensor] = []
+
+    def take(self, nbytes: int, device: torch.device) -> Tensor:
+        """At least so many bytes, with any content."""
+        fitting = [memory for memory in self._free if memory.numel() >= nbytes and memory.device == device]
+        if not fitting:
+            # What is too small is let go, so that the pool does not grow beyond what is in use at a time.
+            self._free = self._free[1:]
+            return torch.empty(nbytes, dtype=torch.uint8, device=device)
+        smallest = min(fitting, key=Tensor.numel)
+        self._free = [memory for memory in self._free if memory is not smallest]
+        return smallest
+
+    def give_back(self, memories: Sequence[Tensor]) -> None:
+        """Let others use what :meth:`take` returned."""
+        self._free += memories
 
 
 class GradientReducer:
@@ -41,8 +69,10 @@ class GradientReducer:
         self._collectives = engines[0].collectives
         self._reduce_dtype = reduce_dtype
         self._scale = 1.0 / self._collectives.world_size
-        self._pending: list[_Pending] = []
+        self._pending: deque[_Pending] = deque()
+        self._done: list[tuple[BucketMap, Tensor, Future[Tensor]]] = []
         self._sums: list[Tensor] = []
+        self._pool = _Pool()
         self._lanes: dict[torch.device, Lane] = {}
         self._maps = self._make_maps()
         for engine in engines:
@@ -56,7 +86,11 @@ class GradientReducer:
         lane = self._lanes.setdefault(buffer.device, Lane(buffer.device))
         future = lane.future()
         with lane.entered():
-            self._pending.append(self._start(self._maps.find(bucket.index(), bucket.parameters()), buffer, future))
+            while len(self._pending) >= IN_FLIGHT:
+                self._finish(self._pending.popleft())
+            map_ = self._maps.find(bucket.index(), bucket.parameters())
+            self._pending.append(self._start(map_, buffer))
+            self._done.append((map_, buffer, future))
             if bucket.is_last():
                 self._finish_all()
         return future
@@ -74,48 +108,55 @@ class GradientReducer:
             self._maps = self._make_maps()
         # What an interrupted backward pass left behind is not waited for.
         self._pending.clear()
+        self._done.clear()
         self._sums.clear()
         for engine in self._engines:
             engine.reduced.clear()
 
-    def _start(self, map_: BucketMap, buffer: Tensor, future: Future[Tensor]) -> _Pending:
-        packed = map_.packed_by_owner(buffer)
-        if self._reduce_dtype is not None:
-            packed = packed.to(self._reduce_dtype)
-        reduction = self._collectives.reduce_to_owners(packed, map_.sizes_per_owner)
+    def _start(self, map_: BucketMap, buffer: Tensor) -> _Pending:
+        sizes, dtype = map_.sizes_per_owner, self._reduce_dtype or buffer.dtype
+        count, length = self._collectives.reduction_rows(sizes)
+        memories = (
+            self._pool.take(sum(sizes) * dtype.itemsize, buffer.device),
+            self._pool.take(count * length * dtype.itemsize, buffer.device),
+        )
+        packed = memories[0][: sum(sizes) * dtype.itemsize].view(dtype)
+        rows = memories[1][: count * length * dtype.itemsize].view(dtype).view(count, length)
+        map_.pack_by_owner(buffer, self._scale, packed)
+        work = self._collectives.reduce_to_owners(packed, sizes, rows)
         rest = map_.foreign(buffer)
         foreign = None
         if rest:
             together = torch.cat(rest).mul_(self._scale)
             foreign = (self._collectives.all_reduce(together), together)
-        return _Pending(map_, buffer, reduction, foreign, future)
+        return _Pending(map_, buffer, work, rows, foreign, memories)
 
     def _finish_all(self) -> None:
-        for pending in self._pending:
-            self._finish(pending)
+        while self._pending:
+            self._finish(self._pending.popleft())
         self._spread_non_finite()
         for engine in self._engines:
             engine.gradients_reduced = True
-        for pending in self._pending:
-            pending.future.set_result(pending.buffer)
-        self._pending.clear()
+        for _, buffer, future in self._done:
+            future.set_result(buffer)
+        self._done.clear()
 
     def _finish(self, pending: _Pending) -> None:
+        pending.work.wait()
         mine = pending.map.mine(pending.buffer)
-        reduced = pending.reduction.wait(self._scale)
         if mine:
-            views = [view for _, view in mine]
-            torch._foreach_copy_(views, list(reduced.split([view.numel() for view in views])))
-            # Infinities and NaNs survive a sum, so one pass that writes nothing tells whether there are any.
-            self._sums.append(reduced.sum(dtype=torch.float32 if reduced.dtype.itemsize < 4 else None).abs())
+            _add_up(pending.rows, [view for _, view in mine])
         for segment, view in mine:
             assert segment.shard is not None
+            # Infinities and NaNs survive a sum, so one pass that writes nothing tells whether there are any.
+            self._sums.append(view.sum(dtype=torch.float32 if view.dtype.itemsize < 4 else None).abs())
             self._engines[segment.source].reduced[segment.shard.param] = view
         if pending.foreign is not None:
             work, together = pending.foreign
             work.wait()
             rest = pending.map.foreign(pending.buffer)
             torch._foreach_copy_(rest, list(together.split([view.numel() for view in rest])))
+        self._pool.give_back(pending.memories)
 
     def _spread_non_finite(self) -> None:
         """If any rank's reduced range is not finite, show it in what every rank does not own.
@@ -131,12 +172,26 @@ class GradientReducer:
         self._collectives.all_reduce(flag, largest=True).wait()
         if control.type == "cpu" and not flag.item():
             return
-        for pending in self._pending:
-            if pending.map.starts_of_others:
-                buffer = pending.buffer
-                index = torch.tensor(pending.map.starts_of_others, device=buffer.device)
+        for map_, buffer, _ in self._done:
+            if map_.starts_of_others:
+                index = torch.tensor(map_.starts_of_others, device=buffer.device)
                 shown = torch.where(flag.to(buffer.device) > 0, math.inf, buffer[index])
                 buffer.index_copy_(0, index, shown.to(buffer.dtype))
+
+
+def _add_up(rows: Tensor, views: Sequence[Tensor]) -> None:
+    """Write the sum of the rows, added in rank order, into ``views``, one after the other."""
+    sizes = [view.numel() for view in views]
+    if rows.dtype != views[0].dtype:
+        rows = rows.to(views[0].dtype)
+    first, *others = (row[: sum(sizes)].split(sizes) for row in rows)
+    if not others:
+        torch._foreach_copy_(list(views), list(first))
+        return
+    for view, a, b in zip(views, first, others[0], strict=True):
+        torch.add(a, b, out=view)
+    for more in others[1:]:
+        torch._foreach_add_(list(views), list(more))
 
 
 def _guard_accumulation(engine: Engine) -> None:

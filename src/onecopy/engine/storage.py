@@ -52,6 +52,9 @@ class InPlace:
         # changed address always means changed memory.
         self.flats = [flat_view(param.detach()) for param in self._params]
         self._addresses = [flat.data_ptr() for flat in self.flats]
+        # The same memory read in another order is another parameter, too; one dimension has only one order.
+        self._matrices = [param for param in self._params if param.dim() > 1]
+        self._strides = [param.stride() for param in self._matrices]
         self.pieces = tuple(
             Piece(shard.owner, (shard.param,), as_bytes(self.flats[shard.param][shard.start : shard.stop]))
             for shard in layout.shards
@@ -60,9 +63,17 @@ class InPlace:
     def moved(self) -> list[int]:
         """The parameters whose memory is no longer where it was."""
         addresses = [param.data_ptr() for param in self._params]
-        if addresses == self._addresses:
+        strides = [param.stride() for param in self._matrices]
+        if addresses == self._addresses and strides == self._strides:
             return []
-        return [index for index, address in enumerate(addresses) if address != self._addresses[index]]
+        restrided = {
+            id(param) for param, old, new in zip(self._matrices, self._strides, strides, strict=True) if old != new
+        }
+        return [
+            index
+            for index, param in enumerate(self._params)
+            if addresses[index] != self._addresses[index] or id(param) in restrided
+        ]
 
 
 class Buckets(InPlace):

@@ -3,9 +3,12 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+RANKS ?= 2
+ROUNDS ?= 20
+COUNT ?= 500
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-detail bench-consolidation lint types clean
+.PHONY: help setup demo test test-detail bench-consolidation bench-steps soak lint types clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -29,6 +32,12 @@ test-detail: setup ## run the distributed tests under TORCH_DISTRIBUTED_DEBUG=DE
 
 bench-consolidation: setup ## time gathering the state, torch's class and onecopy
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 benchmarks/consolidation.py
+
+bench-steps: setup ## step times and bytes on the wire, all modes in one run: RANKS=2 LINK= (or 4gbit) ROUNDS=20
+	$(BIN)/python benchmarks/steps.py --ranks $(RANKS) --rounds $(ROUNDS) $(if $(LINK),--link $(LINK))
+
+soak: setup ## train with every hook at random speeds, COUNT iterations each, beside plain DDP
+	$(BIN)/python benchmarks/soak.py $(COUNT)
 
 lint: setup ## check style and formatting
 	$(BIN)/ruff check .

@@ -44,7 +44,7 @@ TINY = 1e-5
 SMALL = 0.002
 """A limit that gives a weight and a bias a bucket."""
 
-SGD = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
+SGD: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
 
 MakeHook = Callable[..., Any]
 Params = Callable[[nn.Module], Iterable[Any]]
@@ -299,7 +299,7 @@ def assert_parity(case: Case, ours: Run, reference: Run, iterations: int = 6) ->
 # Parity
 
 
-ELEMENT = {"shard_by": "element"}
+ELEMENT: dict[str, Any] = {"shard_by": "element"}
 UNUSED = {"find_unused_parameters": True, "bucket_cap_mb": TINY}
 VIEW = {"gradient_as_bucket_view": True, "bucket_cap_mb": TINY}
 STATIC = {"static_graph": True, "bucket_cap_mb": TINY}
@@ -400,16 +400,23 @@ def test_without_a_hook_step_does_everything(world_size: int) -> None:
 # Communication hooks
 
 
+def reduced_mean(bucket: Any) -> Any:
+    """A future of a bucket's mean over all ranks."""
+    group = dist.group.WORLD
+    assert group is not None
+    return allreduce_hook(group, bucket)
+
+
 def doubling_hook(state: Any, bucket: Any) -> Any:
     """Yields another tensor than the bucket's."""
-    return allreduce_hook(None, bucket).then(lambda future: future.value() * 2)
+    return reduced_mean(bucket).then(lambda future: future.value() * 2)
 
 
 def scaling_hook(state: list[int], bucket: Any) -> Any:
     """Needs its state: how often it was called, by which gradients are scaled."""
     state.append(bucket.index())
     scale = 1 + 0.1 * len(state)
-    return allreduce_hook(None, bucket).then(lambda future: future.value().mul_(scale))
+    return reduced_mean(bucket).then(lambda future: future.value().mul_(scale))
 
 
 def listing_hook(state: Any, bucket: Any) -> Any:
@@ -446,7 +453,7 @@ def test_any_communication_hook_equals_plain_ddp_with_the_same_hook(
     # PowerSGD starts collectives in callbacks, so on this backend plain DDP itself needs all in one bucket.
     ddp = {"bucket_cap_mb": 100 if comm_hook is powerSGD_hook else SMALL, "gradient_as_bucket_view": bucket_view}
     case = Case(ours=ELEMENT, ddp=ddp, buckets=1 if comm_hook is powerSGD_hook else 2)
-    states = [make_state() if make_state is not None else None for _ in range(2)]
+    states: list[Any] = [make_state() if make_state is not None else None for _ in range(2)]
     ours = overlapped_run(case, make_hook, comm_hook, states[0])
     assert_parity(case, ours, plain_run(case, comm_hook, states[1]), iterations=7)
     if isinstance(states[0], PowerSGDState):
@@ -1008,7 +1015,7 @@ class Fragile(torch.optim.SGD):
 
     broken = False
 
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Any = None) -> Any:
         if Fragile.broken:
             raise KeyError("the update broke here")
         return super().step(closure)
@@ -1041,7 +1048,7 @@ def broken_hook(state: dict[str, bool], bucket: Any) -> Any:
         reduced: Tensor = future.value()
         return reduced
 
-    return allreduce_hook(None, bucket).then(check)
+    return reduced_mean(bucket).then(check)
 
 
 @HOOKS
@@ -1113,7 +1120,7 @@ def test_nothing_is_left_behind_when_model_and_optimizer_go_away(
     for step in range(iterations):
         ours.iterate(step)
     assert len(overlap_threads() - before) == 1
-    remains = [weakref.ref(ours.ddp), weakref.ref(ours.optimizer), weakref.ref(ours.params[0])]
+    remains: list[Any] = [weakref.ref(ours.ddp), weakref.ref(ours.optimizer), weakref.ref(ours.params[0])]
     del ours
     gc.collect()
     assert [reference() for reference in remains] == [None, None, None]

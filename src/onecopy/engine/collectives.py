@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from onecopy.engine.flat import to_bytes
+from onecopy.engine.torch_private import timeout_of
 
 
 class Work(Protocol):
@@ -68,7 +69,8 @@ class Collectives:
         """A new process group of the same ranks, for traffic of its own; all members make this call together."""
         ranks = dist.get_process_group_ranks(self.process_group)
         backend = dist.get_backend_config(self.process_group)
-        group = dist.new_group(ranks, backend=backend, use_local_synchronization=True)
+        timeout = timeout_of(self.process_group, self.control_device)
+        group = dist.new_group(ranks, timeout=timeout, backend=backend, use_local_synchronization=True)
         assert isinstance(group, dist.ProcessGroup)
         return Collectives(group)
 

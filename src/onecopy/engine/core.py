@@ -20,6 +20,7 @@ from onecopy.engine.collectives import Collectives
 from onecopy.engine.flat import flat_like, is_dense
 from onecopy.engine.inputs import Group
 from onecopy.engine.local import LocalOptimizer
+from onecopy.engine.probing import UNKNOWN, Probe, common_factor, remember, shared_params
 from onecopy.engine.replaced import ReplacementWatch
 from onecopy.engine.sharing import Sharing
 from onecopy.engine.status import gradient_digest, make_status
@@ -56,18 +57,28 @@ class Engine:
         # ``reduced`` holds this rank's, by parameter, for a rank whose param.grad DDP does not fill (uneven inputs).
         self.gradients_reduced = False
         self.reduced: dict[int, Tensor] = {}
+        self._probes: list[Probe] = []
         self.relayout(params, layout)
 
     def forget_gradients(self) -> None:
         """Note that the gradients have been used or thrown away."""
         self.gradients_reduced = False
         self.reduced.clear()
+        self._probes = []
+
+    def note_reduced(self) -> None:
+        """Note that a hook has given every owner its gradients, which are in ``reduced``."""
+        self.gradients_reduced = True
+        if self.collectives.control_device.type == "cpu":
+            starts = {owned.shard.param: owned.shard.start for owned in self.local.owned}
+            self._probes = remember(self._probe_params, self.reduced, starts)
 
     def relayout(self, params: Sequence[Tensor], layout: Layout) -> None:
         """Take over these parameters and this layout; storage and transfers are planned anew."""
         self.params = list(params)
         self.layout = layout
         self._layout_digest = layout.digest()
+        self._probe_params = shared_params(layout)
         self.storage: Storage = self._storage_class(self.params, layout)
         self.local.repoint(self.storage.flats)
         self.sharing = Sharing(self.collectives, self.storage.pieces, self.storage.direct_bytes)
@@ -159,7 +170,8 @@ class Engine:
     @record_function("onecopy.confirm")
     def confirm(self, has_gradient: Sequence[bool], failure: Exception | None) -> None:
         """Raise on all ranks if one has failed or if they differ, before parameters travel."""
-        word = (self._layout_digest, gradient_digest(has_gradient), int(failure is not None))
+        factor = common_factor(self._probes, self.params) if self._probes else UNKNOWN
+        word = (self._layout_digest, gradient_digest(has_gradient), int(failure is not None), factor)
         self._status.exchange(word, self.layout, has_gradient, failure)
 
     @record_function("onecopy.share")

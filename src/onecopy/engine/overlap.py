@@ -59,7 +59,8 @@ class _Iteration:
     options: list[Group]
     jobs: list[Job] = field(default_factory=list)
     flying: InFlight = field(default_factory=InFlight)
-    failure: Exception | None = None
+    failure: Exception | None = None  # of this rank's own update: told to all ranks at the end
+    broken: Exception | None = None  # of a collective: there is no telling any more
 
 
 class Overlap:
@@ -112,8 +113,8 @@ class Overlap:
 
     def finish_step(self, groups: Sequence[Group]) -> None:
         """What is left for ``step()`` after an update inside backward: parameters that no bucket holds."""
-        self._check_gradients_unchanged()
         self.updated = False
+        self._check_gradients_unchanged()
         engine = self._engine
         rest = [index for index in range(len(engine.params)) if index not in self._covered]
         if not any(engine.params[index].requires_grad for index in rest):
@@ -175,8 +176,8 @@ class Overlap:
         active = in_backward()
         has_gradient = [active and self._engine.params[index].grad is not None for index in params]
 
-        def job() -> None:
-            # Every rank makes the same calls in the same order, also one that has failed.
+        def work() -> None:
+            # Every rank makes the same calls in the same order, also one whose own update has failed.
             gradients = buffer
             with _noting_failure(iteration):
                 gradients = _tensor_of(reduced.wait())
@@ -188,7 +189,18 @@ class Overlap:
                     self._update(iteration, map_, gradients, present, last=done is not None)
             self._send(iteration, number, map_, present)
             if done is not None:
-                self._complete(iteration, done, gradients)
+                self._complete(iteration)
+                done.set_result(gradients)
+
+        def job() -> None:
+            # A collective that fails (a dead peer, a timeout) ends the iteration: backward() must not wait for it.
+            try:
+                if iteration.broken is None:
+                    work()
+            except Exception as error:
+                iteration.broken = error
+            if done is not None and iteration.broken is not None:
+                done.set_exception(iteration.broken)
 
         return job
 
@@ -249,17 +261,13 @@ class Overlap:
         if changed:
             increment_version(changed)
 
-    def _complete(self, iteration: _Iteration, done: Future[Any], buffer: Tensor) -> None:
-        try:
-            iteration.flying.drain()
-            words = self._collectives.all_gather_words([int(iteration.failure is not None)])
-            if any(failed for (failed,) in words):
-                raise_together(self._collectives, "the update inside backward()", iteration.failure)
-            self._engine.local.pull_options(self._groups())
-            self.updated = True
-            done.set_result(buffer)
-        except Exception as error:
-            done.set_exception(error)
+    def _complete(self, iteration: _Iteration) -> None:
+        iteration.flying.drain()
+        words = self._collectives.all_gather_words([int(iteration.failure is not None)])
+        if any(failed for (failed,) in words):
+            raise_together(self._collectives, "the update inside backward()", iteration.failure)
+        self._engine.local.pull_options(self._groups())
+        self.updated = True
 
     def _note_gradients(self) -> None:
         self._gradient_versions = [

@@ -136,7 +136,7 @@ class GradientReducer:
             self._finish(self._pending.popleft())
         self._spread_non_finite()
         for engine in self._engines:
-            engine.gradients_reduced = True
+            engine.note_reduced()
         for _, buffer, future in self._done:
             future.set_result(buffer)
         self._done.clear()

@@ -10,11 +10,12 @@ from torch import Tensor
 
 from onecopy.engine.agreement import Fact, agree, raise_together
 from onecopy.engine.collectives import Collectives
+from onecopy.engine.probing import factors_differ
 from onecopy.errors import PeerFailedError, RanksDisagreeError
 from onecopy.layout import Layout
 
-Word = tuple[int, int, int]
-"""Digest of the layout, digest of which parameters have a gradient, error flag."""
+Word = tuple[int, int, int, int]
+"""Digest of the layout, digest of which parameters have a gradient, error flag, factor on reduced gradients."""
 
 
 def gradient_digest(has_gradient: Sequence[bool]) -> int:
@@ -31,9 +32,17 @@ class PromptStatus:
     def exchange(self, word: Word, layout: Layout, has_gradient: Sequence[bool], failure: Exception | None) -> None:
         """Raise on every rank if any rank failed or if the ranks differ."""
         words = self._collectives.all_gather_words(word)
-        if any(failed for _, _, failed in words):
+        if any(word[2] for word in words):
             raise_together(self._collectives, "step()", failure)
-        if all(other == words[0] for other in words):
+        factors = factors_differ([word[3] for word in words])
+        if factors is not None:
+            raise RanksDisagreeError(
+                f"rank {self._collectives.group_rank}: the ranks scaled their reduced gradients by different factors, "
+                f"{factors}: after the reduce-scatter hook torch.nn.utils.clip_grad_norm_ finds another norm on every "
+                "rank; use "
+                "optimizer.clip_grad_norm_() or onecopy.clip_grad_norm_()"
+            )
+        if all(other[:2] == words[0][:2] for other in words):
             return
         agree(self._collectives, "step()", _facts(layout, has_gradient))
         raise AssertionError("words differ but facts do not")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -78,6 +79,12 @@ def is_managed_by_fsdp(tensor: Tensor) -> bool:
 def version_of(tensor: Tensor) -> int:
     """How often a tensor was changed in place, as autograd counts it."""
     return tensor._version
+
+
+def timeout_of(process_group: dist.ProcessGroup, device: torch.device) -> timedelta:
+    """How long the group's backend for a device waits for a collective."""
+    timeout: timedelta = process_group._get_backend(device).options._timeout
+    return timeout
 
 
 def in_join_context(joinable: Joinable) -> bool:

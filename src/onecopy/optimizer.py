@@ -194,8 +194,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             Join.notify_join_context(self)
         if self.overlap is not None:
             self.overlap.step_was_called = True
-            if self.overlap.updated:
-                self.overlap.finish_step(self.param_groups)
+            if self.overlap.finish_step(self.param_groups):
                 return None
         driver = active_step if in_join else sequential_step
         loss: float | None = driver(self.engine, self.param_groups, closure, kwargs)
@@ -341,9 +340,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """
 
         def serve() -> None:
-            if self.overlap is not None and self.overlap.updated:
-                self.overlap.finish_step(self.param_groups)
-            else:
+            if self.overlap is None or not self.overlap.finish_step(self.param_groups):
                 joined_step(self.engine, self.param_groups)
 
         return ServeShard(serve, self.engine, lambda: self.param_groups)

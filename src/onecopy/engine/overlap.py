@@ -87,6 +87,7 @@ class Overlap:
         self._gradient_versions: list[int | None] | None = None
         self._maps = self._make_maps()
         self._covered: set[int] = set()
+        self._error: Exception | None = None
         self.updated = False
         self.step_was_called = False
 
@@ -104,21 +105,27 @@ class Overlap:
         done: Future[Any] | None = Future() if bucket.is_last() else None
         iteration.jobs.append(self._job(iteration, bucket, reduced, done, schedule))
         if bucket.is_last() and in_backward():
-            after_backward(self._note_gradients)
+            after_backward(self._end_backward)
         if schedule.when_reduced or bucket.is_last():
             for job in iteration.jobs:
                 self._worker.submit(job)
             iteration.jobs.clear()
         return reduced if done is None else done
 
-    def finish_step(self, groups: Sequence[Group]) -> None:
-        """What is left for ``step()`` after an update inside backward: parameters that no bucket holds."""
+    def finish_step(self, groups: Sequence[Group]) -> bool:
+        """Do what an update inside backward has left for ``step()``: parameters that no bucket holds.
+
+        Returns False if there was no such update. Raises what went wrong in it, if that was not raised already.
+        """
+        self._raise_error()
+        if not self.updated:
+            return False
         self.updated = False
         self._check_gradients_unchanged()
         engine = self._engine
         rest = [index for index in range(len(engine.params)) if index not in self._covered]
         if not any(engine.params[index].requires_grad for index in rest):
-            return
+            return True
         failure = None
         has_gradient = [index not in self._covered and has for index, has in enumerate(engine.has_gradient())]
         try:
@@ -132,6 +139,7 @@ class Overlap:
         if failure is not None:
             raise failure
         engine.local.pull_options(groups)
+        return True
 
     def _begin(self) -> None:
         if self.updated and self.step_was_called:
@@ -200,7 +208,9 @@ class Overlap:
             except Exception as error:
                 iteration.broken = error
             if done is not None and iteration.broken is not None:
-                done.set_exception(iteration.broken)
+                # Raised when backward() ends: an exception inside DDP's future would lose its type.
+                self._error = iteration.broken
+                done.set_result(buffer)
 
         return job
 
@@ -269,7 +279,13 @@ class Overlap:
         self._engine.local.pull_options(self._groups())
         self.updated = True
 
-    def _note_gradients(self) -> None:
+    def _raise_error(self) -> None:
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def _end_backward(self) -> None:
+        self._raise_error()
         self._gradient_versions = [
             None if param.grad is None else version_of(param.grad) for param in self._engine.params
         ]

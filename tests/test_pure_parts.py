@@ -24,8 +24,9 @@ from harness import distributed
 from onecopy import ZeroRedundancyOptimizer
 from onecopy.engine import codec
 from onecopy.engine.classes import check_class, check_options, is_elementwise
+from onecopy.engine.facts import options_text
 from onecopy.engine.flat import as_bytes, dense_copy, flat_like, flat_view, is_dense, to_bytes
-from onecopy.engine.inputs import normalise, normalise_group, options_text, plan_params
+from onecopy.engine.inputs import normalise, normalise_group, plan_params
 from onecopy.engine.stream import (
     DIRECT_BYTES,
     MESSAGE_BYTES,

@@ -292,8 +292,14 @@ CASES = (
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-@distributed(2, 3)
+@distributed(2)
 def test_training_equals_plain_ddp(world_size: int, case: Case) -> None:
+    assert_parity(case)
+
+
+@pytest.mark.parametrize("case", CASES[::2], ids=lambda case: case.name)
+@distributed(3)
+def test_three_ranks_equal_plain_ddp_within_rounding(world_size: int, case: Case) -> None:
     assert_parity(case)
 
 
@@ -390,7 +396,7 @@ NORM_TYPES = pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, math.inf])
     ],
     ids=lambda case: case.name,
 )
-@distributed(2, 3)
+@distributed(3)
 def test_the_norm_is_that_of_all_gradients_and_clipping_equals_torchs(
     world_size: int, case: Case, norm_type: float
 ) -> None:
@@ -498,12 +504,12 @@ def make_scaler(scale: float = 1024.0) -> torch.amp.GradScaler:
     return torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=3)
 
 
-@pytest.mark.parametrize("clip", [False, True], ids=["not clipped", "clipped"])
-@pytest.mark.parametrize("bad", [math.inf, math.nan], ids=["infinite", "not a number"])
+@pytest.mark.parametrize(
+    ("bad", "clip"), [(math.inf, False), (math.nan, True)], ids=["infinite", "not a number, and clipped"]
+)
 @pytest.mark.parametrize(
     "case",
     [
-        Case("cut"),
         Case("whole", (Part(ours={}),), VIEW),
         Case("a list", TWO_ADAMWS),
         Case("unused", **UNUSED),
@@ -634,7 +640,7 @@ def test_a_parameter_without_a_gradient_anywhere_is_left_alone(world_size: int) 
     assert isinstance(module, Branching)
     untouched = make_ddp(case).module.get_parameter("never.weight")
     assert torch.equal(module.never.weight, untouched), "weight decay alone must not move it"
-    assert not ours.zero.state[module.never.weight]
+    assert module.never.weight not in ours.zero.state
     assert_same_state(ours, reference)
 
 

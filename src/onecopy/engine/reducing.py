@@ -191,7 +191,8 @@ def _add_up(rows: Tensor, views: Sequence[Tensor]) -> None:
     for view, a, b in zip(views, first, others[0], strict=True):
         torch.add(a, b, out=view)
     for more in others[1:]:
-        torch._foreach_add_(list(views), list(more))
+        for view, part in zip(views, more, strict=True):
+            view.add_(part)
 
 
 def _guard_accumulation(engine: Engine) -> None:

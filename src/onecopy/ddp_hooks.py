@@ -18,7 +18,7 @@ from onecopy.engine.inputs import Group
 from onecopy.engine.norms import clip, total_norm
 from onecopy.engine.overlap import Hook, Overlap, Schedule
 from onecopy.engine.reducing import GradientReducer
-from onecopy.engine.torch_private import in_join_context
+from onecopy.engine.torch_private import in_join_context, locally_used, params_of_reducer
 from onecopy.engine.workers import make_worker
 
 
@@ -82,6 +82,9 @@ class ReduceScatter:
         self, optimizers: ShardedOptimizer | Sequence[ShardedOptimizer], reduce_dtype: torch.dtype | None = None
     ) -> None:
         engines = [_engine_of(optimizer) for optimizer in _as_list(optimizers)]
+        if not engines:
+            raise ValueError("a reduce-scatter hook needs at least one optimizer, got an empty list")
+        _check_disjoint(engines)
         groups = {id(engine.collectives.process_group) for engine in engines}
         if len(groups) > 1:
             raise ValueError("the optimizers of a reduce-scatter hook must be on the same process group")
@@ -116,7 +119,7 @@ def reduce_scatter_hook(state: Any, bucket: dist.GradBucket) -> Future[Tensor]: 
         bucket: what DDP hands to the hook.
     """
     if not isinstance(state, ReduceScatter):
-        optimizers = _as_list(state)
+        optimizers = _as_list(state) or [None]
         identities = list(map(id, optimizers))
         known = _states.get(optimizers[0])
         if known is None or known[0] != identities:
@@ -171,6 +174,15 @@ def _engine_of(optimizer: Any) -> Engine:
     return engine
 
 
+def _check_disjoint(engines: Sequence[Engine]) -> None:
+    seen: set[int] = set()
+    for engine in engines:
+        for spec, param in zip(engine.layout.params, engine.params, strict=True):
+            if id(param) in seen:
+                raise ValueError(f"parameter {spec.name!r} belongs to more than one of the hook's optimizers")
+            seen.add(id(param))
+
+
 def _overlap_hook(
     hook: Hook, ddp: DistributedDataParallel, zero: ShardedOptimizer, when_reduced: bool
 ) -> Callable[[Any, Any], Future[Any]]:
@@ -183,6 +195,7 @@ def _overlap_hook(
     agree(engine.collectives, "making an overlap hook", [Fact("interleaved", str(when_reduced))], failure)
     # The hook lives inside DDP: a strong reference back to the model would keep both alive forever.
     model = weakref.ref(ddp)
+    reducer_params = params_of_reducer(ddp)
 
     def schedule() -> Schedule:
         live = model()
@@ -193,12 +206,12 @@ def _overlap_hook(
             when_reduced=when_reduced,
             unused_params=bool(live.find_unused_parameters) or static,
             uneven_inputs=in_join_context(live),
+            last_used=lambda: locally_used(live, reducer_params),
         )
 
     collectives = engine.collectives.twin()
     worker = make_worker(engine.params[0].device)
     overlap = Overlap(engine, lambda: zero.param_groups, collectives, worker, hook, schedule)
-    weakref.finalize(overlap, _destroy, collectives.process_group).atexit = False
     zero.overlap = overlap
 
     def hook_with_step(state: Any, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]
@@ -222,8 +235,3 @@ def _check_registration(ddp: Any, zero: ShardedOptimizer, engine: Engine) -> Non
     theirs = dist.get_process_group_ranks(ddp.process_group)
     if ours != theirs:
         raise ValueError(f"the optimizer is on ranks {ours}, but DDP is on ranks {theirs}; give both the same group")
-
-
-def _destroy(process_group: dist.ProcessGroup) -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group(process_group)

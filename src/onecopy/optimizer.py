@@ -206,7 +206,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         Args:
             set_to_none: set them to None instead of zero.
         """
-        self.engine.forget_gradients()
+        self.engine.forget_accumulated()
         super().zero_grad(set_to_none)
 
     def grad_norm(self, norm_type: float = 2.0) -> Tensor:
@@ -235,6 +235,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """Refuse what cannot be combined with an update that has already happened inside backward."""
         what = "a closure" if closure is not None else "a GradScaler" if "found_inf" in self.__dict__ else None
         if what is not None:
+            for name in ("found_inf", "grad_scale"):  # a GradScaler takes them back only after a step
+                self.__dict__.pop(name, None)
             raise RuntimeError(
                 f"{what} cannot be combined with overlap_with_ddp=True, because the update happens inside backward(); "
                 "construct the optimizer without it and register onecopy.reduce_scatter_hook, which steps afterwards"

@@ -57,13 +57,12 @@ class BucketMap:
         self.sizes_per_owner = [0] * world_size
         for owner, position in owned:
             self.sizes_per_owner[owner] += segments[position].numel
-        starts, offset = [], 0
+        self.starts_of_others: dict[int, list[int]] = {}
+        offset = 0
         for segment in segments:
-            starts.append(offset)
+            if segment.shard is not None and segment.shard.owner != group_rank and segment.numel:
+                self.starts_of_others.setdefault(segment.source, []).append(offset)
             offset += segment.numel
-        self.starts_of_others = [
-            starts[position] for owner, position in owned if owner != group_rank and segments[position].numel
-        ]
 
     def pack_by_owner(self, buffer: Tensor, scale: float, out: Tensor) -> None:
         """Copy all owned segments, rank after rank, times ``scale``, into ``out``."""

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from onecopy.engine.flat import to_bytes
-from onecopy.engine.torch_private import timeout_of
+from onecopy.engine.torch_private import counts_calls, timeout_of
 
 
 class Work(Protocol):
@@ -31,6 +31,10 @@ class _Holding:
     def wait(self) -> object:
         """Wait for the work."""
         return self.work.wait()
+
+
+_companions: dict[tuple[str, str], tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
+"""Groups made beside others, by purpose and the other's name; with the other itself, because names come again."""
 
 
 class Collectives:
@@ -64,15 +68,32 @@ class Collectives:
             accelerator = torch.accelerator.current_accelerator()
             assert accelerator is not None, backends
             self.control_device = torch.device(accelerator.type, torch.accelerator.current_device_index())
+        # TORCH_DISTRIBUTED_DEBUG=DETAIL counts calls and compares the counts in every collective. What only some ranks
+        # send to each other would upset that, so there it gets a group in which nothing else happens.
+        self._peers = self._companion("peers") if counts_calls() else group
 
     def twin(self) -> Collectives:
-        """A new process group of the same ranks, for traffic of its own; all members make this call together."""
-        ranks = dist.get_process_group_ranks(self.process_group)
-        backend = dist.get_backend_config(self.process_group)
-        timeout = timeout_of(self.process_group, self.control_device)
-        group = dist.new_group(ranks, timeout=timeout, backend=backend, use_local_synchronization=True)
-        assert isinstance(group, dist.ProcessGroup)
-        return Collectives(group)
+        """The same ranks with a process group of their own; all members make this call together."""
+        return Collectives(self._companion("twin"))
+
+    def _companion(self, purpose: str) -> dist.ProcessGroup:
+        """Another group of the same ranks, made once for each purpose.
+
+        It is never destroyed before its parent: torch names a group made by its members alone after how many groups
+        there are, so that ranks which let go of one at different times could not make another.
+        """
+        key = (purpose, self.process_group.group_name)
+        known = _companions.get(key)
+        if known is None or known[0] is not self.process_group:
+            group = dist.new_group(
+                dist.get_process_group_ranks(self.process_group),
+                timeout=timeout_of(self.process_group, self.control_device),
+                backend=dist.get_backend_config(self.process_group),
+                use_local_synchronization=True,
+            )
+            assert isinstance(group, dist.ProcessGroup)
+            known = _companions[key] = (self.process_group, group)
+        return known[1]
 
     def all_gather_words(self, word: Sequence[int]) -> list[list[int]]:
         """Every rank's word of integers, in rank order, read on the host at once."""
@@ -143,12 +164,12 @@ class Collectives:
 
     def send(self, tensor: Tensor, destination: int) -> Work:
         """Start sending contiguous memory to one rank."""
-        work: Work | None = dist.isend(tensor, group=self.process_group, group_dst=destination)
+        work: Work | None = dist.isend(tensor, group=self._peers, group_dst=destination)
         assert work is not None
         return work
 
     def receive(self, tensor: Tensor, source: int) -> Work:
         """Start receiving into contiguous memory from one rank."""
-        work: Work | None = dist.irecv(tensor, group=self.process_group, group_src=source)
+        work: Work | None = dist.irecv(tensor, group=self._peers, group_src=source)
         assert work is not None
         return work

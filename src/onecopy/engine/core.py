@@ -57,6 +57,7 @@ class Engine:
         # ``reduced`` holds this rank's, by parameter, for a rank whose param.grad DDP does not fill (uneven inputs).
         self.gradients_reduced = False
         self.reduced: dict[int, Tensor] = {}
+        self.holds_reduced = False  # as gradients_reduced, but also after they have been used
         self._probes: list[Probe] = []
         self.relayout(params, layout)
 
@@ -66,9 +67,15 @@ class Engine:
         self.reduced.clear()
         self._probes = []
 
+    def forget_accumulated(self) -> None:
+        """Note that no gradient is left on which a later backward pass could build."""
+        self.forget_gradients()
+        self.holds_reduced = False
+
     def note_reduced(self) -> None:
         """Note that a hook has given every owner its gradients, which are in ``reduced``."""
         self.gradients_reduced = True
+        self.holds_reduced = True
         if self.collectives.control_device.type == "cpu":
             starts = {owned.shard.param: owned.shard.start for owned in self.local.owned}
             self._probes = remember(self._probe_params, self.reduced, starts)

@@ -18,13 +18,15 @@ def total_norm(engines: Sequence[Engine], norm_type: float) -> Tensor:
     mine = [gradient for engine in engines for gradient in owned_gradients(engine)]
     collectives = engines[0].collectives
     local = get_total_norm(mine, norm_type).to(collectives.control_device, torch.float64)
+    double = any(spec.dtype.itemsize >= 8 for engine in engines for spec in engine.layout.params)
+    dtype = torch.float64 if double else torch.float32
     if math.isinf(norm_type):
         word = local.reshape(1)
         collectives.all_reduce(word, largest=True).wait()
-        return word[0].to(torch.float32)
+        return word[0].to(dtype)
     word = local.pow(norm_type).reshape(1)
     collectives.all_reduce(word).wait()
-    return word[0].pow(1.0 / norm_type).to(torch.float32)
+    return word[0].pow(1.0 / norm_type).to(dtype)
 
 
 def clip(engines: Sequence[Engine], max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:

@@ -50,6 +50,7 @@ class Schedule:
     when_reduced: bool
     unused_params: bool
     uneven_inputs: bool
+    last_used: Callable[[], set[int]]  # identities of what this rank's last backward pass used, as DDP sees it
 
 
 @dataclass(slots=True)
@@ -124,7 +125,7 @@ class Overlap:
         self._check_gradients_unchanged()
         engine = self._engine
         rest = [index for index in range(len(engine.params)) if index not in self._covered]
-        if not any(engine.params[index].requires_grad for index in rest):
+        if not any(engine.params[index].requires_grad or engine.params[index].grad is not None for index in rest):
             return True
         failure = None
         has_gradient = [index not in self._covered and has for index, has in enumerate(engine.has_gradient())]
@@ -180,9 +181,14 @@ class Overlap:
         map_ = self._maps.find(number, bucket.parameters())
         params = list(dict.fromkeys(segment.shard.param for segment in map_.segments if segment.shard is not None))
         self._covered.update(params)
-        # Read here, on autograd's thread: a joined rank has none, and the flat buffer shows zeros for a missing one.
+        # Read here, on autograd's thread: the flat buffer shows zeros for a missing gradient. A rank that has run out
+        # of inputs says what it said last, as it does in DDP's own exchange.
         active = in_backward()
-        has_gradient = [active and self._engine.params[index].grad is not None for index in params]
+        if active or not schedule.unused_params:
+            has_gradient = [self._engine.params[index].grad is not None for index in params]
+        else:
+            used = schedule.last_used()
+            has_gradient = [id(self._engine.params[index]) in used for index in params]
 
         def work() -> None:
             # Every rank makes the same calls in the same order, also one whose own update has failed.

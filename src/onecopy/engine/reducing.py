@@ -71,7 +71,7 @@ class GradientReducer:
         self._scale = 1.0 / self._collectives.world_size
         self._pending: deque[_Pending] = deque()
         self._done: list[tuple[BucketMap, Tensor, Future[Tensor]]] = []
-        self._sums: list[Tensor] = []
+        self._largest: list[list[Tensor]] = [[] for _ in engines]
         self._pool = _Pool()
         self._lanes: dict[torch.device, Lane] = {}
         self._maps = self._make_maps()
@@ -109,7 +109,7 @@ class GradientReducer:
         # What an interrupted backward pass left behind is not waited for.
         self._pending.clear()
         self._done.clear()
-        self._sums.clear()
+        self._largest = [[] for _ in self._engines]
         for engine in self._engines:
             engine.reduced.clear()
 
@@ -148,8 +148,8 @@ class GradientReducer:
             _add_up(pending.rows, [view for _, view in mine])
         for segment, view in mine:
             assert segment.shard is not None
-            # Infinities and NaNs survive a sum, so one pass that writes nothing tells whether there are any.
-            self._sums.append(view.sum(dtype=torch.float32 if view.dtype.itemsize < 4 else None).abs())
+            # Infinities and NaNs survive in the largest norm, so one pass that writes nothing tells of them.
+            self._largest[segment.source].append(torch.linalg.vector_norm(view, math.inf))
             self._engines[segment.source].reduced[segment.shard.param] = view
         if pending.foreign is not None:
             work, together = pending.foreign
@@ -159,23 +159,25 @@ class GradientReducer:
         self._pool.give_back(pending.memories)
 
     def _spread_non_finite(self) -> None:
-        """If any rank's reduced range is not finite, show it in what every rank does not own.
+        """If any rank's reduced range is not finite, show it in what every rank does not own, for each optimizer.
 
         A GradScaler looks at its own rank's ``param.grad`` only; this way all ranks skip the same steps. Owned ranges
         are left as they are, so that without a scaler training goes on as it would have.
         """
         control = self._collectives.control_device
-        flag = torch.zeros(1, dtype=torch.int64, device=control)
-        if self._sums:
-            total = torch.stack([value.to(control, torch.float64) for value in self._sums]).sum()
-            flag[0] = ~torch.isfinite(total)
-        self._collectives.all_reduce(flag, largest=True).wait()
-        if control.type == "cpu" and not flag.item():
+        flags = torch.zeros(len(self._engines), dtype=torch.int64, device=control)
+        for source, values in enumerate(self._largest):
+            if values:
+                flags[source] = ~torch.isfinite(
+                    torch.stack([value.to(control, torch.float64) for value in values])
+                ).all()
+        self._collectives.all_reduce(flags, largest=True).wait()
+        if control.type == "cpu" and not flags.any():
             return
         for map_, buffer, _ in self._done:
-            if map_.starts_of_others:
-                index = torch.tensor(map_.starts_of_others, device=buffer.device)
-                shown = torch.where(flag.to(buffer.device) > 0, math.inf, buffer[index])
+            for source, starts in map_.starts_of_others.items():
+                index = torch.tensor(starts, device=buffer.device)
+                shown = torch.where(flags[source].to(buffer.device) > 0, math.inf, buffer[index])
                 buffer.index_copy_(0, index, shown.to(buffer.dtype))
 
 
@@ -199,7 +201,7 @@ def _guard_accumulation(engine: Engine) -> None:
     """Make a backward pass that would add to reduced gradients raise.
 
     Reducing the sum again would count reduced ranges twice. A hook on a leaf runs before its gradient is accumulated,
-    so it sees whether what is there was left by an earlier pass; after ``step()`` or ``zero_grad()`` it sees nothing.
+    so it sees whether what is there was left by an earlier pass; after ``zero_grad()``, anyone's, nothing is left.
     """
     reference = weakref.ref(engine)
 
@@ -208,12 +210,13 @@ def _guard_accumulation(engine: Engine) -> None:
 
         def check(_gradient: Tensor) -> None:
             live, leaf = reference(), weak_param()
-            if live is None or leaf is None or not live.gradients_reduced or leaf.grad is None:
+            if live is None or leaf is None or not live.holds_reduced or leaf.grad is None:
                 return
             if torch.count_nonzero(leaf.grad):
                 raise RuntimeError(
                     "a second backward pass would add to gradients that the reduce-scatter hook has already reduced; "
-                    "accumulate inside ddp.no_sync() and leave it for the last backward pass before step()"
+                    "accumulate inside ddp.no_sync(), leave it for the last backward pass before step(), and zero the "
+                    "gradients after step()"
                 )
 
         return check

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.algorithms.join import Joinable
 from torch.nn import Module, Parameter
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 
@@ -87,9 +88,26 @@ def timeout_of(process_group: dist.ProcessGroup, device: torch.device) -> timede
     return timeout
 
 
+def params_of_reducer(ddp: DistributedDataParallel) -> list[int]:
+    """The identities of the parameters that DDP reduces, in its reducer's order."""
+    params, _ = ddp._build_params_for_reducer()
+    return [id(param) for param in params]
+
+
+def locally_used(ddp: DistributedDataParallel, params: list[int]) -> set[int]:
+    """Which of them this rank's last backward pass used, as DDP tells the other ranks."""
+    used = ddp.reducer._get_local_used_map()
+    return {param for param, flag in zip(params, used.tolist(), strict=True) if flag}
+
+
 def in_join_context(joinable: Joinable) -> bool:
     """Whether a joinable was last entered into a join context that handles uneven inputs."""
     return bool(joinable._join_config.enable)
+
+
+def counts_calls() -> bool:
+    """Whether TORCH_DISTRIBUTED_DEBUG=DETAIL is in force."""
+    return bool(dist.get_debug_level() == dist.DebugLevel.DETAIL)  # type: ignore[attr-defined]
 
 
 def debug_enabled() -> bool:

@@ -1096,8 +1096,9 @@ def test_ranks_may_let_go_of_an_older_hook_at_different_times(world_size: int, m
         gc.enable()
 
 
-def overlap_threads() -> set[int | None]:
-    return {thread.ident for thread in threading.enumerate() if thread.name == "onecopy-overlap"}
+def overlap_threads() -> set[threading.Thread]:
+    # Thread objects, not idents: an ident is used again once its thread has ended.
+    return {thread for thread in threading.enumerate() if thread.name == "onecopy-overlap"}
 
 
 @HOOKS

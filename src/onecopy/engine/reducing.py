@@ -71,7 +71,7 @@ class GradientReducer:
         self._scale = 1.0 / self._collectives.world_size
         self._pending: deque[_Pending] = deque()
         self._done: list[tuple[BucketMap, Tensor, Future[Tensor]]] = []
-        self._largest: list[list[Tensor]] = [[] for _ in engines]
+        self._extremes: list[list[Tensor]] = [[] for _ in engines]
         self._pool = _Pool()
         self._lanes: dict[torch.device, Lane] = {}
         self._maps = self._make_maps()
@@ -109,7 +109,7 @@ class GradientReducer:
         # What an interrupted backward pass left behind is not waited for.
         self._pending.clear()
         self._done.clear()
-        self._largest = [[] for _ in self._engines]
+        self._extremes = [[] for _ in self._engines]
         for engine in self._engines:
             engine.reduced.clear()
 
@@ -148,8 +148,10 @@ class GradientReducer:
             _add_up(pending.rows, [view for _, view in mine])
         for segment, view in mine:
             assert segment.shard is not None
-            # Infinities and NaNs survive in the largest norm, so one pass that writes nothing tells of them.
-            self._largest[segment.source].append(torch.linalg.vector_norm(view, math.inf))
+            if segment.numel:
+                # Infinities and NaNs survive in the extremes, so one pass that writes nothing tells of them.
+                real = torch.view_as_real(view) if view.is_complex() else view
+                self._extremes[segment.source] += torch.aminmax(real)
             self._engines[segment.source].reduced[segment.shard.param] = view
         if pending.foreign is not None:
             work, together = pending.foreign
@@ -166,11 +168,10 @@ class GradientReducer:
         """
         control = self._collectives.control_device
         flags = torch.zeros(len(self._engines), dtype=torch.int64, device=control)
-        for source, values in enumerate(self._largest):
+        for source, values in enumerate(self._extremes):
             if values:
-                flags[source] = ~torch.isfinite(
-                    torch.stack([value.to(control, torch.float64) for value in values])
-                ).all()
+                together = torch.stack([value.to(control, torch.float64) for value in values])
+                flags[source] = ~torch.isfinite(together).all()
         self._collectives.all_reduce(flags, largest=True).wait()
         if control.type == "cpu" and not flags.any():
             return

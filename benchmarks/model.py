@@ -23,7 +23,8 @@ class Block(nn.Module):
         q, k, v = qkv.permute(2, 0, 3, 1, 4)
         mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, width))
-        return x + self.down(nn.functional.gelu(self.up(self.norm2(x))))
+        fed: Tensor = self.down(nn.functional.gelu(self.up(self.norm2(x))))
+        return x + fed
 
 
 class GPT(nn.Module):

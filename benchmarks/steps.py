@@ -28,7 +28,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Optimizer
 
 import onecopy
@@ -75,8 +75,8 @@ def loopback_bytes() -> int:
     return 0
 
 
-def ddp(model: nn.Module, view: bool) -> DDP:
-    return DDP(model, gradient_as_bucket_view=view)
+def ddp(model: nn.Module, view: bool) -> DistributedDataParallel:
+    return DistributedDataParallel(model, gradient_as_bucket_view=view)
 
 
 def plain(view: bool, fused: bool) -> Callable[[nn.Module], Made]:

@@ -74,11 +74,11 @@ class Pool:
             ready = multiprocessing.connection.wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
                 break
-            for pipe in ready:
-                assert isinstance(pipe, Connection)
-                rank = waiting.pop(pipe)
+            for answering in ready:
+                assert isinstance(answering, Connection)
+                rank = waiting.pop(answering)
                 try:
-                    answer, problem = pipe.recv()
+                    answer, problem = answering.recv()
                 except (EOFError, ConnectionError):
                     answer, problem = None, "the process died"
                 results[rank] = answer
@@ -161,9 +161,8 @@ def _serve(pipe: Connection, rank: int, world_size: int, store: str) -> None:
             return
         try:
             torch.manual_seed(0)
-            function = functools.reduce(getattr, name.split("."), importlib.import_module(module))
-            body = getattr(function, "__wrapped__", function)
-            answer = (body(**kwargs), None)
+            function: Any = functools.reduce(getattr, name.split("."), importlib.import_module(module))
+            answer: tuple[Any, str | None] = (getattr(function, "__wrapped__", function)(**kwargs), None)
         except BaseException:
             answer = (None, traceback.format_exc())
         try:

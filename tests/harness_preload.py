@@ -1,17 +1,18 @@
 """Imported once by the process from which all workers are forked; imports only, because threads do not survive it."""
 
-import pytest
-import pytorch_optimizer
-import schedulefree
-import torch
-import torch.distributed
-import torch.distributed.fsdp
-import torch.distributed.tensor
-import torch.nn.parallel
+import importlib
 
-import harness  # noqa: F401
 import onecopy
 from onecopy.engine.torch_private import register_as_torch_zero
 
+for name in (
+    "harness",
+    "pytest",
+    "pytorch_optimizer",
+    "schedulefree",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "torch.nn.parallel",
+):
+    importlib.import_module(name)
 register_as_torch_zero(onecopy.ZeroRedundancyOptimizer)
-assert pytest and torch and pytorch_optimizer and schedulefree

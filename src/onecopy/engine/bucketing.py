@@ -51,7 +51,8 @@ class BucketMap:
         self.segments = tuple(segments)
         self._sizes = [segment.numel for segment in segments]
         owned = [(segment.shard.owner, position) for position, segment in enumerate(segments) if segment.shard]
-        self._by_owner = [position for _, position in sorted(owned)]
+        self._by_owner = sorted(owned)
+        self._group_rank = group_rank
         self._mine = [position for owner, position in owned if owner == group_rank]
         self._foreign = [position for position, segment in enumerate(segments) if segment.shard is None]
         self.sizes_per_owner = [0] * world_size
@@ -64,19 +65,16 @@ class BucketMap:
                 self.starts_of_others.setdefault(segment.source, []).append(offset)
             offset += segment.numel
 
-    def pack_by_owner(self, buffer: Tensor, scale: float, out: Tensor) -> None:
-        """Copy all owned segments, rank after rank, times ``scale``, into ``out``."""
+    def pack_by_owner(self, buffer: Tensor, scale: float, out: Tensor, with_mine: bool) -> None:
+        """Copy owned segments, rank after rank, times ``scale``, into ``out``; this rank's own only if asked for."""
         views = buffer.split(self._sizes)
-        sources = [views[position] for position in self._by_owner]
-        if len(sources) * FEW_BYTES > out.numel() * out.element_size():
+        sources = [views[place] for owner, place in self._by_owner if with_mine or owner != self._group_rank]
+        if len(sources) * FEW_BYTES <= out.numel() * out.element_size():
+            for source, target in zip(sources, out.split([source.numel() for source in sources]), strict=True):
+                torch.mul(source, scale, out=target)
+        elif sources:
             # Many small ones: one call that copies them all, and another pass to scale them.
-            if out.dtype == buffer.dtype:
-                torch.cat(sources, out=out).mul_(scale)
-            else:
-                out.copy_(torch.cat(sources).mul_(scale))
-            return
-        for source, target in zip(sources, out.split([source.numel() for source in sources]), strict=True):
-            torch.mul(source, scale, out=target)
+            out.copy_(torch.cat(sources)).mul_(scale)
 
     def mine(self, buffer: Tensor) -> list[tuple[Segment, Tensor]]:
         """This rank's segments, each with its view of the buffer."""

@@ -134,26 +134,28 @@ class Collectives:
         work: Work = dist.broadcast(tensor, group=self.process_group, group_src=source, async_op=True)
         return work
 
-    def reduction_rows(self, sizes: Sequence[int]) -> tuple[int, int]:
-        """The shape of what :meth:`reduce_to_owners` receives: how many rows to add up, and how long they are."""
-        return (self.world_size, sizes[self.group_rank]) if self.exchanges_fast else (1, max(sizes))
+    def exchange_parts(self, packed: Tensor, sizes: Sequence[int], rows: Tensor) -> Work:
+        """Start sending every other rank its part of ``packed``, and receiving theirs of this rank's into ``rows``.
 
-    def reduce_to_owners(self, packed: Tensor, sizes: Sequence[int], rows: Tensor) -> Work:
-        """Start giving every rank its part of ``packed``, which has ``sizes[r]`` elements for rank r, of all ranks.
-
-        The parts arrive in ``rows`` and are to be added up, in rank order. Gloo emulates reduce-scatter with a full
-        all-reduce, so there every rank's part is a row of its own; elsewhere the backend's own reduce-scatter has
-        added them up already, padded to one size.
+        ``sizes[r]`` is rank r's part, with nothing for this rank; rows come in rank order without this rank's own. This
+        is the first half of a reduce-scatter, at half the bytes of gloo's own, which is a full all-reduce.
         """
-        if self.exchanges_fast:
-            splits = [sizes[self.group_rank]] * self.world_size
-            flat = rows.view(-1)
-            work: Work = dist.all_to_all_single(flat, packed, splits, list(sizes), self.process_group, async_op=True)
-            return work
-        padded = packed.new_zeros(self.world_size, max(sizes))
-        for row, part in zip(padded, packed.split(list(sizes)), strict=True):
-            row[: part.numel()].copy_(part)
-        work = dist.reduce_scatter_single(rows.view(-1), padded.view(-1), group=self.process_group, async_op=True)
+        splits = [rows.shape[1]] * self.world_size
+        splits[self.group_rank] = 0
+        work: Work = dist.all_to_all_single(
+            rows.view(-1), packed, splits, list(sizes), self.process_group, async_op=True
+        )
+        return work
+
+    def reduce_scatter(self, packed: Tensor, sizes: Sequence[int], part: Tensor) -> Work:
+        """Start adding up over ranks what ``packed`` has for each rank, and receiving this rank's sum into ``part``.
+
+        ``sizes[r]`` is rank r's; ``part`` is as long as the longest, to which all are padded.
+        """
+        padded = packed.new_zeros(self.world_size, part.numel())
+        for row, values in zip(padded, packed.split(list(sizes)), strict=True):
+            row[: values.numel()].copy_(values)
+        work: Work = dist.reduce_scatter_single(part, padded.view(-1), group=self.process_group, async_op=True)
         return _Holding(work, padded)
 
     def all_reduce(self, tensor: Tensor, largest: bool = False) -> Work:

@@ -114,16 +114,25 @@ class GradientReducer:
             engine.reduced.clear()
 
     def _start(self, map_: BucketMap, buffer: Tensor) -> _Pending:
-        sizes, dtype = map_.sizes_per_owner, self._reduce_dtype or buffer.dtype
-        count, length = self._collectives.reduction_rows(sizes)
+        dtype = self._reduce_dtype or buffer.dtype
+        mine = map_.sizes_per_owner[self._collectives.group_rank]
+        sizes, shape = list(map_.sizes_per_owner), (1, max(map_.sizes_per_owner))
+        exchange = self._collectives.exchanges_fast
+        if exchange:
+            # This rank's own part stays where it is; the others' are added to it.
+            sizes[self._collectives.group_rank] = 0
+            shape = (self._collectives.world_size - 1, mine)
         memories = (
             self._pool.take(sum(sizes) * dtype.itemsize, buffer.device),
-            self._pool.take(count * length * dtype.itemsize, buffer.device),
+            self._pool.take(shape[0] * shape[1] * dtype.itemsize, buffer.device),
         )
         packed = memories[0][: sum(sizes) * dtype.itemsize].view(dtype)
-        rows = memories[1][: count * length * dtype.itemsize].view(dtype).view(count, length)
-        map_.pack_by_owner(buffer, self._scale, packed)
-        work = self._collectives.reduce_to_owners(packed, sizes, rows)
+        rows = memories[1][: shape[0] * shape[1] * dtype.itemsize].view(dtype).view(shape)
+        map_.pack_by_owner(buffer, self._scale, packed, with_mine=not exchange)
+        if exchange:
+            work = self._collectives.exchange_parts(packed, sizes, rows)
+        else:
+            work = self._collectives.reduce_scatter(packed, sizes, rows[0])
         rest = map_.foreign(buffer)
         foreign = None
         if rest:
@@ -144,8 +153,11 @@ class GradientReducer:
     def _finish(self, pending: _Pending) -> None:
         pending.work.wait()
         mine = pending.map.mine(pending.buffer)
-        if mine:
-            _add_up(pending.rows, [view for _, view in mine])
+        views = [view for _, view in mine]
+        if views and self._collectives.exchanges_fast:
+            _add_in_rank_order(pending.rows, views, self._collectives.group_rank, self._scale)
+        elif views:
+            _write(pending.rows[0], views)
         for segment, view in mine:
             assert segment.shard is not None
             if segment.numel:
@@ -182,20 +194,25 @@ class GradientReducer:
                 buffer.index_copy_(0, index, shown.to(buffer.dtype))
 
 
-def _add_up(rows: Tensor, views: Sequence[Tensor]) -> None:
-    """Write the sum of the rows, added in rank order, into ``views``, one after the other."""
-    sizes = [view.numel() for view in views]
-    if rows.dtype != views[0].dtype:
-        rows = rows.to(views[0].dtype)
-    first, *others = (row[: sum(sizes)].split(sizes) for row in rows)
-    if not others:
-        torch._foreach_copy_(list(views), list(first))
-        return
-    for view, a, b in zip(views, first, others[0], strict=True):
-        torch.add(a, b, out=view)
-    for more in others[1:]:
-        for view, part in zip(views, more, strict=True):
+def _add_in_rank_order(rows: Tensor, views: Sequence[Tensor], group_rank: int, scale: float) -> None:
+    """Make ``views``, this rank's own values, the sum over ranks in rank order; ``rows`` are the other ranks', scaled.
+
+    The order is fixed, so that the result depends neither on who owns what nor on where buckets end.
+    """
+    before, after = rows[:group_rank], rows[group_rank:]
+    for view in views:
+        view.mul_(scale)
+    for row in before[1:]:
+        before[0].add_(row)
+    for row in (*before[:1], *after):
+        for view, part in zip(views, row.split([view.numel() for view in views]), strict=True):
             view.add_(part)
+
+
+def _write(values: Tensor, views: Sequence[Tensor]) -> None:
+    """Write values, which may be followed by padding, into ``views``, one after the other."""
+    sizes = [view.numel() for view in views]
+    torch._foreach_copy_(list(views), list(values[: sum(sizes)].split(sizes)))
 
 
 def _guard_accumulation(engine: Engine) -> None:

@@ -8,7 +8,7 @@ ROUNDS ?= 20
 COUNT ?= 500
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-detail bench-consolidation bench-steps soak lint types clean
+.PHONY: help setup demo test bench-consolidation bench-steps soak lint types clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -26,9 +26,6 @@ demo: setup ## train a small model with plain DDP, with torch's class and with o
 
 test: setup ## run the test suite
 	$(BIN)/python -m pytest
-
-test-detail: setup ## run the distributed tests under TORCH_DISTRIBUTED_DEBUG=DETAIL
-	TORCH_DISTRIBUTED_DEBUG=DETAIL $(BIN)/python -m pytest
 
 bench-consolidation: setup ## time gathering the state, torch's class and onecopy
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 benchmarks/consolidation.py

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from onecopy.engine.flat import to_bytes
-from onecopy.engine.torch_private import counts_calls, timeout_of
+from onecopy.engine.torch_private import counts_calls, number_of_groups, timeout_of
+from onecopy.errors import OnecopyError
 
 
 class Work(Protocol):
@@ -70,21 +71,31 @@ class Collectives:
             self.control_device = torch.device(accelerator.type, torch.accelerator.current_device_index())
         # TORCH_DISTRIBUTED_DEBUG=DETAIL counts calls and compares the counts in every collective. What only some ranks
         # send to each other would upset that, so there it gets a group in which nothing else happens.
-        self._peers = self._companion("peers") if counts_calls() else group
+        self._peers = (self._companion("peers") if counts_calls() else None) or group
 
     def twin(self) -> Collectives:
         """The same ranks with a process group of their own; all members make this call together."""
-        return Collectives(self._companion("twin"))
+        group = self._companion("twin")
+        if group is None:
+            raise OnecopyError(
+                f"rank {self.group_rank}: no process group of their own can be made for these ranks, because they "
+                "belong to different numbers of groups already; construct the optimizer on a group before making "
+                "others that only some of its members are in"
+            )
+        return Collectives(group)
 
-    def _companion(self, purpose: str) -> dist.ProcessGroup:
-        """Another group of the same ranks, made once for each purpose.
+    def _companion(self, purpose: str) -> dist.ProcessGroup | None:
+        """Another group of the same ranks, made once for each purpose; None if torch cannot make one.
 
-        It is never destroyed before its parent: torch names a group made by its members alone after how many groups
-        there are, so that ranks which let go of one at different times could not make another.
+        torch names a group that is made by its members alone after how many groups each of them is in. So all of them
+        must be in as many, and a group is never destroyed before its parent.
         """
         key = (purpose, self.process_group.group_name)
         known = _companions.get(key)
         if known is None or known[0] is not self.process_group:
+            counts = self.all_gather_words([number_of_groups()])
+            if any(count != counts[0] for count in counts):
+                return None
             group = dist.new_group(
                 dist.get_process_group_ranks(self.process_group),
                 timeout=timeout_of(self.process_group, self.control_device),

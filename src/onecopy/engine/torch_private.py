@@ -105,6 +105,11 @@ def in_join_context(joinable: Joinable) -> bool:
     return bool(joinable._join_config.enable)
 
 
+def number_of_groups() -> int:
+    """How many process groups this process is in, by which torch names the next one."""
+    return len(dist.distributed_c10d._world.pg_names)
+
+
 def counts_calls() -> bool:
     """Whether TORCH_DISTRIBUTED_DEBUG=DETAIL is in force."""
     return bool(dist.get_debug_level() == dist.DebugLevel.DETAIL)  # type: ignore[attr-defined]

@@ -214,8 +214,8 @@ def scattered_run(case: Case, reduce_dtype: torch.dtype | None = None, **ddp_opt
         for part in case.parts
     ]
     state: Any = zeros[0] if len(zeros) == 1 else zeros
-    if reduce_dtype is not None:
-        state = ReduceScatter(state, reduce_dtype=reduce_dtype)
+    if reduce_dtype is not None or "process_group" in ddp_options:
+        state = ReduceScatter(state, reduce_dtype=reduce_dtype, ddp=ddp)
     ddp.register_comm_hook(state, reduce_scatter_hook)
     return Run(case, ddp, [*zeros])
 
@@ -337,6 +337,17 @@ def test_a_subgroup_whose_ranks_are_numbered_otherwise_equals_plain_ddp(world_si
         reference.iterate(step)
         ours.iterate(step)
         assert_equal(ours.params, reference.params, f"iteration {step}")
+
+
+@distributed(4)
+def test_a_hook_that_cannot_see_which_ranks_ddp_is_on_is_refused(world_size: int) -> None:
+    group = dist.new_group([1, 3])
+    if dist.get_rank() in (0, 2):
+        return
+    model = torch.nn.Linear(4, 4)
+    zero = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, process_group=group, lr=0.1)
+    with pytest.raises(ValueError, match=r"register ReduceScatter\(optimizer, ddp=ddp\)"):
+        ReduceScatter(zero)
 
 
 # What is in the gradients after backward

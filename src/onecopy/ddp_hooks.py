@@ -76,10 +76,15 @@ class ReduceScatter:
     Args:
         optimizers: one optimizer, or several over disjoint parameters of one model.
         reduce_dtype: the data type in which gradients travel (default: their own).
+        ddp: the model; needed where the optimizers are not on all ranks, to see that it is on the same ones.
     """
 
     def __init__(
-        self, optimizers: ShardedOptimizer | Sequence[ShardedOptimizer], reduce_dtype: torch.dtype | None = None
+        self,
+        optimizers: ShardedOptimizer | Sequence[ShardedOptimizer],
+        reduce_dtype: torch.dtype | None = None,
+        *,
+        ddp: DistributedDataParallel | None = None,
     ) -> None:
         engines = [_engine_of(optimizer) for optimizer in _as_list(optimizers)]
         if not engines:
@@ -93,6 +98,14 @@ class ReduceScatter:
                 "overlap_with_ddp=True steps inside backward(), the reduce-scatter hook lets step() do it: "
                 "construct the optimizer without overlap_with_ddp"
             )
+        if ddp is not None:
+            _check_same_ranks(engines[0], ddp)
+        elif engines[0].collectives.world_size != dist.get_world_size():
+            raise ValueError(
+                "the optimizer is not on all ranks, and the hook cannot see which ranks DDP is on: register "
+                "ReduceScatter(optimizer, ddp=ddp) instead of the optimizer"
+            )
+        _check_one_accelerator(engines)
         if reduce_dtype is not None and not reduce_dtype.is_floating_point:
             raise ValueError(f"reduce_dtype must be a floating-point type, got {reduce_dtype}")
         self.reducer = GradientReducer(engines, reduce_dtype)
@@ -120,6 +133,7 @@ def reduce_scatter_hook(state: Any, bucket: dist.GradBucket) -> Future[Tensor]: 
     """
     if not isinstance(state, ReduceScatter):
         optimizers = _as_list(state) or [None]
+        _engine_of(optimizers[0])
         identities = list(map(id, optimizers))
         known = _states.get(optimizers[0])
         if known is None or known[0] != identities:
@@ -168,8 +182,9 @@ def _engine_of(optimizer: Any) -> Engine:
     engine = getattr(optimizer, "engine", None)
     if not isinstance(engine, Engine):
         raise TypeError(
-            f"onecopy's hooks need a onecopy.ZeroRedundancyOptimizer, got {type(optimizer).__module__}."
-            f"{type(optimizer).__qualname__}"
+            f"this takes a onecopy.ZeroRedundancyOptimizer, got {type(optimizer).__module__}."
+            f"{type(optimizer).__qualname__}. Wrap a plain optimizer's class, ZeroRedundancyOptimizer(params, AdamW, "
+            "...). reduce_scatter_hook's state and clip_grad_norm_ take one or a list, an overlap hook takes one"
         )
     return engine
 
@@ -231,7 +246,18 @@ def _check_registration(ddp: Any, zero: ShardedOptimizer, engine: Engine) -> Non
     for spec, param in zip(engine.layout.params, engine.params, strict=True):
         if id(param) not in known:
             raise ValueError(f"parameter {spec.name!r} of the optimizer is not a parameter of the model")
+    _check_same_ranks(engine, ddp)
+    _check_one_accelerator([engine])
+
+
+def _check_same_ranks(engine: Engine, ddp: DistributedDataParallel) -> None:
     ours = dist.get_process_group_ranks(engine.collectives.process_group)
     theirs = dist.get_process_group_ranks(ddp.process_group)
     if ours != theirs:
         raise ValueError(f"the optimizer is on ranks {ours}, but DDP is on ranks {theirs}; give both the same group")
+
+
+def _check_one_accelerator(engines: Sequence[Engine]) -> None:
+    devices = {param.device for engine in engines for param in engine.params if param.device.type != "cpu"}
+    if len(devices) > 1:
+        raise ValueError(f"the hooks work with one accelerator per rank, but the parameters are on {devices}")

@@ -97,14 +97,17 @@ def _round(
             failure = _lend(engine, groups, has_gradient, joined) or failure
         else:
             header = engine.collectives.broadcast_bytes(None, source)
-            if not active and header:
-                has_gradient, lent = _borrow(engine, groups, header, source)
+            try:
+                if not active and header:
+                    has_gradient, lent = _borrow(engine, groups, header, source)
+            except Exception as error:
+                failure = error
     try:
         if failure is None:
             loss = engine.update(groups, closure, kwargs, lent)
     except Exception as error:
         failure = error
-    engine.confirm(has_gradient, failure)
+    engine.confirm(groups, has_gradient, failure)
     engine.share(has_gradient)
     if failure is not None:
         raise failure
@@ -149,6 +152,9 @@ def _borrow(
     shards = _with_gradient(engine, collectives.group_rank, has_gradient)
     if handover.gradients_reduced:
         # The reduce-scatter hook runs on joined ranks too: this rank has received its own ranges.
+        missing = [engine.layout.params[shard.param].name for shard in shards if shard.param not in engine.reduced]
+        if missing:
+            raise RuntimeError(f"parameters {missing} have a gradient but are in none of DDP's buckets")
         return has_gradient, {shard.param: engine.reduced[shard.param] for shard in shards}
     lent = {
         shard.param: torch.empty(

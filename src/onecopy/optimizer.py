@@ -188,7 +188,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 may then have been updated without having been shared: load a checkpoint before going on.
         """
         if self.overlap_with_ddp:
-            self._check_overlapped_step(closure)
+            self._check_overlapped_step(closure, kwargs)
         in_join = in_join_context(self)
         if in_join:
             Join.notify_join_context(self)
@@ -231,9 +231,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """
         return clip([self.engine], max_norm, norm_type, error_if_nonfinite)
 
-    def _check_overlapped_step(self, closure: object) -> None:
+    def _check_overlapped_step(self, closure: object, kwargs: dict[str, Any]) -> None:
         """Refuse what cannot be combined with an update that has already happened inside backward."""
-        what = "a closure" if closure is not None else "a GradScaler" if "found_inf" in self.__dict__ else None
+        what = "a closure" if closure is not None else f"step({', '.join(kwargs)}=...)" if kwargs else None
+        what = "a GradScaler" if "found_inf" in self.__dict__ else what
         if what is not None:
             for name in ("found_inf", "grad_scale"):  # a GradScaler takes them back only after a step
                 self.__dict__.pop(name, None)

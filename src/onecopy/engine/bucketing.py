@@ -74,7 +74,7 @@ class BucketMap:
                 torch.mul(source, scale, out=target)
         elif sources:
             # Many small ones: one call that copies them all, and another pass to scale them.
-            out.copy_(torch.cat(sources)).mul_(scale)
+            out.copy_(torch.cat(sources).mul_(scale))
 
     def mine(self, buffer: Tensor) -> list[tuple[Segment, Tensor]]:
         """This rank's segments, each with its view of the buffer."""

@@ -62,7 +62,7 @@ def check_class(optimizer_class: object, wrapper: type) -> None:
         if base.__name__ in COMBINING:
             raise ValueError(
                 f"{optimizer_class.__qualname__} cannot be sharded exactly: {COMBINING[base.__name__]}, "
-                "and a rank sees only its own"
+                "and a rank sees only its own; use the class itself, unsharded, under DDP"
             )
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -36,6 +37,14 @@ class _Holding:
 
 _companions: dict[tuple[str, str], tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
 """Groups made beside others, by purpose and the other's name; with the other itself, because names come again."""
+
+
+_twins: dict[str, tuple[dist.ProcessGroup, list[Callable[[], Collectives | None]]]] = {}
+"""Who uses the twins of a group, by its name."""
+
+
+def _nobody() -> None:
+    """Stands for a twin that nobody uses."""
 
 
 class Collectives:
@@ -74,15 +83,28 @@ class Collectives:
         self._peers = (self._companion("peers") if counts_calls() else None) or group
 
     def twin(self) -> Collectives:
-        """The same ranks with a process group of their own; all members make this call together."""
-        group = self._companion("twin")
+        """The same ranks with a process group that no other living twin uses; all members make this call together."""
+        name = self.process_group.group_name
+        known = _twins.get(name)
+        if known is None or known[0] is not self.process_group:
+            known = _twins[name] = (self.process_group, [])
+        holders = known[1]
+        # Ranks let go of a twin at different times, so they agree on one that is free everywhere.
+        in_use = sum(1 << slot for slot, holder in enumerate(holders) if holder() is not None)
+        masks = [row[0] for row in self.all_gather_words([in_use])]
+        slot = next(slot for slot in range(63) if not any(mask >> slot & 1 for mask in masks))
+        group = self._companion(f"twin {slot}")
         if group is None:
             raise OnecopyError(
                 f"rank {self.group_rank}: no process group of their own can be made for these ranks, because they "
                 "belong to different numbers of groups already; construct the optimizer on a group before making "
                 "others that only some of its members are in"
             )
-        return Collectives(group)
+        twin = Collectives(group)
+        while len(holders) <= slot:
+            holders.append(_nobody)
+        holders[slot] = weakref.ref(twin)
+        return twin
 
     def _companion(self, purpose: str) -> dist.ProcessGroup | None:
         """Another group of the same ranks, made once for each purpose; None if torch cannot make one.

@@ -23,7 +23,7 @@ from onecopy.engine.local import LocalOptimizer
 from onecopy.engine.probing import UNKNOWN, Probe, common_factor, remember, shared_params
 from onecopy.engine.replaced import ReplacementWatch
 from onecopy.engine.sharing import Sharing
-from onecopy.engine.status import gradient_digest, make_status
+from onecopy.engine.status import StepFacts, make_status
 from onecopy.engine.storage import InPlace, Storage
 from onecopy.layout import Layout, ParamSpec
 
@@ -57,7 +57,7 @@ class Engine:
         # ``reduced`` holds this rank's, by parameter, for a rank whose param.grad DDP does not fill (uneven inputs).
         self.gradients_reduced = False
         self.reduced: dict[int, Tensor] = {}
-        self.holds_reduced = False  # as gradients_reduced, but also after they have been used
+        self.held: set[int] = set()  # identities of parameters whose gradient was reduced, also after it has been used
         self._probes: list[Probe] = []
         self.relayout(params, layout)
 
@@ -70,12 +70,12 @@ class Engine:
     def forget_accumulated(self) -> None:
         """Note that no gradient is left on which a later backward pass could build."""
         self.forget_gradients()
-        self.holds_reduced = False
+        self.held.clear()
 
     def note_reduced(self) -> None:
         """Note that a hook has given every owner its gradients, which are in ``reduced``."""
         self.gradients_reduced = True
-        self.holds_reduced = True
+        self.held = {id(param) for param in self.params}
         if self.collectives.control_device.type == "cpu":
             starts = {owned.shard.param: owned.shard.start for owned in self.local.owned}
             self._probes = remember(self._probe_params, self.reduced, starts)
@@ -85,6 +85,7 @@ class Engine:
         self.params = list(params)
         self.layout = layout
         self._layout_digest = layout.digest()
+        self._identities = [id(param) for param in self.params]
         self._probe_params = shared_params(layout)
         self.storage: Storage = self._storage_class(self.params, layout)
         self.local.repoint(self.storage.flats)
@@ -126,6 +127,13 @@ class Engine:
             specs[index] = new
         return tuple(specs)
 
+    def check_groups(self, groups: Sequence[Group]) -> None:
+        """Raise if someone has put parameters into the groups, or taken them out, behind the engine's back."""
+        if [id(param) for group in groups for param in group["params"]] != self._identities:
+            raise RuntimeError(
+                "the parameters of param_groups were edited by hand; use add_param_group() or construct a new optimizer"
+            )
+
     def has_gradient(self) -> list[bool]:
         """Which parameters have a gradient now."""
         return [param.grad is not None for param in self.params]
@@ -142,6 +150,7 @@ class Engine:
 
         Returns the loss, if there is a closure.
         """
+        self.check_groups(groups)
         self.local.push_options(groups)
         last_loss: Any = None
 
@@ -175,16 +184,17 @@ class Engine:
         self.local.step_on(ranges)
 
     @record_function("onecopy.confirm")
-    def confirm(self, has_gradient: Sequence[bool], failure: Exception | None) -> None:
+    def confirm(self, groups: Sequence[Group], has_gradient: Sequence[bool], failure: Exception | None) -> None:
         """Raise on all ranks if one has failed or if they differ, before parameters travel."""
         factor = common_factor(self._probes, self.params) if self._probes else UNKNOWN
-        word = (self._layout_digest, gradient_digest(has_gradient), int(failure is not None), factor)
-        self._status.exchange(word, self.layout, has_gradient, failure)
+        facts = StepFacts(self.layout, self._layout_digest, has_gradient, groups)
+        self._status.exchange(facts, factor, failure)
 
     @record_function("onecopy.share")
     def share(self, has_gradient: Sequence[bool] | None = None) -> None:
         """Make all replicas equal again; with ``has_gradient``, where only those parameters can have changed."""
-        everything = has_gradient is None or self.sends_all or all(has_gradient)
+        # What is sent may depend on the gradients only where the ranks have already agreed on them.
+        everything = has_gradient is None or self.sends_all or self._status.late or all(has_gradient)
         self.sharing.share(None if everything else has_gradient)
         # Received values and aliases are written behind autograd's back. The version counter makes a backward pass
         # that still needs the old values raise, as it does after a plain optimizer's step.
@@ -214,7 +224,7 @@ def sequential_step(
     except Exception as error:
         failure = error
     has_gradient = engine.has_gradient()
-    engine.confirm(has_gradient, failure)
+    engine.confirm(groups, has_gradient, failure)
     engine.share(has_gradient)
     if failure is not None:
         raise failure
@@ -234,7 +244,7 @@ def reshare(engine: Engine, groups: Sequence[Group], change: Callable[[], object
     except Exception as error:
         failure = error
     has_gradient = [True] * len(engine.params)
-    engine.confirm(has_gradient, failure)
+    engine.confirm(groups, has_gradient, failure)
     engine.share()
     if failure is not None:
         raise failure

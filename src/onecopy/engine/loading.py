@@ -64,7 +64,10 @@ def load(engine: Engine, groups: Sequence[Group], read: Callable[[], StateDict],
 def shallow_copy(state_dict: object) -> StateDict:
     """A copy for hooks to change, of what must be an optimizer's state dict."""
     if not isinstance(state_dict, Mapping) or "state" not in state_dict or "param_groups" not in state_dict:
-        raise TypeError("load_state_dict() takes an optimizer's state dict, with 'state' and 'param_groups'")
+        raise TypeError(
+            "load_state_dict() takes an optimizer's state dict, with 'state' and 'param_groups', the whole of it on "
+            f"every rank; got {type(state_dict).__qualname__}"
+        )
     return dict(state_dict)
 
 

@@ -9,14 +9,21 @@ import torch
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 
+from onecopy.engine.agreement import agree
 from onecopy.engine.core import Engine
 from onecopy.engine.flat import flat_like
 
 
 def total_norm(engines: Sequence[Engine], norm_type: float) -> Tensor:
     """The norm of all gradients of all engines; every rank makes this call and gets the same number."""
-    mine = [gradient for engine in engines for gradient in owned_gradients(engine)]
     collectives = engines[0].collectives
+    mine: list[Tensor] = []
+    failure: Exception | None = None
+    try:
+        mine = [gradient for engine in engines for gradient in owned_gradients(engine)]
+    except Exception as error:
+        failure = error
+    agree(collectives, "the norm of the gradients", [], failure)
     local = get_total_norm(mine, norm_type).to(collectives.control_device, torch.float64)
     double = any(spec.dtype.itemsize >= 8 for engine in engines for spec in engine.layout.params)
     dtype = torch.float64 if double else torch.float32
@@ -56,11 +63,13 @@ def owned_gradients(engine: Engine) -> list[Tensor]:
             continue
         if not owned.is_cut:
             found.append(gradient)
-        elif gradient.stride() == owned.param.stride():
+        elif gradient.layout is torch.strided and (
+            gradient.stride() == owned.param.stride() or not engine.gradients_reduced
+        ):
             found.append(flat_like(gradient, owned.param)[owned.shard.start : owned.shard.stop])
         else:
             raise ValueError(
-                f"the gradient of parameter {engine.layout.params[owned.shard.param].name!r} has other strides than "
-                "the parameter, which is cut among ranks; its range cannot be scaled in place"
+                f"the gradient of parameter {engine.layout.params[owned.shard.param].name!r} is sparse or has "
+                "other strides than the parameter, which is cut among ranks"
             )
     return found

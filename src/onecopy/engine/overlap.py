@@ -26,15 +26,16 @@ from torch.autograd.graph import increment_version
 from torch.futures import Future
 from torch.profiler import record_function
 
-from onecopy.engine.agreement import raise_together
+from onecopy.engine.agreement import agree
 from onecopy.engine.bucketing import BucketMap, BucketMaps, GradBucket
 from onecopy.engine.codec import map_tensors
 from onecopy.engine.collectives import Collectives
 from onecopy.engine.core import Engine
+from onecopy.engine.facts import group_facts, options_text
 from onecopy.engine.handover import read_handover, write_handover
 from onecopy.engine.inputs import Group
 from onecopy.engine.local import NOT_OPTIONS
-from onecopy.engine.sharing import Sharing
+from onecopy.engine.sharing import Sharing, Slots
 from onecopy.engine.stream import DIRECT_BYTES, InFlight
 from onecopy.engine.torch_private import after_backward, in_backward, version_of
 from onecopy.engine.workers import Job, Worker
@@ -89,6 +90,8 @@ class Overlap:
         self._maps = self._make_maps()
         self._covered: set[int] = set()
         self._error: Exception | None = None
+        self._options_after: list[dict[str, str]] = []
+        self._slots = Slots()
         self.updated = False
         self.step_was_called = False
 
@@ -103,7 +106,7 @@ class Overlap:
         iteration = self._iteration
         assert iteration is not None
         reduced = self._hook(state, bucket)
-        done: Future[Any] | None = Future() if bucket.is_last() else None
+        done: Future[Any] | None = self._worker.future() if bucket.is_last() else None
         iteration.jobs.append(self._job(iteration, bucket, reduced, done, schedule))
         if bucket.is_last() and in_backward():
             after_backward(self._end_backward)
@@ -123,9 +126,14 @@ class Overlap:
             return False
         self.updated = False
         self._check_gradients_unchanged()
+        if [options_text(group) for group in groups] != self._options_after:
+            raise RuntimeError(
+                "options in param_groups were changed between backward() and step(), but the update has already "
+                "happened inside backward(); change them before backward(), as schedulers do after step()"
+            )
         engine = self._engine
         rest = [index for index in range(len(engine.params)) if index not in self._covered]
-        if not any(engine.params[index].requires_grad or engine.params[index].grad is not None for index in rest):
+        if not rest:
             return True
         failure = None
         has_gradient = [index not in self._covered and has for index, has in enumerate(engine.has_gradient())]
@@ -135,7 +143,7 @@ class Overlap:
             engine.update_some(has_gradient)
         except Exception as error:
             failure = error
-        engine.confirm(has_gradient, failure)
+        engine.confirm(groups, has_gradient, failure)
         engine.share(has_gradient)
         if failure is not None:
             raise failure
@@ -146,7 +154,8 @@ class Overlap:
         if self.updated and self.step_was_called:
             raise RuntimeError(
                 "a second synchronising backward pass came before step(): its gradients would be applied on top of "
-                "those of the first, which have been stepped on already; accumulate inside ddp.no_sync()"
+                "those of the first, which have been stepped on already; accumulate inside ddp.no_sync(), and call "
+                "step() after every other pass: an update inside backward() cannot be skipped"
             )
         if self._iteration is None and not self.step_was_called:
             warnings.warn(
@@ -155,14 +164,19 @@ class Overlap:
                 stacklevel=2,
             )
         engine = self._engine
-        engine.follow_moves()
+        failure: Exception | None = None
+        groups = self._groups()
+        try:
+            engine.follow_moves()
+            engine.check_groups(groups)
+            engine.local.push_options(groups)
+        except Exception as error:
+            failure = error  # told to all ranks at the end, like any other
         if self._maps.layouts[0] is not engine.layout:
             self._maps = self._make_maps()
             self._sharing.clear()
         self._covered = set()
-        groups = self._groups()
-        engine.local.push_options(groups)
-        self._iteration = _Iteration(_snapshot(engine.local.inner.param_groups))
+        self._iteration = _Iteration(_snapshot(engine.local.inner.param_groups), failure=failure)
 
     def _make_maps(self) -> BucketMaps:
         engine = self._engine
@@ -268,7 +282,7 @@ class Overlap:
         if known is None or known[0] is not map_:
             members = {segment.shard.param for segment in map_.segments if segment.shard is not None}
             pieces = [piece for piece in engine.storage.pieces if not members.isdisjoint(piece.params)]
-            known = (map_, Sharing(self._collectives, pieces, DIRECT_BYTES))
+            known = (map_, Sharing(self._collectives, pieces, DIRECT_BYTES, self._slots))
             self._sharing[number] = known
         iteration.flying.drain()
         touched = None if engine.sends_all else [present.get(index, False) for index in range(len(engine.params))]
@@ -279,10 +293,9 @@ class Overlap:
 
     def _complete(self, iteration: _Iteration) -> None:
         iteration.flying.drain()
-        words = self._collectives.all_gather_words([int(iteration.failure is not None)])
-        if any(failed for (failed,) in words):
-            raise_together(self._collectives, "the update inside backward()", iteration.failure)
+        agree(self._collectives, "the update inside backward()", group_facts(self._groups()), iteration.failure)
         self._engine.local.pull_options(self._groups())
+        self._options_after = [options_text(group) for group in self._groups()]
         self.updated = True
 
     def _raise_error(self) -> None:

@@ -75,8 +75,7 @@ class GradientReducer:
         self._pool = _Pool()
         self._lanes: dict[torch.device, Lane] = {}
         self._maps = self._make_maps()
-        for engine in engines:
-            _guard_accumulation(engine)
+        self._guarded: set[int] = set()
 
     def reduce(self, bucket: GradBucket) -> Future[Tensor]:
         """Start reducing one bucket; the future gives its buffer with the owned ranges reduced."""
@@ -106,6 +105,8 @@ class GradientReducer:
     def _begin(self) -> None:
         if any(engine.layout is not known for engine, known in zip(self._engines, self._maps.layouts, strict=True)):
             self._maps = self._make_maps()
+        for engine in self._engines:
+            _guard_accumulation(engine, self._guarded)
         # What an interrupted backward pass left behind is not waited for.
         self._pending.clear()
         self._done.clear()
@@ -199,6 +200,7 @@ def _add_in_rank_order(rows: Tensor, views: Sequence[Tensor], group_rank: int, s
 
     The order is fixed, so that the result depends neither on who owns what nor on where buckets end.
     """
+    rows = rows.to(views[0].dtype)
     before, after = rows[:group_rank], rows[group_rank:]
     for view in views:
         view.mul_(scale)
@@ -215,7 +217,7 @@ def _write(values: Tensor, views: Sequence[Tensor]) -> None:
     torch._foreach_copy_(list(views), list(values[: sum(sizes)].split(sizes)))
 
 
-def _guard_accumulation(engine: Engine) -> None:
+def _guard_accumulation(engine: Engine, guarded: set[int]) -> None:
     """Make a backward pass that would add to reduced gradients raise.
 
     Reducing the sum again would count reduced ranges twice. A hook on a leaf runs before its gradient is accumulated,
@@ -228,17 +230,20 @@ def _guard_accumulation(engine: Engine) -> None:
 
         def check(_gradient: Tensor) -> None:
             live, leaf = reference(), weak_param()
-            if live is None or leaf is None or not live.holds_reduced or leaf.grad is None:
+            if live is None or leaf is None or id(leaf) not in live.held:
                 return
-            if torch.count_nonzero(leaf.grad):
-                raise RuntimeError(
-                    "a second backward pass would add to gradients that the reduce-scatter hook has already reduced; "
-                    "accumulate inside ddp.no_sync(), leave it for the last backward pass before step(), and zero the "
-                    "gradients after step()"
-                )
+            if leaf.grad is None or not torch.count_nonzero(leaf.grad):
+                live.held.discard(id(leaf))
+                return
+            raise RuntimeError(
+                "a second backward pass would add to gradients that the reduce-scatter hook has already reduced; "
+                "accumulate inside ddp.no_sync(), leave it for the last backward pass before step(), and zero the "
+                "gradients after step()"
+            )
 
         return check
 
     for param in engine.params:
-        if param.requires_grad:
+        if param.requires_grad and id(param) not in guarded:
             param.register_hook(guard(param))
+            guarded.add(id(param))

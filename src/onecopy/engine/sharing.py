@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, cycle, zip_longest
 
@@ -25,6 +25,35 @@ class _Transfer:
     nbytes: int
 
 
+class Slots:
+    """Buffers for packed transfers, made once and used in turns; one more than may be in flight, so one is free."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[torch.device, list[Tensor]] = {}
+
+    def reserve(self, transfers: Sequence[_Transfer]) -> None:
+        """Make room for these transfers. Slots grow; they are not made anew for every set of transfers."""
+        packed: dict[torch.device, list[int]] = {}
+        for transfer in transfers:
+            if transfer.packed:
+                packed.setdefault(transfer.memories[0].device, []).append(transfer.nbytes)
+        for device, sizes in packed.items():
+            known = self._buffers.get(device, [])
+            count = max(len(known), min(len(sizes), PACKS_IN_FLIGHT + 1))
+            nbytes = max(max(sizes), *(buffer.numel() for buffer in known), 0)
+            if len(known) < count or known[0].numel() < nbytes:
+                self._buffers[device] = [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(count)]
+
+    def turns(self) -> dict[torch.device, Iterator[Tensor]]:
+        """The buffers of each device, over and over."""
+        return {device: cycle(buffers) for device, buffers in self._buffers.items()}
+
+    @property
+    def nbytes(self) -> int:
+        """How much memory they are."""
+        return sum(buffer.numel() for buffers in self._buffers.values() for buffer in buffers)
+
+
 class Sharing:
     """The broadcasts that make all replicas equal, planned once for some pieces of memory.
 
@@ -32,14 +61,17 @@ class Sharing:
     made here: ``share`` does a few calls per message and nothing per parameter.
     """
 
-    def __init__(self, collectives: Collectives, pieces: Sequence[Piece], direct_bytes: int) -> None:
+    def __init__(
+        self, collectives: Collectives, pieces: Sequence[Piece], direct_bytes: int, slots: Slots | None = None
+    ) -> None:
         self._collectives = collectives
         queues: dict[tuple[int, torch.device], list[Piece]] = {}
         for piece in pieces:
             queues.setdefault((piece.owner, piece.memory.device), []).append(piece)
         planned = [_plan(queue, direct_bytes) for queue in queues.values()]
         self._transfers = [transfer for transfer in chain(*zip_longest(*planned)) if transfer is not None]
-        self._slots = _make_slots(self._transfers)
+        self._slots = Slots() if slots is None else slots
+        self._slots.reserve(self._transfers)
 
     def share(self, touched: Sequence[bool] | None = None) -> None:
         """Send every owner's values to all; with ``touched``, only transfers that carry a touched parameter."""
@@ -48,7 +80,7 @@ class Sharing:
     def start(self, touched: Sequence[bool] | None = None) -> InFlight:
         """As :meth:`share`, but leave the end of it to the caller: drain what is returned before the next start."""
         flying = InFlight()
-        slots = {device: cycle(buffers) for device, buffers in self._slots.items()}
+        slots = self._slots.turns()
         for transfer in self._transfers:
             if touched is not None and not any(touched[index] for index in transfer.params):
                 continue
@@ -56,7 +88,7 @@ class Sharing:
             if not transfer.packed:
                 flying.add(self._collectives.broadcast(first, transfer.owner), first, staged=False)
                 continue
-            # One slot more than may be in flight, and transfers end in order: the next slot is always free.
+            # Transfers end in order, so the next slot is always free.
             buffer = next(slots[first.device])[: transfer.nbytes]
             if transfer.owner == self._collectives.group_rank:
                 torch.cat(transfer.memories, out=buffer)
@@ -76,7 +108,7 @@ class Sharing:
     @property
     def staging_bytes(self) -> int:
         """The extra memory that packed transfers use."""
-        return sum(slot.numel() for slots in self._slots.values() for slot in slots)
+        return self._slots.nbytes
 
 
 def _plan(pieces: Sequence[Piece], direct_bytes: int) -> list[_Transfer]:
@@ -91,18 +123,3 @@ def _plan(pieces: Sequence[Piece], direct_bytes: int) -> list[_Transfer]:
         nbytes = message.stop - message.start
         transfers.append(_Transfer(members[0].owner, params, memories, message.packed, nbytes))
     return transfers
-
-
-def _make_slots(transfers: Sequence[_Transfer]) -> dict[torch.device, list[Tensor]]:
-    """Buffers for packed transfers, allocated once and used in turns."""
-    sizes: dict[torch.device, list[int]] = {}
-    for transfer in transfers:
-        if transfer.packed:
-            sizes.setdefault(transfer.memories[0].device, []).append(transfer.nbytes)
-    return {
-        device: [
-            torch.empty(max(counts), dtype=torch.uint8, device=device)
-            for _ in range(min(len(counts), PACKS_IN_FLIGHT + 1))
-        ]
-        for device, counts in sizes.items()
-    }

@@ -4,37 +4,64 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from onecopy.engine.agreement import Fact, agree, raise_together
 from onecopy.engine.collectives import Collectives
+from onecopy.engine.facts import group_facts, options_text
+from onecopy.engine.inputs import Group
 from onecopy.engine.probing import factors_differ
 from onecopy.errors import PeerFailedError, RanksDisagreeError
 from onecopy.layout import Layout
 
-Word = tuple[int, int, int, int]
-"""Digest of the layout, digest of which parameters have a gradient, error flag, factor on reduced gradients."""
+
+@dataclass(frozen=True, slots=True)
+class StepFacts:
+    """What must be the same on all ranks in a step."""
+
+    layout: Layout
+    layout_digest: int
+    has_gradient: Sequence[bool]
+    groups: Sequence[Group]
+
+    def digests(self) -> list[int]:
+        """One number for the layout, one for which parameters have a gradient, one for the groups' options."""
+        options = repr([options_text(group) for group in self.groups]).encode(errors="backslashreplace")
+        return [self.layout_digest, _digest(bytes(self.has_gradient)), _digest(options)]
+
+    def in_words(self) -> list[Fact]:
+        """The same in words, for the error."""
+        return [
+            *(
+                Fact(f"parameter {spec.name!r}", f"{'a' if has else 'no'} gradient, {spec.describe()}")
+                for spec, has in zip(self.layout.params, self.has_gradient, strict=True)
+            ),
+            *group_facts(self.groups),
+            Fact("ownership", str(self.layout_digest)),
+        ]
 
 
-def gradient_digest(has_gradient: Sequence[bool]) -> int:
-    """A number that equal sets of parameters with a gradient share."""
-    return int.from_bytes(hashlib.blake2b(bytes(has_gradient), digest_size=7).digest(), "big")
+def _digest(text: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "big")
 
 
 class PromptStatus:
     """Reads the word in the step that sent it. For control data on the CPU, where reading costs no synchronisation."""
 
+    late = False
+
     def __init__(self, collectives: Collectives) -> None:
         self._collectives = collectives
 
-    def exchange(self, word: Word, layout: Layout, has_gradient: Sequence[bool], failure: Exception | None) -> None:
+    def exchange(self, facts: StepFacts, factor: int, failure: Exception | None) -> None:
         """Raise on every rank if any rank failed or if the ranks differ."""
-        words = self._collectives.all_gather_words(word)
-        if any(word[2] for word in words):
+        words = self._collectives.all_gather_words([int(failure is not None), factor, *facts.digests()])
+        if any(word[0] for word in words):
             raise_together(self._collectives, "step()", failure)
-        factors = factors_differ([word[3] for word in words])
+        factors = factors_differ([word[1] for word in words])
         if factors is not None:
             raise RanksDisagreeError(
                 f"rank {self._collectives.group_rank}: the ranks scaled their reduced gradients by different factors, "
@@ -42,9 +69,9 @@ class PromptStatus:
                 "rank; use "
                 "optimizer.clip_grad_norm_() or onecopy.clip_grad_norm_()"
             )
-        if all(other[:2] == words[0][:2] for other in words):
+        if all(other[2:] == words[0][2:] for other in words):
             return
-        agree(self._collectives, "step()", _facts(layout, has_gradient))
+        agree(self._collectives, "step()", facts.in_words())
         raise AssertionError("words differ but facts do not")
 
 
@@ -55,13 +82,15 @@ class LateStatus:
     step, before they send anything.
     """
 
+    late = True
+
     def __init__(self, collectives: Collectives) -> None:
         self._collectives = collectives
         self._previous: tuple[Tensor, torch.Event | None] | None = None
 
-    def exchange(self, word: Word, layout: Layout, has_gradient: Sequence[bool], failure: Exception | None) -> None:
+    def exchange(self, facts: StepFacts, factor: int, failure: Exception | None) -> None:
         """Check the previous step's words, then start the exchange of this one's."""
-        del layout, has_gradient, failure  # details would need another exchange, and the failing rank may be gone
+        word = [int(failure is not None), factor, *facts.digests()]
         previous, self._previous = self._previous, None
         if previous is not None:
             rows, event = previous
@@ -79,24 +108,17 @@ class LateStatus:
 
     def _check(self, words: list[list[int]]) -> None:
         mine = self._collectives.group_rank
-        failed = [group_rank for group_rank, word in enumerate(words) if word[2]]
+        failed = [group_rank for group_rank, word in enumerate(words) if word[0]]
         if failed:
             raise PeerFailedError(f"rank {mine}: the previous step() failed on ranks {failed}; see their own errors")
-        odd = [group_rank for group_rank, word in enumerate(words) if word[:2] != words[mine][:2]]
+        odd = [group_rank for group_rank, word in enumerate(words) if word[2:] != words[mine][2:]]
         if odd:
             raise RanksDisagreeError(
-                f"rank {mine}: in the previous step() ranks {odd} had another layout or gradients for other parameters"
+                f"rank {mine}: in the previous step() ranks {odd} had another layout, other options, or gradients for "
+                "other parameters"
             )
 
 
 def make_status(collectives: Collectives) -> PromptStatus | LateStatus:
     """The kind that fits where control data lives."""
     return (PromptStatus if collectives.control_device.type == "cpu" else LateStatus)(collectives)
-
-
-def _facts(layout: Layout, has_gradient: Sequence[bool]) -> list[Fact]:
-    facts = [
-        Fact(f"parameter {spec.name!r}", f"{spec.describe()}, {'a' if has else 'no'} gradient")
-        for spec, has in zip(layout.params, has_gradient, strict=True)
-    ]
-    return [*facts, Fact("ownership", str(layout.digest()))]

@@ -6,9 +6,10 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
+from torch.futures import Future
 
 from onecopy.engine.lanes import Lane
 
@@ -20,6 +21,9 @@ class Worker(Protocol):
 
     def submit(self, job: Job) -> None:
         """Run a job now or later. A job does not raise: what goes wrong in it is its own business to report."""
+
+    def future(self) -> Future[Any]:
+        """A future for a job to complete."""
 
 
 class ThreadWorker:
@@ -38,9 +42,16 @@ class ThreadWorker:
         """Queue a job."""
         self._jobs.put(job)
 
+    def future(self) -> Future[Any]:
+        """A future without devices."""
+        return Future()
+
 
 class LaneWorker:
-    """Enqueues jobs on a side stream as they come (on a CPU: runs them in place). Nothing waits on the host."""
+    """Enqueues jobs on a side stream as they come (on a CPU: runs them in place).
+
+    Kernels and transfers do not wait on the host; the last job's status word does.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._lane = Lane(device)
@@ -49,6 +60,10 @@ class LaneWorker:
         """Run a job on the side stream."""
         with self._lane.entered():
             job()
+
+    def future(self) -> Future[Any]:
+        """A future whose completion makes streams wait for the lane."""
+        return self._lane.future()
 
 
 def make_worker(device: torch.device) -> Worker:

@@ -1217,3 +1217,31 @@ def test_a_wrong_registration_on_one_rank_is_an_error_on_all(world_size: int, ma
     zero = make_zero(ddp)
     with pytest.raises(Exception, match="not a parameter of the model"):
         make_hook(allreduce_hook, ddp if dist.get_rank() == 0 else other, zero)
+
+
+@HOOKS
+@distributed(2)
+def test_options_changed_between_backward_and_step_are_refused(world_size: int, make_hook: MakeHook) -> None:
+    ours = overlapped_run(Case(), make_hook)
+    for step in range(3):
+        ours.iterate(step)
+    ours.case.loss(ours.ddp, 3).backward()
+    ours.optimizer.param_groups[0]["lr"] *= 0.5
+    with pytest.raises(RuntimeError, match=r"changed between backward\(\) and step\(\)"):
+        ours.optimizer.step()
+
+
+@HOOKS
+@distributed(2)
+def test_two_overlapping_optimizers_on_one_group_do_not_mix(world_size: int, make_hook: MakeHook) -> None:
+    case = Case()
+    pairs = [(overlapped_run(case, make_hook), plain_run(case)) for _ in range(2)]
+    for step in range(5):
+        for runs in zip(*pairs, strict=True):
+            for run in runs:
+                run.optimizer.zero_grad()
+            sum(case.loss(run.ddp, step) for run in runs).backward()  # type: ignore[union-attr]
+            for run in runs:
+                run.optimizer.step()
+    for ours, reference in pairs:
+        assert all(torch.equal(a, b) for a, b in zip(ours.params, reference.params, strict=True))

@@ -16,7 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from harness import distributed
 from models import assert_equal, assert_replicas_equal, assert_same_tree, small_ddp, small_loss, small_model, values
-from onecopy import ZeroRedundancyOptimizer
+from onecopy import RanksDisagreeError, ZeroRedundancyOptimizer
 
 Modes = dict[str, Any]
 
@@ -522,3 +522,22 @@ def test_one_process_alone_trains_like_the_plain_optimizer(world_size: int, mode
     assert all(optimizer.state[param] is optimizer.optim.state[param] for param in model.parameters())
     optimizer.consolidate_state_dict()
     assert set(optimizer.state_dict()["state"]) == {0, 1, 2, 3}
+
+
+@distributed(2)
+def test_different_options_on_the_ranks_are_an_error_that_names_them(world_size: int) -> None:
+    model = torch.nn.Linear(4, 4)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+    optimizer.param_groups[0]["lr"] = 0.1 * (1 + dist.get_rank())
+    model(torch.ones(1, 4)).sum().backward()
+    with pytest.raises(RanksDisagreeError, match=r"rank 0: parameter group 0: lr=0\.1.*rank 1: .*lr=0\.2"):
+        optimizer.step()
+
+
+@distributed(2)
+def test_parameters_put_into_a_group_by_hand_are_refused(world_size: int) -> None:
+    model, other = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+    optimizer.param_groups[0]["params"].append(other.weight)
+    with pytest.raises(RuntimeError, match="add_param_group"):
+        optimizer.step()

@@ -836,7 +836,7 @@ def test_gradients_for_different_parameters_are_an_error_that_names_the_first(
     if dist.get_rank() == odd:
         training.params[2].grad = torch.zeros(3, 5)
     expect_disagreement(
-        odd, training.ours.step, "parameter 'three': .*no gradient", "parameter 'three': .*, a gradient"
+        odd, training.ours.step, "parameter 'three': no gradient, shape", "parameter 'three': a gradient, shape"
     )
     check_pool()
 

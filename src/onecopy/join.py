@@ -107,11 +107,7 @@ def _round(
             loss = engine.update(groups, closure, kwargs, lent)
     except Exception as error:
         failure = error
-    engine.confirm(groups, has_gradient, failure)
-    engine.share(has_gradient)
-    if failure is not None:
-        raise failure
-    engine.local.pull_options(groups)
+    engine.settle(groups, has_gradient, failure)
     engine.forget_gradients()
     return loss
 

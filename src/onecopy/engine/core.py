@@ -183,6 +183,14 @@ class Engine:
                 ranges[owned.shard.param] = flat_like(gradient, owned.param)[owned.shard.start : owned.shard.stop]
         self.local.step_on(ranges)
 
+    def settle(self, groups: Sequence[Group], has_gradient: Sequence[bool] | None, failure: Exception | None) -> None:
+        """The end of every driver: confirm, share (all parameters if ``has_gradient`` is None), take over options."""
+        self.confirm(groups, [True] * len(self.params) if has_gradient is None else has_gradient, failure)
+        self.share(has_gradient)
+        if failure is not None:
+            raise failure
+        self.local.pull_options(groups)
+
     @record_function("onecopy.confirm")
     def confirm(self, groups: Sequence[Group], has_gradient: Sequence[bool], failure: Exception | None) -> None:
         """Raise on all ranks if one has failed or if they differ, before parameters travel."""
@@ -223,12 +231,7 @@ def sequential_step(
         raise error.original from None
     except Exception as error:
         failure = error
-    has_gradient = engine.has_gradient()
-    engine.confirm(groups, has_gradient, failure)
-    engine.share(has_gradient)
-    if failure is not None:
-        raise failure
-    engine.local.pull_options(groups)
+    engine.settle(groups, engine.has_gradient(), failure)
     engine.forget_gradients()
     return loss
 
@@ -243,9 +246,4 @@ def reshare(engine: Engine, groups: Sequence[Group], change: Callable[[], object
             change()
     except Exception as error:
         failure = error
-    has_gradient = [True] * len(engine.params)
-    engine.confirm(groups, has_gradient, failure)
-    engine.share()
-    if failure is not None:
-        raise failure
-    engine.local.pull_options(groups)
+    engine.settle(groups, None, failure)

@@ -143,11 +143,7 @@ class Overlap:
             engine.update_some(has_gradient)
         except Exception as error:
             failure = error
-        engine.confirm(groups, has_gradient, failure)
-        engine.share(has_gradient)
-        if failure is not None:
-            raise failure
-        engine.local.pull_options(groups)
+        engine.settle(groups, has_gradient, failure)
         return True
 
     def _begin(self) -> None:

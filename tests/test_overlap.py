@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, StepLR
 
 import onecopy.ddp_hooks
-from harness import distributed
+from harness import distributed, pools
 from models import assert_equal, assert_replicas_equal, assert_same_tree, small_inputs, small_loss, small_model, values
 from models_resnet import ResNet50
 from onecopy import ZeroRedundancyOptimizer, hook_with_zero_step, hook_with_zero_step_interleaved
@@ -147,6 +147,12 @@ def one_cycle(optimizer: Optimizer) -> LRScheduler:
 
 
 # One description of a training run, and two ways to run it
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _fresh_processes() -> None:
+    """Other files leave behind groups that only some ranks are in; torch then cannot make one by its members alone."""
+    pools.close()
 
 
 @dataclass(frozen=True)

@@ -131,7 +131,8 @@ class GradientReducer:
         rows = memories[1][: shape[0] * shape[1] * dtype.itemsize].view(dtype).view(shape)
         map_.pack_by_owner(buffer, self._scale, packed, with_mine=not exchange)
         if exchange:
-            work = self._collectives.exchange_parts(packed, sizes, rows)
+            here = self._collectives.group_rank
+            work = self._collectives.exchange(packed.split(sizes), [*rows[:here], packed[:0], *rows[here:]])
         else:
             work = self._collectives.reduce_scatter(packed, sizes, rows[0])
         rest = map_.foreign(buffer)

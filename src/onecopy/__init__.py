@@ -1,5 +1,6 @@
 """onecopy: one copy of the optimizer state across all data-parallel ranks."""
 
+from onecopy.data_parallel import ShardedDataParallel
 from onecopy.ddp_hooks import (
     ReduceScatter,
     clip_grad_norm_,
@@ -11,17 +12,20 @@ from onecopy.ddp_hooks import (
 from onecopy.errors import OnecopyError, PeerFailedError, RanksDisagreeError
 from onecopy.layout import Layout, ParamSpec, Shard
 from onecopy.optimizer import ZeroRedundancyOptimizer
+from onecopy.wrapping import MixedPrecision
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Layout",
+    "MixedPrecision",
     "OnecopyError",
     "ParamSpec",
     "PeerFailedError",
     "RanksDisagreeError",
     "ReduceScatter",
     "Shard",
+    "ShardedDataParallel",
     "ZeroRedundancyOptimizer",
     "clip_grad_norm_",
     "grad_norm",

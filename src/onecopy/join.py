@@ -89,7 +89,7 @@ def _round(
         failure = error
     flags = [row[0] for row in engine.collectives.all_gather_words([int(active)])]
     joined = [group_rank for group_rank, is_active in enumerate(flags) if not is_active]
-    has_gradient = engine.has_gradient()
+    has_gradient = engine.gradients.has_gradient()
     lent: dict[int, Tensor] | None = None
     if joined:
         source = flags.index(1)
@@ -120,10 +120,10 @@ def _lend(
     header, failure = b"", None
     ranges: dict[int, list[Tensor]] = {}
     try:
-        for group_rank in joined if not engine.gradients_reduced else ():
+        for group_rank in joined if not engine.gradients.reduced else ():
             shards = _with_gradient(engine, group_rank, has_gradient)
             ranges[group_rank] = [as_bytes(_gradient_range(engine, shard)) for shard in shards]
-        header = write_handover(groups, has_gradient, engine.gradients_reduced)
+        header = write_handover(groups, has_gradient, engine.gradients.reduced)
     except Exception as error:
         failure = error
     collectives.broadcast_bytes(header, collectives.group_rank)

@@ -17,17 +17,18 @@ from onecopy.engine.classes import check_class, is_elementwise
 from onecopy.engine.codec import copy_tree
 from onecopy.engine.collectives import Collectives
 from onecopy.engine.consolidate import consolidate
-from onecopy.engine.core import Engine, reshare, sequential_step
+from onecopy.engine.core import Driver, Engine, reshare, sequential_step
 from onecopy.engine.facts import group_facts, layout_facts
 from onecopy.engine.flat import flat_view
 from onecopy.engine.inputs import normalise, normalise_group, plan_params
 from onecopy.engine.loading import load, shallow_copy
 from onecopy.engine.local import LocalOptimizer, OwnedState, alias, parameter_or_alias
+from onecopy.engine.logs import log_share
+from onecopy.engine.masters import Masters
 from onecopy.engine.norms import clip, total_norm
-from onecopy.engine.overlap import Overlap
+from onecopy.engine.overlap import Overlap, check_step_arguments
 from onecopy.engine.storage import Buckets, InPlace
 from onecopy.engine.torch_private import (
-    debug_enabled,
     in_join_context,
     register_as_torch_zero,
     run_load_post_hooks,
@@ -73,6 +74,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             :class:`~onecopy.ParamSpec` s and the world size to one owner per parameter.
         elementwise: whether the update of an element depends on that element alone. Known for torch's own classes;
             an unknown class keeps whole parameters unless this says otherwise.
+        master_weights: step float32 copies of parameters that are bf16 or fp16. A copy exists on its owner only, and is
+            part of the state dict as ``master_weight``.
+        offload: ``"cpu"`` keeps the state of parameters that are elsewhere in CPU memory, and updates them there.
         **defaults: the options of ``optimizer_class``.
 
     Attributes:
@@ -83,8 +87,11 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         global_rank: this rank among all.
         parameters_as_bucket_view: as given.
         overlap_with_ddp: as given.
+        splittable: whether parameters may be cut, because the class works element by element.
         engine: the machinery of a step, for hooks and other extensions.
         overlap: what steps inside the backward pass, once a hook has been made for this optimizer.
+        driver: what ``step()`` calls outside a join context.
+        wrapped: what waits for transfers under way, once ShardedDataParallel has taken this optimizer over.
         initialized: True once constructed.
     """
 
@@ -98,6 +105,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         *,
         shard_by: ShardBy = "parameter",
         elementwise: bool | None = None,
+        master_weights: bool = False,
+        offload: str | None = None,
         **defaults: Any,
     ) -> None:
         self.initialized = False
@@ -108,13 +117,15 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         has_state = False
         try:
             check_class(optimizer_class, ZeroRedundancyOptimizer)
+            if offload not in (None, "cpu"):
+                raise ValueError(f"offload must be None or 'cpu', got {offload!r}")
             groups = normalise(params)
             tensors, specs = plan_params(groups)
             Optimizer.__init__(self, groups, defaults)
             Joinable.__init__(self)
             self._shard_by = shard_by
-            self._splittable = is_elementwise(optimizer_class, elementwise)
-            layout = extend(None, specs, collectives.world_size, shard_by, self._splittable)
+            self.splittable = is_elementwise(optimizer_class, elementwise)
+            layout = extend(None, specs, collectives.world_size, shard_by, self.splittable)
             local = LocalOptimizer(
                 optimizer_class,
                 defaults,
@@ -124,13 +135,15 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 _flats(tensors),
                 collectives.group_rank,
                 alias if overlap_with_ddp else parameter_or_alias,
+                Masters(master_weights, offload == "cpu"),
             )
             local.pull_options(self.param_groups)
-            has_state = bool(local.inner.state)
+            has_state = bool(local.inner.state) or local.uses_masters
             facts = [
                 Fact("optimizer class", f"{optimizer_class.__module__}.{optimizer_class.__qualname__}"),
                 Fact("parameters_as_bucket_view", str(parameters_as_bucket_view)),
                 Fact("overlap_with_ddp", str(overlap_with_ddp)),
+                Fact("master_weights, offload", f"{master_weights}, {offload}"),
                 *layout_facts(layout, shard_by),
                 *group_facts(self.param_groups),
             ]
@@ -143,7 +156,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 "parameters_as_bucket_view=True is ignored, because overlap_with_ddp=True sends DDP's buckets"
             )
         storage_class = Buckets if parameters_as_bucket_view and not overlap_with_ddp else InPlace
-        self.engine = Engine(collectives, tensors, layout, local, storage_class)
+        self.engine = engine = Engine(collectives, tensors, layout, local, storage_class)
+        self.driver: Driver = sequential_step
+        self.wrapped: Callable[[], None] | None = None
         self.overlap_with_ddp = overlap_with_ddp
         self.overlap: Overlap | None = None
         # A GradScaler that sees this announces itself to step(), which then refuses it instead of training wrongly.
@@ -151,15 +166,19 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._consolidated: _Consolidated | None = None
         self._all_params: list[Tensor] = self.engine.params
         self.defaults = local.inner.defaults
-        self.state: Any = OwnedState(local)
-        self.optim: Optimizer = local.inner
+        self.state: Any = OwnedState(lambda: engine.local)
         self.process_group: Any = collectives.process_group
         self.world_size: int = collectives.world_size
         self.rank: int = collectives.group_rank
         self.global_rank: int = collectives.global_rank
         self.parameters_as_bucket_view = parameters_as_bucket_view
         self.initialized = True
-        self._log_share()
+        log_share(self.engine)
+
+    @property
+    def optim(self) -> Optimizer:
+        """This rank's instance of the optimizer class."""
+        return self.engine.local.inner
 
     @property
     def layout(self) -> Layout:
@@ -188,7 +207,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 may then have been updated without having been shared: load a checkpoint before going on.
         """
         if self.overlap_with_ddp:
-            self._check_overlapped_step(closure, kwargs)
+            check_step_arguments(self.__dict__, closure, kwargs)
         in_join = in_join_context(self)
         if in_join:
             Join.notify_join_context(self)
@@ -196,9 +215,17 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             self.overlap.step_was_called = True
             if self.overlap.finish_step(self.param_groups):
                 return None
-        driver = active_step if in_join else sequential_step
+        driver = active_step if in_join else self.driver
         loss: float | None = driver(self.engine, self.param_groups, closure, kwargs)
         return loss
+
+    def wait(self) -> None:
+        """Wait until this replica is up to date, which ``ShardedDataParallel(overlap_forward=True)`` leaves for later.
+
+        Call it before reading parameters outside the model's forward.
+        """
+        if self.wrapped is not None:
+            self.wrapped()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients of all parameters.
@@ -231,18 +258,6 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """
         return clip([self.engine], max_norm, norm_type, error_if_nonfinite)
 
-    def _check_overlapped_step(self, closure: object, kwargs: dict[str, Any]) -> None:
-        """Refuse what cannot be combined with an update that has already happened inside backward."""
-        what = "a closure" if closure is not None else f"step({', '.join(kwargs)}=...)" if kwargs else None
-        what = "a GradScaler" if "found_inf" in self.__dict__ else what
-        if what is not None:
-            for name in ("found_inf", "grad_scale"):  # a GradScaler takes them back only after a step
-                self.__dict__.pop(name, None)
-            raise RuntimeError(
-                f"{what} cannot be combined with overlap_with_ddp=True, because the update happens inside backward(); "
-                "construct the optimizer without it and register onecopy.reduce_scatter_hook, which steps afterwards"
-            )
-
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group; ownership of what is there already does not move.
 
@@ -254,6 +269,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         if not self.initialized:
             super().add_param_group(param_group)  # torch's constructor adds the first groups through this method
             return
+        if self.wrapped is not None:
+            raise RuntimeError("a group cannot be added to an optimizer that ShardedDataParallel has taken over")
         engine, known = self.engine, len(self.param_groups)
         failure: Exception | None = None
         facts: list[Fact] = []
@@ -261,7 +278,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             group = normalise_group(param_group, known)
             tensors, specs = plan_params([*self.param_groups, group])
             layout = extend(
-                engine.layout, specs[len(engine.params) :], self.world_size, self._shard_by, self._splittable
+                engine.layout, specs[len(engine.params) :], self.world_size, self._shard_by, self.splittable
             )
             super().add_param_group(group)
             engine.local.add_group(group, layout, tensors, _flats(tensors))
@@ -278,8 +295,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._has_state = self._has_state or has_state
         self._consolidated = None
         engine.relayout(tensors, layout)
-        self._all_params = engine.params
-        self._log_share()
+        log_share(engine)
 
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Gather the state of all ranks on one of them, as tensors on the CPU, for :meth:`state_dict` there.
@@ -330,7 +346,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             state_dict: an optimizer's state dict.
         """
         self._has_state = load(
-            self.engine, self.param_groups, lambda: run_load_pre_hooks(self, shallow_copy(state_dict)), self._splittable
+            self.engine, self.param_groups, lambda: run_load_pre_hooks(self, shallow_copy(state_dict)), self.splittable
         )
         self._consolidated = None
         run_load_post_hooks(self)
@@ -360,7 +376,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     def __getattr__(self, name: str) -> Any:
         """Forward ``train`` and ``eval`` of inner optimizers that have them (schedule-free ones); share afterwards."""
-        if name in ("train", "eval") and "optim" in self.__dict__ and callable(getattr(self.optim, name, None)):
+        if name in ("train", "eval") and "engine" in self.__dict__ and callable(getattr(self.optim, name, None)):
             return lambda: reshare(self.engine, self.param_groups, getattr(self.optim, name))
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
@@ -378,22 +394,6 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             "torch's hooks go with torch's class: use onecopy.hook_with_zero_step or "
             "onecopy.hook_with_zero_step_interleaved with a onecopy.ZeroRedundancyOptimizer"
         )
-
-    def _log_share(self) -> None:
-        if not debug_enabled():
-            return
-        sharing = self.engine.sharing
-        logger.info(
-            "rank %d owns %d of %d elements in %d shards; %d messages a step, %d bytes of staging",
-            self.rank,
-            self.layout.elements_per_rank[self.rank],
-            sum(self.layout.elements_per_rank),
-            len(self.layout.owned_by(self.rank)),
-            sharing.messages,
-            sharing.staging_bytes,
-        )
-        if self.rank == 0:
-            logger.info("%s", self.layout)
 
 
 def _flats(tensors: list[Tensor]) -> list[Tensor]:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onecopy.engine import codec
+from onecopy.engine import codec, masters
 from onecopy.engine.agreement import Fact, agree
 from onecopy.engine.collectives import Collectives
 from onecopy.engine.facts import group_facts
@@ -87,12 +87,15 @@ def _describe(layout: Layout, local: LocalOptimizer) -> tuple[list[_Entry], list
     entries: list[_Entry] = []
     everything: list[Tensor] = []
     for owned in local.owned:
-        if owned.tensor not in local.inner.state:
+        if owned.tensor not in local.inner.state and owned.home is None:
             continue
         spec = layout.params[owned.shard.param]
         tensors: list[Tensor] = []
         where = f"rank {local.group_rank}: state of parameter {spec.name!r}"
-        tree = codec.encode(dict(local.inner.state[owned.tensor]), tensors, where)
+        state = dict(local.inner.state.get(owned.tensor, {}))
+        if owned.home is not None:
+            state[masters.KEY] = owned.tensor.detach()
+        tree = codec.encode(state, tensors, where)
         for tensor in tensors:
             if tensor.layout is not torch.strided:
                 raise TypeError(f"{where} holds a tensor of layout {tensor.layout}, which cannot be gathered")

@@ -15,17 +15,22 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.profiler import record_function
 
-from onecopy.engine.classes import SKIPS_MISSING_GRADIENTS
 from onecopy.engine.collectives import Collectives
 from onecopy.engine.flat import flat_like, is_dense
+from onecopy.engine.gradients import FullGradients, Gradients
 from onecopy.engine.inputs import Group
 from onecopy.engine.local import LocalOptimizer
 from onecopy.engine.probing import UNKNOWN, Probe, common_factor, remember, shared_params
 from onecopy.engine.replaced import ReplacementWatch
 from onecopy.engine.sharing import Sharing
 from onecopy.engine.status import StepFacts, make_status
-from onecopy.engine.storage import InPlace, Storage
+from onecopy.engine.storage import Storage
 from onecopy.layout import Layout, ParamSpec
+
+Driver = Callable[["Engine", Sequence[Group], Callable[[], Any] | None, dict[str, Any]], Any]
+"""What does one step: from an engine, the groups, a closure and further arguments to the closure's loss."""
+
+MakeStorage = Callable[[Sequence[Tensor], Layout], Storage]
 
 
 class ClosureError(Exception):
@@ -45,25 +50,23 @@ class Engine:
         params: Sequence[Tensor],
         layout: Layout,
         local: LocalOptimizer,
-        storage_class: type[InPlace],
+        storage_class: MakeStorage,
     ) -> None:
         self.collectives = collectives
         self.local = local
         self._storage_class = storage_class
         self._status = make_status(collectives)
-        # An unknown class may move parameters that have no gradient (weight decay alone), so all of them are sent.
-        self.sends_all = type(local.inner) not in SKIPS_MISSING_GRADIENTS
-        # Set by a hook that reduces gradients to their owners: then only owned ranges of param.grad are reduced, and
-        # ``reduced`` holds this rank's, by parameter, for a rank whose param.grad DDP does not fill (uneven inputs).
-        self.gradients_reduced = False
+        # This rank's reduced ranges, by parameter, for a rank whose param.grad DDP does not fill (uneven inputs).
         self.reduced: dict[int, Tensor] = {}
         self.held: set[int] = set()  # identities of parameters whose gradient was reduced, also after it has been used
         self._probes: list[Probe] = []
+        self.params: list[Tensor] = []  # filled in place, because others hold on to this list
+        self.gradients: Gradients = FullGradients(self.params)
         self.relayout(params, layout)
 
     def forget_gradients(self) -> None:
         """Note that the gradients have been used or thrown away."""
-        self.gradients_reduced = False
+        self.gradients.forget()
         self.reduced.clear()
         self._probes = []
 
@@ -74,7 +77,7 @@ class Engine:
 
     def note_reduced(self) -> None:
         """Note that a hook has given every owner its gradients, which are in ``reduced``."""
-        self.gradients_reduced = True
+        self.gradients.reduced = True
         self.held = {id(param) for param in self.params}
         if self.collectives.control_device.type == "cpu":
             starts = {owned.shard.param: owned.shard.start for owned in self.local.owned}
@@ -82,15 +85,22 @@ class Engine:
 
     def relayout(self, params: Sequence[Tensor], layout: Layout) -> None:
         """Take over these parameters and this layout; storage and transfers are planned anew."""
-        self.params = list(params)
+        self.params[:] = params
         self.layout = layout
         self._layout_digest = layout.digest()
         self._identities = [id(param) for param in self.params]
         self._probe_params = shared_params(layout)
-        self.storage: Storage = self._storage_class(self.params, layout)
+        self.storage = self._storage_class(self.params, layout)
         self.local.repoint(self.storage.flats)
         self.sharing = Sharing(self.collectives, self.storage.pieces, self.storage.direct_bytes)
         self._watch = ReplacementWatch(self.params, [spec.name for spec in layout.params])
+
+    def take_over(
+        self, layout: Layout, local: LocalOptimizer, storage_class: MakeStorage, gradients: Gradients
+    ) -> None:
+        """Go on with another layout of the same parameters, and all that depends on it."""
+        self.local, self._storage_class, self.gradients = local, storage_class, gradients
+        self.relayout(list(self.params), layout)
 
     def follow_moves(self) -> None:
         """Notice parameters whose memory was moved, and follow; refuse where the state could not."""
@@ -134,10 +144,6 @@ class Engine:
                 "the parameters of param_groups were edited by hand; use add_param_group() or construct a new optimizer"
             )
 
-    def has_gradient(self) -> list[bool]:
-        """Which parameters have a gradient now."""
-        return [param.grad is not None for param in self.params]
-
     @record_function("onecopy.update")
     def update(
         self,
@@ -152,6 +158,7 @@ class Engine:
         """
         self.check_groups(groups)
         self.local.push_options(groups)
+        self.local.copies.take_over_writes()
         last_loss: Any = None
 
         def evaluate() -> Any:
@@ -161,14 +168,14 @@ class Engine:
                 last_loss = closure()
             except Exception as error:
                 raise ClosureError(error) from error
-            self.local.bind_gradients(self.layout)
+            self.local.bind_gradients(self.layout, self.gradients.lent())
             return last_loss
 
         try:
             if callable(closure):
                 loss = self.local.step(evaluate, kwargs)
             else:
-                self.local.bind_gradients(self.layout, lent)
+                self.local.bind_gradients(self.layout, self.gradients.lent() if lent is None else lent)
                 loss = self.local.step(closure, kwargs)
         finally:
             self.local.release_gradients()
@@ -202,7 +209,7 @@ class Engine:
     def share(self, has_gradient: Sequence[bool] | None = None) -> None:
         """Make all replicas equal again; with ``has_gradient``, where only those parameters can have changed."""
         # What is sent may depend on the gradients only where the ranks have already agreed on them.
-        everything = has_gradient is None or self.sends_all or self._status.late or all(has_gradient)
+        everything = has_gradient is None or self.local.moves_all or self._status.late or all(has_gradient)
         self.sharing.share(None if everything else has_gradient)
         # Received values and aliases are written behind autograd's back. The version counter makes a backward pass
         # that still needs the old values raise, as it does after a plain optimizer's step.
@@ -213,6 +220,7 @@ class Engine:
         )
         if changed:
             increment_version(changed)
+        self.local.copies.note_versions()
 
 
 def sequential_step(
@@ -231,7 +239,7 @@ def sequential_step(
         raise error.original from None
     except Exception as error:
         failure = error
-    engine.settle(groups, engine.has_gradient(), failure)
+    engine.settle(groups, engine.gradients.has_gradient(), failure)
     engine.forget_gradients()
     return loss
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from onecopy.engine import codec
+from onecopy.engine import codec, masters
 from onecopy.engine.agreement import Fact, agree
 from onecopy.engine.core import Engine
 from onecopy.engine.facts import group_facts
@@ -37,7 +37,7 @@ def load(engine: Engine, groups: Sequence[Group], read: Callable[[], StateDict],
         states = _state_by_index(state_dict, groups)
         _check_shapes(states, engine.layout, elementwise)
         facts = _load_facts(state_dict, states, engine.layout)
-        mine = _local_state_dict(state_dict, states, engine.layout, local)
+        mine, saved_masters = _local_state_dict(state_dict, states, engine.layout, local)
         has_state = bool(states)
     except Exception as error:
         failure = error
@@ -58,7 +58,11 @@ def load(engine: Engine, groups: Sequence[Group], read: Callable[[], StateDict],
         group.update({**members, **saved, "params": members["params"]})
     local.pull_options(groups)
     local.updates = 0
-    return has_state
+    for owned in local.owned:
+        if owned.shard.param in saved_masters:
+            owned.tensor.detach().copy_(saved_masters[owned.shard.param])
+    local.copies.distrust()
+    return has_state or local.uses_masters
 
 
 def shallow_copy(state_dict: object) -> StateDict:
@@ -120,17 +124,26 @@ def _load_facts(state_dict: StateDict, states: Mapping[int, Mapping[Any, Any]], 
 
 def _local_state_dict(
     state_dict: StateDict, states: Mapping[int, Mapping[Any, Any]], layout: Layout, local: LocalOptimizer
-) -> StateDict:
-    """A state dict for the inner optimizer: own copies of what this rank owns, by the inner optimizer's positions."""
+) -> tuple[StateDict, dict[int, Tensor]]:
+    """A state dict for the inner optimizer: own copies of what this rank owns, by the inner optimizer's positions.
+
+    Master weights, which no inner optimizer knows of, come beside it, by parameter.
+    """
     positions = {
         id(tensor): position
         for position, tensor in enumerate(chain.from_iterable(group["params"] for group in local.inner.param_groups))
     }
-    state = {
-        positions[id(owned.tensor)]: _owned_state(states[owned.shard.param], owned, layout.params[owned.shard.param])
-        for owned in local.owned
-        if owned.shard.param in states
-    }
+    state, saved_masters = {}, {}
+    for owned in local.owned:
+        index = owned.shard.param
+        if index not in states:
+            continue
+        values = _owned_state(states[index], owned, layout.params[index])
+        master = values.pop(masters.KEY, None)
+        if master is not None and owned.home is not None:
+            saved_masters[index] = master
+        if values:
+            state[positions[id(owned.tensor)]] = values
     param_groups = [
         {
             **{key: value for key, value in saved.items() if key not in NOT_OPTIONS},
@@ -138,7 +151,7 @@ def _local_state_dict(
         }
         for saved, group in zip(state_dict["param_groups"], local.inner.param_groups, strict=True)
     ]
-    return {"state": state, "param_groups": param_groups}
+    return {"state": state, "param_groups": param_groups}, saved_masters
 
 
 def _load_inner(local: LocalOptimizer, state_dict: StateDict) -> None:

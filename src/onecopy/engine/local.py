@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from onecopy.engine.classes import check_options
+from onecopy.engine.classes import SKIPS_MISSING_GRADIENTS, check_options
+from onecopy.engine.codec import map_tensors
 from onecopy.engine.flat import flat_like
 from onecopy.engine.inputs import Group
+from onecopy.engine.masters import Master, MasterCopies, Masters
 from onecopy.engine.torch_private import bare_step
 from onecopy.layout import Layout, Shard
 
@@ -25,12 +27,14 @@ NOT_OPTIONS = ("params", "param_names")
 class Owned:
     """A shard of this rank, its parameter, and the tensor that the inner optimizer steps for it.
 
-    That tensor is the parameter itself, or an alias of its memory: flat if only a range is owned.
+    That tensor is the parameter itself, an alias of its memory (flat if only a range is owned), or a copy whose values
+    go ``home``, to such an alias, after each step.
     """
 
     shard: Shard
     param: Tensor
     tensor: Tensor
+    home: Tensor | None = None
 
     @property
     def is_alias(self) -> bool:
@@ -41,6 +45,12 @@ class Owned:
     def is_cut(self) -> bool:
         """Whether the rank owns only a part."""
         return self.shard.numel != self.param.numel()
+
+    def bind(self, range_: Tensor | None) -> None:
+        """Give the stepped tensor a gradient, from a flat range in storage order, or none."""
+        if range_ is not None:
+            range_ = _converted(range_.as_strided(self.tensor.shape, self.tensor.stride()), self.tensor)
+        self.tensor.grad = range_
 
 
 Stepped = Callable[[Shard, Tensor, Tensor], Tensor]
@@ -72,8 +82,13 @@ class LocalOptimizer:
         flats: Sequence[Tensor],
         group_rank: int,
         stepped: Stepped = parameter_or_alias,
+        masters: Masters | None = None,
     ) -> None:
+        self.optimizer_class = optimizer_class
         self.group_rank = group_rank
+        self.wanted_masters = masters or Masters()
+        self.uses_masters = any(self.wanted_masters.wanted_for(param) for param in params)  # on some rank
+        self._defaults = defaults
         self.updates = 0  # how often the inner optimizer was stepped, by which others know that its state changed
         self._stepped = stepped
         self._set_aside: list[tuple[Tensor, Tensor | None]] = []
@@ -84,6 +99,21 @@ class LocalOptimizer:
         check_options(self.inner)
         self._step = bare_step(self.inner)
         self._takes_closure = "closure" in inspect.signature(type(self.inner).step).parameters
+        # An unknown class may move parameters that have no gradient (weight decay alone).
+        self.moves_all = type(self.inner) not in SKIPS_MISSING_GRADIENTS
+
+    def rebuilt(
+        self,
+        groups: Sequence[Group],
+        layout: Layout,
+        params: Sequence[Tensor],
+        flats: Sequence[Tensor],
+        masters: Masters,
+    ) -> LocalOptimizer:
+        """Another one for the same parameters that steps aliases or copies of what ``layout`` gives this rank."""
+        return LocalOptimizer(
+            self.optimizer_class, self._defaults, groups, layout, params, flats, self.group_rank, alias, masters
+        )
 
     def add_group(self, group: Group, layout: Layout, params: Sequence[Tensor], flats: Sequence[Tensor]) -> None:
         """Give the inner optimizer its part of the layout's last group."""
@@ -109,11 +139,17 @@ class LocalOptimizer:
 
     def _own(self, shard: Shard, params: Sequence[Tensor], flats: Sequence[Tensor]) -> Owned:
         param = params[shard.param]
+        if self.wanted_masters.wanted_for(param):
+            home = alias(shard, param, flats[shard.param])
+            return Owned(shard, param, self.wanted_masters.copy_of(home), home)
         return Owned(shard, param, self._stepped(shard, param, flats[shard.param]))
 
     def _set_owned(self, owned: list[Owned]) -> None:
         self.owned = owned
         self.tensor_of: dict[Any, Tensor] = {entry.param: entry.tensor for entry in owned}
+        self.copies = MasterCopies(
+            [Master(entry.tensor, entry.home, entry.param) for entry in owned if entry.home is not None]
+        )
 
     def _local_group(self, group: Group, position: int, layout: Layout) -> Group:
         mine = [owned for owned in self.owned if layout.params[owned.shard.param].group == position]
@@ -126,7 +162,9 @@ class LocalOptimizer:
     def repoint(self, flats: Sequence[Tensor]) -> None:
         """Follow parameters that have moved: the aliases keep their identity, and with it their state."""
         for owned in self.owned:
-            if owned.is_alias:
+            if owned.home is not None:
+                owned.home.data = alias(owned.shard, owned.param, flats[owned.shard.param])
+            elif owned.is_alias:
                 owned.tensor.data = alias(owned.shard, owned.param, flats[owned.shard.param])
 
     def push_options(self, groups: Sequence[Group]) -> None:
@@ -143,33 +181,34 @@ class LocalOptimizer:
             self._set_aside = [(owned.tensor, owned.tensor.grad) for owned in self.owned if not owned.is_alias]
         for owned in self.owned:
             if lent is not None:
-                range_ = lent.get(owned.shard.param)
-                owned.tensor.grad = (
-                    None if range_ is None else range_.as_strided(owned.tensor.shape, owned.tensor.stride())
-                )
+                owned.bind(lent.get(owned.shard.param))
             elif owned.is_alias:
                 owned.tensor.grad = self._own_range(owned, layout)
 
     def _own_range(self, owned: Owned, layout: Layout) -> Tensor | None:
         gradient = owned.param.grad
         if gradient is None or not owned.is_cut:
-            return gradient
+            return gradient if gradient is None or owned.home is None else _converted(gradient, owned.tensor)
         if gradient.layout is not torch.strided:
             raise ValueError(
                 f"rank {self.group_rank}: parameter {layout.params[owned.shard.param].name!r} has a sparse gradient "
                 "but is cut among ranks; keep parameters whole with elementwise=False (and shard_by='parameter')"
             )
-        return flat_like(gradient, owned.param)[owned.shard.start : owned.shard.stop]
+        return _converted(flat_like(gradient, owned.param)[owned.shard.start : owned.shard.stop], owned.tensor)
 
     def step_on(self, ranges: Mapping[int, Tensor]) -> None:
         """Step with these flat gradients, by parameter, and no others: torch's optimizers skip what has none."""
-        for owned in self.owned:
-            range_ = ranges.get(owned.shard.param)
-            owned.tensor.grad = None if range_ is None else range_.as_strided(owned.tensor.shape, owned.tensor.stride())
+        self.step_part(self.owned, ranges, {})
+
+    def step_part(self, part: Sequence[Owned], ranges: Mapping[int, Tensor], kwargs: dict[str, Any]) -> None:
+        """Step some of what is owned, where no other stepped tensor has a gradient at that time."""
+        for owned in part:
+            owned.bind(ranges.get(owned.shard.param))
         try:
-            self.step(None, {})
+            self.step(None, kwargs)
         finally:
-            self.release_gradients()
+            for owned in part:
+                owned.tensor.grad = None
 
     def release_gradients(self) -> None:
         """Let go of what :meth:`bind_gradients` took, and put back what it set aside."""
@@ -184,12 +223,14 @@ class LocalOptimizer:
         """Step the inner optimizer; a class whose ``step`` takes no closure has it evaluated beforehand."""
         self.updates += 1
         if closure is None:
-            return self._step(**kwargs)
-        if self._takes_closure:
-            return self._step(closure=closure, **kwargs)
-        with torch.enable_grad():
-            loss = closure()
-        self._step(**kwargs)
+            loss = self._step(**kwargs)
+        elif self._takes_closure:
+            loss = self._step(closure=closure, **kwargs)
+        else:
+            with torch.enable_grad():
+                loss = closure()
+            self._step(**kwargs)
+        self.copies.publish(self.moves_all)
         return loss
 
 
@@ -200,8 +241,12 @@ class OwnedState(MutableMapping[Any, Any]):
     rank has none here.
     """
 
-    def __init__(self, local: LocalOptimizer) -> None:
-        self._local = local
+    def __init__(self, local: Callable[[], LocalOptimizer]) -> None:
+        self._get_local = local
+
+    @property
+    def _local(self) -> LocalOptimizer:
+        return self._get_local()
 
     def __getitem__(self, param: Any) -> Any:
         tensor = self._local.tensor_of.get(param)
@@ -249,8 +294,33 @@ class OwnedState(MutableMapping[Any, Any]):
         return f"{type(self).__name__}({dict(self)!r})"
 
 
+def _converted(gradient: Tensor, tensor: Tensor) -> Tensor:
+    """A gradient of the type that the stepped tensor has (a master weight is finer than its parameter)."""
+    return gradient.to(tensor.device, tensor.dtype)
+
+
 def _copy_options(source: Sequence[Group], destination: Sequence[Group]) -> None:
     for given, taken in zip(source, destination, strict=True):
         for key, value in given.items():
             if key not in NOT_OPTIONS:
                 taken[key] = value
+
+
+def snapshot_options(groups: Sequence[Group]) -> list[Group]:
+    """A copy of the options of all groups."""
+    return [
+        {key: map_tensors(value, torch.clone) for key, value in group.items() if key not in NOT_OPTIONS}
+        for group in groups
+    ]
+
+
+def restore_options(groups: Sequence[Group], snapshot: Sequence[Group]) -> None:
+    """Put options back, so that what a class counts in its groups advances once in a step of several parts."""
+    for group, values in zip(groups, snapshot, strict=True):
+        for key, value in values.items():
+            current = group.get(key)
+            if isinstance(value, Tensor) and isinstance(current, Tensor):
+                # In place: a scheduler may hold on to a tensor learning rate.
+                current.copy_(value)
+            else:
+                group[key] = value

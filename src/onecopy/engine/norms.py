@@ -11,7 +11,6 @@ from torch.nn.utils import get_total_norm
 
 from onecopy.engine.agreement import agree
 from onecopy.engine.core import Engine
-from onecopy.engine.flat import flat_like
 
 
 def total_norm(engines: Sequence[Engine], norm_type: float) -> Tensor:
@@ -20,7 +19,9 @@ def total_norm(engines: Sequence[Engine], norm_type: float) -> Tensor:
     mine: list[Tensor] = []
     failure: Exception | None = None
     try:
-        mine = [gradient for engine in engines for gradient in owned_gradients(engine)]
+        mine = [
+            gradient for engine in engines for gradient in engine.gradients.owned(engine.local.owned, engine.layout)
+        ]
     except Exception as error:
         failure = error
     agree(collectives, "the norm of the gradients", [], failure)
@@ -43,33 +44,6 @@ def clip(engines: Sequence[Engine], max_norm: float, norm_type: float, error_if_
         raise RuntimeError(f"the total norm of order {norm_type} of the gradients is {norm.item()}, not finite")
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     for engine in engines:
-        # Where gradients were reduced to their owners, the rest of param.grad is not stepped on and stays as it is.
-        gradients = (
-            owned_gradients(engine)
-            if engine.gradients_reduced
-            else [param.grad for param in engine.params if param.grad is not None]
-        )
-        for gradient in gradients:
+        for gradient in engine.gradients.to_scale(engine.local.owned, engine.layout):
             gradient.mul_(factor.to(gradient.device, gradient.dtype))
     return norm
-
-
-def owned_gradients(engine: Engine) -> list[Tensor]:
-    """This rank's ranges of the gradients that exist."""
-    found = []
-    for owned in engine.local.owned:
-        gradient = owned.param.grad
-        if gradient is None:
-            continue
-        if not owned.is_cut:
-            found.append(gradient)
-        elif gradient.layout is torch.strided and (
-            gradient.stride() == owned.param.stride() or not engine.gradients_reduced
-        ):
-            found.append(flat_like(gradient, owned.param)[owned.shard.start : owned.shard.stop])
-        else:
-            raise ValueError(
-                f"the gradient of parameter {engine.layout.params[owned.shard.param].name!r} is sparse or has "
-                "other strides than the parameter, which is cut among ranks"
-            )
-    return found

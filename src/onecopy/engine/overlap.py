@@ -28,13 +28,12 @@ from torch.profiler import record_function
 
 from onecopy.engine.agreement import agree
 from onecopy.engine.bucketing import BucketMap, BucketMaps, GradBucket
-from onecopy.engine.codec import map_tensors
 from onecopy.engine.collectives import Collectives
 from onecopy.engine.core import Engine
 from onecopy.engine.facts import group_facts, options_text
 from onecopy.engine.handover import read_handover, write_handover
 from onecopy.engine.inputs import Group
-from onecopy.engine.local import NOT_OPTIONS
+from onecopy.engine.local import restore_options, snapshot_options
 from onecopy.engine.sharing import Sharing, Slots
 from onecopy.engine.stream import DIRECT_BYTES, InFlight
 from onecopy.engine.torch_private import after_backward, in_backward, version_of
@@ -136,10 +135,10 @@ class Overlap:
         if not rest:
             return True
         failure = None
-        has_gradient = [index not in self._covered and has for index, has in enumerate(engine.has_gradient())]
+        has_gradient = [index not in self._covered and has for index, has in enumerate(engine.gradients.has_gradient())]
         try:
             assert self._iteration is not None
-            _restore(engine.local.inner.param_groups, self._iteration.options)
+            restore_options(engine.local.inner.param_groups, self._iteration.options)
             engine.update_some(has_gradient)
         except Exception as error:
             failure = error
@@ -166,13 +165,14 @@ class Overlap:
             engine.follow_moves()
             engine.check_groups(groups)
             engine.local.push_options(groups)
+            engine.local.copies.take_over_writes()
         except Exception as error:
             failure = error  # told to all ranks at the end, like any other
         if self._maps.layouts[0] is not engine.layout:
             self._maps = self._make_maps()
             self._sharing.clear()
         self._covered = set()
-        self._iteration = _Iteration(_snapshot(engine.local.inner.param_groups), failure=failure)
+        self._iteration = _Iteration(snapshot_options(engine.local.inner.param_groups), failure=failure)
 
     def _make_maps(self) -> BucketMaps:
         engine = self._engine
@@ -244,7 +244,7 @@ class Overlap:
         if received and not active:
             read_handover(received).apply_options(groups)
             self._engine.local.push_options(groups)
-            iteration.options = _snapshot(self._engine.local.inner.param_groups)
+            iteration.options = snapshot_options(self._engine.local.inner.param_groups)
 
     def _agree_on_gradients(
         self, params: Sequence[int], has_gradient: Sequence[bool], schedule: Schedule
@@ -268,7 +268,7 @@ class Overlap:
         }
         # Values that a class keeps in its groups (step counters) advance once an iteration, on every rank.
         if ranges or last:
-            _restore(local.inner.param_groups, iteration.options)
+            restore_options(local.inner.param_groups, iteration.options)
             local.step_on(ranges)
 
     @record_function("onecopy.overlap.send")
@@ -281,7 +281,7 @@ class Overlap:
             known = (map_, Sharing(self._collectives, pieces, DIRECT_BYTES, self._slots))
             self._sharing[number] = known
         iteration.flying.drain()
-        touched = None if engine.sends_all else [present.get(index, False) for index in range(len(engine.params))]
+        touched = None if engine.local.moves_all else [present.get(index, False) for index in range(len(engine.params))]
         iteration.flying = known[1].start(touched)
         changed = [engine.params[index] for index, has in present.items() if has]
         if changed:
@@ -291,6 +291,7 @@ class Overlap:
         iteration.flying.drain()
         agree(self._collectives, "the update inside backward()", group_facts(self._groups()), iteration.failure)
         self._engine.local.pull_options(self._groups())
+        self._engine.local.copies.note_versions()
         self._options_after = [options_text(group) for group in self._groups()]
         self.updated = True
 
@@ -319,6 +320,19 @@ class Overlap:
                 )
 
 
+def check_step_arguments(attributes: dict[str, Any], closure: object, kwargs: dict[str, Any]) -> None:
+    """Refuse what cannot be combined with an update that has already happened inside backward."""
+    what = "a closure" if closure is not None else f"step({', '.join(kwargs)}=...)" if kwargs else None
+    what = "a GradScaler" if "found_inf" in attributes else what
+    if what is not None:
+        for name in ("found_inf", "grad_scale"):  # a GradScaler takes them back only after a step
+            attributes.pop(name, None)
+        raise RuntimeError(
+            f"{what} cannot be combined with overlap_with_ddp=True, because the update happens inside backward(); "
+            "construct the optimizer without it and register onecopy.reduce_scatter_hook, which steps afterwards"
+        )
+
+
 @contextlib.contextmanager
 def _noting_failure(iteration: _Iteration) -> Iterator[None]:
     """Keep the first exception for the end of the iteration, when all ranks hear of it."""
@@ -332,21 +346,3 @@ def _tensor_of(result: Any) -> Tensor:
     tensor = result[0] if isinstance(result, (list, tuple)) else result
     assert isinstance(tensor, Tensor), type(result)
     return tensor
-
-
-def _snapshot(groups: Sequence[Group]) -> list[Group]:
-    return [
-        {key: map_tensors(value, torch.clone) for key, value in group.items() if key not in NOT_OPTIONS}
-        for group in groups
-    ]
-
-
-def _restore(groups: Sequence[Group], snapshot: Sequence[Group]) -> None:
-    for group, values in zip(groups, snapshot, strict=True):
-        for key, value in values.items():
-            current = group.get(key)
-            if isinstance(value, Tensor) and isinstance(current, Tensor):
-                # In place: a scheduler may hold on to a tensor learning rate.
-                current.copy_(value)
-            else:
-                group[key] = value

@@ -22,6 +22,7 @@ from onecopy.engine.bucketing import BucketMap, BucketMaps, GradBucket
 from onecopy.engine.collectives import Work
 from onecopy.engine.core import Engine
 from onecopy.engine.lanes import Lane
+from onecopy.engine.pool import Pool
 
 IN_FLIGHT = 2
 """Buckets that may be under way when another one comes; with their size this bounds the extra memory."""
@@ -39,28 +40,6 @@ class _Pending:
     memories: tuple[Tensor, ...]
 
 
-class _Pool:
-    """Memory that is used again from step to step: fresh pages cost as much as the copies into them."""
-
-    def __init__(self) -> None:
-        self._free: list[Tensor] = []
-
-    def take(self, nbytes: int, device: torch.device) -> Tensor:
-        """At least so many bytes, with any content."""
-        fitting = [memory for memory in self._free if memory.numel() >= nbytes and memory.device == device]
-        if not fitting:
-            # What is too small is let go, so that the pool does not grow beyond what is in use at a time.
-            self._free = self._free[1:]
-            return torch.empty(nbytes, dtype=torch.uint8, device=device)
-        smallest = min(fitting, key=Tensor.numel)
-        self._free = [memory for memory in self._free if memory is not smallest]
-        return smallest
-
-    def give_back(self, memories: Sequence[Tensor]) -> None:
-        """Let others use what :meth:`take` returned."""
-        self._free += memories
-
-
 class GradientReducer:
     """Reduces DDP's buckets so that each rank receives what it owns; the rest of ``param.grad`` stays unreduced."""
 
@@ -72,7 +51,7 @@ class GradientReducer:
         self._pending: deque[_Pending] = deque()
         self._done: list[tuple[BucketMap, Tensor, Future[Tensor]]] = []
         self._extremes: list[list[Tensor]] = [[] for _ in engines]
-        self._pool = _Pool()
+        self._pool = Pool()
         self._lanes: dict[torch.device, Lane] = {}
         self._maps = self._make_maps()
         self._guarded: set[int] = set()
@@ -123,12 +102,9 @@ class GradientReducer:
             # This rank's own part stays where it is; the others' are added to it.
             sizes[self._collectives.group_rank] = 0
             shape = (self._collectives.world_size - 1, mine)
-        memories = (
-            self._pool.take(sum(sizes) * dtype.itemsize, buffer.device),
-            self._pool.take(shape[0] * shape[1] * dtype.itemsize, buffer.device),
-        )
-        packed = memories[0][: sum(sizes) * dtype.itemsize].view(dtype)
-        rows = memories[1][: shape[0] * shape[1] * dtype.itemsize].view(dtype).view(shape)
+        packed = self._pool.take(sum(sizes), dtype, buffer.device)
+        received = self._pool.take(shape[0] * shape[1], dtype, buffer.device)
+        rows = received.view(shape)
         map_.pack_by_owner(buffer, self._scale, packed, with_mine=not exchange)
         if exchange:
             here = self._collectives.group_rank
@@ -140,7 +116,7 @@ class GradientReducer:
         if rest:
             together = torch.cat(rest).mul_(self._scale)
             foreign = (self._collectives.all_reduce(together), together)
-        return _Pending(map_, buffer, work, rows, foreign, memories)
+        return _Pending(map_, buffer, work, rows, foreign, (packed, received))
 
     def _finish_all(self) -> None:
         while self._pending:
@@ -172,7 +148,7 @@ class GradientReducer:
             work.wait()
             rest = pending.map.foreign(pending.buffer)
             torch._foreach_copy_(rest, list(together.split([view.numel() for view in rest])))
-        self._pool.give_back(pending.memories)
+        self._pool.give_back(*pending.memories)
 
     def _spread_non_finite(self) -> None:
         """If any rank's reduced range is not finite, show it in what every rank does not own, for each optimizer.

@@ -6,7 +6,7 @@ import functools
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -60,6 +60,16 @@ def run_load_post_hooks(optimizer: Optimizer) -> None:
 def in_backward() -> bool:
     """Whether the calling thread is running a backward pass."""
     return bool(torch._C._current_graph_task_id() != -1)
+
+
+def backward_number() -> int:
+    """Which backward pass the calling thread is running."""
+    return int(torch._C._current_graph_task_id())
+
+
+def when_backward_ends(function: Callable[[], None]) -> None:
+    """Call ``function`` when the running backward pass has computed all gradients."""
+    torch.autograd.Variable._execution_engine.queue_callback(function)
 
 
 def after_backward(function: Callable[[], None]) -> None:
@@ -135,3 +145,38 @@ def register_as_torch_zero(cls: type) -> None:
         warnings.simplefilter("ignore", DeprecationWarning)
         from torch.distributed.optim import ZeroRedundancyOptimizer
     ZeroRedundancyOptimizer.register(cls)
+
+
+aten = torch.ops.aten
+
+SCALING = (
+    aten.zero_.default,
+    aten._foreach_zero_.default,
+    aten.mul_.Tensor,
+    aten.mul_.Scalar,
+    aten._foreach_mul_.Scalar,
+    aten._foreach_mul_.Tensor,
+    aten.div_.Tensor,
+    aten.div_.Scalar,
+    aten._foreach_div_.Scalar,
+    aten._foreach_div_.Tensor,
+)
+"""Operations in place that treat all elements alike."""
+
+ALIASING = (aten.detach.default, aten.alias.default)
+UNSCALING = aten._amp_foreach_non_finite_check_and_unscale_.default
+NORM = aten.linalg_vector_norm.default
+FOREACH_NORM = aten._foreach_norm.Scalar
+
+no_torch_function = torch._C._disabled_torch_function_impl
+"""Says that a tensor subclass looks at operations only where they are dispatched."""
+
+T = TypeVar("T", bound=Tensor)
+
+
+def tensor_without_memory(cls: type[T], like: Tensor) -> T:
+    """An instance of a tensor subclass that has shape, strides, type and device, and nothing else."""
+    made: T = Tensor._make_wrapper_subclass(
+        cls, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device
+    )
+    return made

@@ -1,6 +1,18 @@
 """Who owns what: pure values and functions, computed before anything is sent."""
 
+from onecopy.layout.buckets import BucketPlan, plan_buckets
 from onecopy.layout.model import CUT_MULTIPLE, Layout, ParamSpec, Shard
 from onecopy.layout.policies import OwnerFunction, ShardBy, even_range, extend
 
-__all__ = ["CUT_MULTIPLE", "Layout", "OwnerFunction", "ParamSpec", "Shard", "ShardBy", "even_range", "extend"]
+__all__ = [
+    "CUT_MULTIPLE",
+    "BucketPlan",
+    "Layout",
+    "OwnerFunction",
+    "ParamSpec",
+    "Shard",
+    "ShardBy",
+    "even_range",
+    "extend",
+    "plan_buckets",
+]

@@ -1,0 +1,276 @@
+"""``ShardedDataParallel``: in place of DDP, with gradients and optimizer state divided among the ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+from torch.distributed.device_mesh import DeviceMesh
+
+from onecopy.engine.agreement import Fact, agree
+from onecopy.engine.backward import BackwardReducer
+from onecopy.engine.core import Engine
+from onecopy.engine.facts import layout_facts
+from onecopy.engine.grad_buckets import Bucket, Policy
+from onecopy.engine.logs import log_share
+from onecopy.engine.module_state import ModuleState, cast_floating, tensors_in
+from onecopy.engine.norms import clip, total_norm
+from onecopy.engine.pipeline import Pipeline
+from onecopy.engine.torch_private import in_backward, in_join_context
+from onecopy.engine.waiting import WaitHooks
+from onecopy.optimizer import ZeroRedundancyOptimizer
+from onecopy.wrapping import MixedPrecision, Planned, check_module, collectives_of, plan, replicas_of, take_over
+
+logger = logging.getLogger(__name__)
+
+BUCKET_BYTES = 8 << 20
+
+
+class ShardedDataParallel(nn.Module, Joinable):
+    r"""Trains a replica of ``module`` on every rank, and keeps 1/N of gradients and optimizer state on each.
+
+    It replaces DistributedDataParallel. Parameters stay plain tensors in flat buckets; each bucket's gradients are
+    reduced to their owners during the backward pass and then let go, ``optimizer.step()`` updates what this rank owns
+    and shares it. After ``backward()`` a ``param.grad`` shows this rank's range only.
+
+    Example::
+
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=3e-4)
+        model = ShardedDataParallel(model, optimizer)
+
+    Args:
+        module: the model; its parameters and buffers are made equal on all ranks, those of rank 0.
+        optimizer: a :class:`ZeroRedundancyOptimizer` that has not stepped yet, or several; together they must have
+            every parameter of the module that needs a gradient.
+        broadcast_buffers: send rank 0's buffers to all before each training forward.
+        bucket_bytes: the size from which a bucket is full; one parameter alone may be larger.
+        overlap_forward: let ``step()`` return while new values are on their way, and each submodule wait for its own
+            just before its forward. Read :attr:`uses` first.
+        uses: with ``overlap_forward``, parameters or submodules that a submodule reads beside its own, by name, such as
+            ``{"head": ["embed.weight"]}``; the empty name is the module itself.
+        mixed_precision: the types to compute and communicate in.
+        mesh: a mesh of (replicate, shard): gradients and state are divided along the second dimension, whose group the
+            optimizers must be on, and reduced over both.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: ZeroRedundancyOptimizer | Sequence[ZeroRedundancyOptimizer],
+        *,
+        broadcast_buffers: bool = True,
+        bucket_bytes: int = BUCKET_BYTES,
+        overlap_forward: bool = False,
+        uses: Mapping[str, Sequence[str]] | None = None,
+        mixed_precision: MixedPrecision | None = None,
+        mesh: DeviceMesh | None = None,
+    ) -> None:
+        nn.Module.__init__(self)
+        Joinable.__init__(self)
+        optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
+        collectives = collectives_of(optimizers)
+        replicas = None if mesh is None else replicas_of(mesh, collectives)
+        policy = mixed_precision or MixedPrecision()
+        failure: Exception | None = None
+        facts: list[Fact] = []
+        planned: list[Planned] = []
+        try:
+            check_module(module, optimizers)
+            planned = [plan(module, each, bucket_bytes, policy) for each in optimizers]
+            facts = [fact for each in planned for fact in layout_facts(each.layout, "bucket")]
+            facts.append(Fact("mixed_precision, overlap_forward", f"{policy}, {overlap_forward}"))
+        except Exception as error:
+            failure = error
+        agree(collectives, "constructing ShardedDataParallel", facts, failure)
+        self.module = module
+        self.mixed_precision = policy
+        self.require_backward_grad_sync = True
+        self._collectives, self._replicas = collectives, replicas
+        self._state = ModuleState(module, broadcast_buffers)
+        self._state.share_all(collectives, replicas)
+        names = {id(param): name for name, param in module.named_parameters()}
+        how = Policy(collectives, replicas, policy.reduce_dtype)
+        buckets: list[tuple[int, Bucket]] = []
+        self._pipelines: list[tuple[ZeroRedundancyOptimizer, Pipeline]] = []
+        order = {id(param): place for place, param in enumerate(reversed(list(module.parameters())))}
+        for each in planned:
+            engine = each.optimizer.engine
+            take_over(each, policy)
+            pipeline = Pipeline(engine, each.plans, overlap_forward)
+            self._pipelines.append((each.optimizer, pipeline))
+            each.optimizer.driver = pipeline.step
+            each.optimizer.wrapped = pipeline.wait
+            for bucket in each.plans:
+                params = [engine.params[index] for index in bucket.params]
+                last = max(order[id(param)] for param in params)
+                buckets.append((last, Bucket(bucket, params, [names[id(param)] for param in params], how)))
+            log_share(engine)
+        buckets.sort(key=lambda entry: entry[0])
+        self._reducer = BackwardReducer([bucket for _, bucket in buckets], how)
+        self._waiting = WaitHooks(module, self._pipelines_by_param(), uses or {}) if overlap_forward else None
+        me = weakref.ref(self)
+        module.register_state_dict_pre_hook(lambda *_: _wait_for(me))
+
+    def _pipelines_by_param(self) -> dict[int, tuple[Pipeline, int]]:
+        return {
+            id(param): (pipeline, index)
+            for optimizer, pipeline in self._pipelines
+            for index, param in enumerate(optimizer.engine.params)
+        }
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """The module's forward, after what its replicas must agree on."""
+        if not in_backward():
+            self._reducer.reset()
+        for _, pipeline in self._pipelines:
+            pipeline.check()
+        if self._waiting is not None:
+            self._waiting.begin()
+        if torch.is_grad_enabled() and self.module.training:
+            self._before_training_forward()
+        dtype = self.mixed_precision.param_dtype
+        if dtype is not None and self.mixed_precision.cast_inputs:
+            inputs, kwargs = cast_floating(inputs, dtype), cast_floating(kwargs, dtype)
+        output = self.module(*inputs, **kwargs)
+        if torch.is_grad_enabled():
+            self._watch(output)
+        return output
+
+    def _before_training_forward(self) -> None:
+        self._reducer.attach()
+        source = 0
+        if in_join_context(self):
+            Join.notify_join_context(self)
+            source = self._exchange_join_flags(active=True, synchronises=self.require_backward_grad_sync)[0]
+        self._reducer.synchronises = self.require_backward_grad_sync
+        self._state.share_buffers(self._collectives, self._replicas, source)
+
+    def _watch(self, output: Any) -> None:
+        """Let the reducer know when a backward pass begins, even if it reaches no parameter on this rank."""
+        reducer = self._reducer
+        watched = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+        if watched:
+            torch.autograd.graph.register_multi_grad_hook(watched, lambda _: reducer.begin(), mode="any")
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Forward passes inside leave their whole local gradients in ``param.grad``, for a later pass to reduce."""
+        before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
+        try:
+            yield
+        finally:
+            self.require_backward_grad_sync = before
+
+    def wait(self) -> None:
+        """End transfers that ``overlap_forward`` has left for the next forward."""
+        for _, pipeline in self._pipelines:
+            pipeline.wait()
+
+    def grad_norm(self, norm_type: float = 2.0) -> Tensor:
+        """The norm of all gradients; all ranks make this call together.
+
+        Args:
+            norm_type: the order of the norm, or infinity.
+        """
+        return total_norm(self._engines, norm_type)
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
+        """Scale all gradients so that their norm is at most ``max_norm``; return the norm they had.
+
+        Args:
+            max_norm: the largest norm allowed.
+            norm_type: the order of the norm, or infinity.
+            error_if_nonfinite: raise if the norm is infinite or not a number.
+        """
+        return clip(self._engines, max_norm, norm_type, error_if_nonfinite)
+
+    @property
+    def _engines(self) -> list[Engine]:
+        return [optimizer.engine for optimizer, _ in self._pipelines]
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters, with the values that all ranks have after the last step."""
+        self.wait()
+        return super().named_parameters(*args, **kwargs)
+
+    def train(self, mode: bool = True) -> ShardedDataParallel:
+        """Switch between training and evaluation, which may read parameters in any order.
+
+        Args:
+            mode: True for training.
+        """
+        if "_pipelines" in self.__dict__:
+            self.wait()
+        super().train(mode)
+        return self
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load the module's state dict, or this wrapper's, whose names begin with ``module.``.
+
+        Args:
+            state_dict: names and tensors.
+            strict: whether names must match exactly.
+            assign: not supported, because parameters live in buckets.
+        """
+        if assign:
+            raise ValueError("load_state_dict(assign=True) would take parameters out of their buckets")
+        self.wait()
+        if any(name.startswith("module.") for name in state_dict):
+            return super().load_state_dict(state_dict, strict)
+        return self.module.load_state_dict(state_dict, strict)
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:  # noqa: ARG002 - torch passes what other joinables need
+        """Return the hook with which a rank that has run out of inputs takes part in the others' backward passes.
+
+        Args:
+            **kwargs: not used; shared with the other joinables.
+        """
+        return _ServeBackward(self)
+
+    @property
+    def join_device(self) -> torch.device:
+        """The device for the join context's own communication."""
+        return self._collectives.control_device
+
+    @property
+    def join_process_group(self) -> Any:
+        """The process group for the join context's own communication."""
+        return self._collectives.process_group
+
+    def serve_backward(self) -> None:
+        """Take part in a forward and backward pass of ranks that still have inputs."""
+        for _, pipeline in self._pipelines:
+            pipeline.wait()
+        source, synchronises = self._exchange_join_flags(active=False, synchronises=False)
+        self._state.share_buffers(self._collectives, self._replicas, source)
+        if synchronises:
+            self._reducer.take_part()
+
+    def _exchange_join_flags(self, active: bool, synchronises: bool) -> tuple[int, bool]:
+        """The lowest rank that has inputs, and whether its backward pass will synchronise."""
+        flags = self._collectives.all_gather_words([int(active), int(synchronises)])
+        source = next(rank for rank, flag in enumerate(flags) if flag[0])
+        return source, bool(flags[source][1])
+
+
+def _wait_for(model: weakref.ref[ShardedDataParallel]) -> None:
+    live = model()
+    if live is not None:
+        live.wait()
+
+
+class _ServeBackward(JoinHook):
+    """What a rank that has run out of inputs does for each pass of the others."""
+
+    def __init__(self, model: ShardedDataParallel) -> None:
+        self._model = model
+
+    def main_hook(self) -> None:
+        """Serve one pass."""
+        self._model.serve_backward()

@@ -1,0 +1,258 @@
+"""Gradients sharded during the backward pass: every bucket is reduced to its owners as soon as it is full.
+
+1. A hook in front of a parameter's gradient takes away the range that an earlier pass left there, so that autograd
+   finds nothing to add to. A hook behind it moves the new gradient into its bucket.
+2. Buckets are exchanged in the same order on all ranks: each when it is full and all before it are under way, those
+   that do not fill (unused parameters) when the pass ends. Few are under way at a time.
+3. When the pass ends, all are added up, the ranks agree on which parameters have a gradient anywhere, and
+   ``param.grad`` becomes the owned range of it.
+
+Nothing raises before the end, because other ranks count on every exchange: what goes wrong is told to all of them then.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.profiler import record_function
+
+from onecopy.engine.agreement import raise_together
+from onecopy.engine.collectives import Work
+from onecopy.engine.grad_buckets import Bucket, Policy, sum_into
+from onecopy.engine.pool import Pool
+from onecopy.engine.shard_grad import ShardGrad
+from onecopy.engine.torch_private import backward_number, when_backward_ends
+
+IN_FLIGHT = 2
+"""Buckets that may be under way when another one is full; with their size this bounds the extra memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Pending:
+    """An exchange under way. Its buffers are used by the transfer until it has ended."""
+
+    bucket: Bucket
+    buffer: Tensor
+    rows: Sequence[Tensor]
+    memory: Tensor
+    work: Work
+
+
+@dataclass(slots=True)
+class _Pass:
+    """One backward pass."""
+
+    number: int
+    next: int = 0  # the bucket that is launched next
+    pending: deque[_Pending] = field(default_factory=deque)
+    failure: Exception | None = None
+
+
+class BackwardReducer:
+    """Reduces the gradients of some buckets, in order, in every backward pass that synchronises."""
+
+    def __init__(self, buckets: Sequence[Bucket], policy: Policy) -> None:
+        self.synchronises = True
+        self._buckets = list(buckets)
+        self._policy = policy
+        self._pool = Pool()
+        self._pass: _Pass | None = None
+        self._hooked: set[int] = set()
+        self.attach()
+
+    def attach(self) -> None:
+        """Put hooks on all parameters that need a gradient and have none yet."""
+        for bucket in self._buckets:
+            for position, param in enumerate(bucket.params):
+                if param.requires_grad and id(param) not in self._hooked:
+                    self._hooked.add(id(param))
+                    _attach(weakref.ref(self), weakref.ref(bucket), position, param)
+
+    def begin(self) -> None:
+        """Note that a backward pass runs; also where none of its gradients is for a parameter of ours."""
+        number = backward_number()
+        if not self.synchronises or (self._pass is not None and self._pass.number == number):
+            return
+        if self._pass is not None:
+            raise RuntimeError(
+                "a backward pass began inside another one: with activation checkpointing use use_reentrant=False"
+            )
+        self._pass = _Pass(number)
+        for bucket in self._buckets:
+            bucket.begin()
+        me = weakref.ref(self)
+
+        def end() -> None:
+            live = me()
+            if live is not None and live._pass is not None and live._pass.number == number:
+                live.finish()
+
+        when_backward_ends(end)
+
+    def reset(self) -> None:
+        """Forget a backward pass that was interrupted; what it left under way is not waited for."""
+        self._pass = None
+
+    def before(self, bucket: Bucket, position: int) -> None:
+        """In front of autograd's accumulation: set aside what an earlier pass has reduced."""
+        self.begin()
+        param = bucket.params[position]
+        if isinstance(param.grad, ShardGrad):
+            bucket.kept[position] = True
+            param.grad = None
+        elif param.grad is None:
+            bucket.kept[position] = False
+
+    def after(self, bucket: Bucket, position: int) -> None:
+        """Behind autograd's accumulation: move the whole local gradient into its bucket."""
+        current, param = self._pass, bucket.params[position]
+        if not self.synchronises or current is None or param.grad is None:
+            return
+        try:
+            bucket.put(position, param.grad, self._pool)
+            param.grad = None
+            while current.next < len(self._buckets) and self._buckets[current.next].missing == 0:
+                self._launch(current)
+        except Exception as error:
+            current.failure = current.failure or error
+
+    def take_part(self) -> None:
+        """Serve one backward pass of other ranks, with nothing to add (uneven inputs)."""
+        self._pass = current = _Pass(-1)
+        for bucket in self._buckets:
+            bucket.begin()
+            bucket.allocate()
+            for param in bucket.params:
+                param.grad = None
+        before = [bucket.shard.clone() for bucket in self._buckets]
+        present, kept = self._finish(current, active=False)
+        self._pass = None
+        # The others know whether gradients were zeroed since the last pass; this rank has seen nothing of that.
+        for bucket, old, keeps in zip(self._buckets, before, kept, strict=True):
+            bucket.kept = list(keeps)
+            new = bucket.shard.clone()
+            bucket.shard.copy_(old)
+            bucket.prepare()
+            bucket.shard.add_(new)
+        self._show(present)
+
+    def _launch(self, current: _Pass) -> None:
+        bucket = self._buckets[current.next]
+        current.next += 1
+        if len(current.pending) >= IN_FLIGHT:
+            self._add_up(current.pending.popleft())
+        with record_function("onecopy.reduce"):
+            current.pending.append(self._exchange(bucket))
+
+    def _exchange(self, bucket: Bucket) -> _Pending:
+        collectives, plan = self._policy.collectives, bucket.plan
+        buffer = bucket.close(self._pool)
+        bucket.buffer = None
+        if bucket.wire_dtype is torch.float16:
+            buffer.mul_(self._policy.scale)  # a sum of many could leave its narrow range
+        ranges = [plan.range_of(rank) for rank in range(collectives.world_size)]
+        if collectives.exchanges_fast:
+            length = bucket.mine[1] - bucket.mine[0]
+            memory = self._pool.take((collectives.world_size - 1) * length, bucket.wire_dtype, bucket.device)
+            others = list(memory.view(collectives.world_size - 1, length)) if length else []
+            empty = memory[:0]
+            rows = others or [empty] * (collectives.world_size - 1)
+            rows = [*rows[: collectives.group_rank], empty, *rows[collectives.group_rank :]]
+            work = collectives.exchange([buffer[start:stop] for start, stop in ranges], rows)
+            rows[collectives.group_rank] = buffer[slice(*bucket.mine)]
+            return _Pending(bucket, buffer, rows, memory, work)
+        memory = self._pool.take(plan.longest, bucket.wire_dtype, bucket.device)
+        work = collectives.reduce_scatter(buffer, [stop - start for start, stop in ranges], memory)
+        return _Pending(bucket, buffer, [memory[: bucket.mine[1] - bucket.mine[0]]], memory, work)
+
+    def _add_up(self, pending: _Pending) -> None:
+        bucket = pending.bucket
+        pending.work.wait()
+        bucket.allocate()
+        bucket.prepare()
+        with record_function("onecopy.add"):
+            scale = 1.0 if bucket.wire_dtype is torch.float16 else self._policy.scale
+            if self._policy.replicas is None:
+                sum_into(bucket.shard, pending.rows, scale, keep=any(bucket.kept))
+            else:
+                total = torch.empty_like(bucket.shard)
+                sum_into(total, pending.rows, scale, keep=False)
+                self._policy.replicas.all_reduce(total).wait()
+                bucket.shard.add_(total) if any(bucket.kept) else bucket.shard.copy_(total)
+        self._pool.give_back(pending.buffer, pending.memory)
+
+    def finish(self) -> None:
+        """The end of a backward pass."""
+        current, self._pass = self._pass, None
+        assert current is not None
+        for bucket in self._buckets:
+            # What was accumulated without synchronising and not used in this pass is reduced with it.
+            for position, param in enumerate(bucket.params):
+                if not bucket.launched and not bucket.arrived[position] and param.grad is not None:
+                    self._take_unused(current, bucket, position)
+        present, _ = self._finish(current, active=True)
+        self._show(present)
+
+    def _take_unused(self, current: _Pass, bucket: Bucket, position: int) -> None:
+        gradient = bucket.params[position].grad
+        if gradient is None or isinstance(gradient, ShardGrad):
+            return
+        try:
+            bucket.put(position, gradient, self._pool)
+            bucket.params[position].grad = None
+        except Exception as error:
+            current.failure = current.failure or error
+
+    def _finish(self, current: _Pass, active: bool) -> tuple[list[list[bool]], list[list[bool]]]:
+        """Exchange what is left and add up; return who has a gradient on any rank, and who had one before the pass."""
+        while current.next < len(self._buckets):
+            self._launch(current)
+        has = [[a or k for a, k in zip(b.arrived, b.kept, strict=True)] for b in self._buckets]
+        kept = [b.kept if active else [False] * len(b.kept) for b in self._buckets]
+        flags = [current.failure is not None, *(flag for lists in (has, kept) for row in lists for flag in row)]
+        collectives = self._policy.collectives
+        word = torch.tensor(flags, dtype=torch.uint8, device=collectives.control_device)
+        work = collectives.all_reduce(word, largest=True)
+        while current.pending:
+            self._add_up(current.pending.popleft())
+        work.wait()
+        if self._policy.replicas is not None:
+            self._policy.replicas.all_reduce(word, largest=True).wait()
+        failed, *agreed = [bool(flag) for flag in word.tolist()]
+        if failed:
+            raise_together(collectives, "backward()", current.failure)
+        rows, position = [], 0
+        for bucket in (*self._buckets, *self._buckets):
+            rows.append(agreed[position : position + len(bucket.params)])
+            position += len(bucket.params)
+        return rows[: len(self._buckets)], rows[len(self._buckets) :]
+
+    def _show(self, present: Sequence[Sequence[bool]]) -> None:
+        for bucket, flags in zip(self._buckets, present, strict=True):
+            for param, gradient, has in zip(bucket.params, bucket.gradients, flags, strict=True):
+                if has:
+                    param.grad = gradient
+
+
+def _attach(
+    reducer: Callable[[], BackwardReducer | None], bucket: Callable[[], Bucket | None], position: int, param: Tensor
+) -> None:
+    """Hooks that do not keep the reducer alive, and do nothing once it is gone."""
+
+    def before(_gradient: Tensor) -> None:
+        live, home = reducer(), bucket()
+        if live is not None and home is not None:
+            live.before(home, position)
+
+    def after(_param: Tensor) -> None:
+        live, home = reducer(), bucket()
+        if live is not None and home is not None:
+            live.after(home, position)
+
+    param.register_hook(before)
+    param.register_post_accumulate_grad_hook(after)

@@ -1,0 +1,176 @@
+"""The driver for parameters in divided buckets: update a bucket while the one before it is on its way to all ranks.
+
+1. Confirm: all ranks have gradients for the same parameters and the same options, and none has failed yet.
+2. Bucket by bucket, those that the next forward pass reads first in front: update, start sending.
+3. Wait for all of it and confirm again; or leave both to the next forward pass (``overlap``), whose modules wait for
+   what they read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+from torch.profiler import record_function
+
+from onecopy.engine.agreement import raise_together
+from onecopy.engine.arena import Arena
+from onecopy.engine.collectives import Work
+from onecopy.engine.core import Engine
+from onecopy.engine.inputs import Group
+from onecopy.engine.local import Owned, restore_options, snapshot_options
+from onecopy.engine.sharing import Sharing
+from onecopy.engine.stream import InFlight
+from onecopy.layout import BucketPlan
+
+SEGMENT_BYTES = 8 << 20
+"""Buckets are updated and sent together until they have this size."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Segment:
+    """Some buckets that are updated together: their parameters, what this rank owns of them, and how they are sent."""
+
+    params: frozenset[int]
+    owned: tuple[Owned, ...]
+    sharing: Sharing
+
+
+class Pipeline:
+    """Steps one engine, whose storage is an :class:`~onecopy.engine.arena.Arena`."""
+
+    def __init__(self, engine: Engine, plans: Sequence[BucketPlan], overlap: bool) -> None:
+        self._engine = engine
+        self._plans = list(plans)
+        self._overlap = overlap
+        self._storage: object = None
+        self._segments: list[_Segment] = []
+        self._flying: dict[int, tuple[InFlight, list[Tensor]]] = {}
+        self._verdict: tuple[Work, Tensor] | None = None
+        self._plan()
+
+    def step(
+        self, engine: Engine, groups: Sequence[Group], closure: Callable[[], Any] | None, kwargs: dict[str, Any]
+    ) -> Any:
+        """One step, as every driver does it."""
+        loss = None
+        if callable(closure):
+            with torch.enable_grad():
+                loss = closure()
+        local, gradients = engine.local, engine.gradients
+        ranges: dict[int, Tensor] = {}
+        failure: Exception | None = None
+        self.wait()
+        try:
+            engine.follow_moves()
+            self._plan()
+            engine.check_groups(groups)
+            local.push_options(groups)
+            local.copies.take_over_writes()
+            ranges = dict(gradients.lent() or {})
+        except Exception as error:
+            failure = error
+        has_gradient = gradients.has_gradient()
+        engine.confirm(groups, has_gradient, failure)
+        options = snapshot_options(local.inner.param_groups)
+        for number, segment in enumerate(self._segments):
+            try:
+                if failure is None:
+                    with record_function("onecopy.update"):
+                        restore_options(local.inner.param_groups, options)
+                        local.step_part(segment.owned, ranges, kwargs)
+            except Exception as error:
+                failure = error
+            self._send(number, segment, has_gradient)
+        self._end(failure)
+        local.pull_options(groups)
+        return loss
+
+    def _send(self, number: int, segment: _Segment, has_gradient: Sequence[bool]) -> None:
+        engine = self._engine
+        everything = engine.local.moves_all
+        changed = [engine.params[index] for index in segment.params if everything or has_gradient[index]]
+        with record_function("onecopy.share"):
+            self._flying[number] = (segment.sharing.start(None if everything else has_gradient), changed)
+
+    def _end(self, failure: Exception | None) -> None:
+        collectives = self._engine.collectives
+        word = torch.tensor([int(failure is not None)], dtype=torch.int64, device=collectives.control_device)
+        self._verdict = (collectives.all_reduce(word, largest=True), word)
+        if failure is not None:
+            self._drain(list(self._flying))
+            self._verdict = None
+            raise_together(collectives, "step()", failure)
+        if not self._overlap:
+            self.wait()
+
+    def wait(self) -> None:
+        """End everything that is under way; raise if a rank has failed in its part of the step."""
+        self.check()
+        self._drain(list(self._flying))
+
+    def check(self) -> None:
+        """Raise if a rank has failed in its part of the step that is under way."""
+        verdict, self._verdict = self._verdict, None
+        if verdict is None:
+            return
+        work, word = verdict
+        work.wait()
+        if word.item():
+            self._drain(list(self._flying))
+            raise_together(self._engine.collectives, "step()", None)
+
+    @property
+    def under_way(self) -> bool:
+        """Whether something has not arrived everywhere yet."""
+        return bool(self._flying)
+
+    def wait_for(self, segments: Iterable[int]) -> None:
+        """End the transfers of some segments."""
+        if self._flying:
+            self._drain([number for number in segments if number in self._flying])
+
+    def segments_of(self, params: Iterable[int]) -> frozenset[int]:
+        """Which segments hold these parameters."""
+        wanted = set(params)
+        return frozenset(
+            number for number, segment in enumerate(self._segments) if not wanted.isdisjoint(segment.params)
+        )
+
+    def _drain(self, numbers: Sequence[int]) -> None:
+        if not numbers:
+            return
+        for number in numbers:
+            flying, changed = self._flying.pop(number)
+            flying.drain()
+            if changed:
+                # Written behind autograd's back: whoever has used the old values is told so by autograd.
+                increment_version(changed)
+        if not self._flying:
+            self._engine.local.copies.note_versions()
+
+    def _plan(self) -> None:
+        """Divide the buckets into segments, anew where parameters have moved."""
+        engine, storage = self._engine, self._engine.storage
+        if storage is self._storage:
+            return
+        assert isinstance(storage, Arena)
+        self._storage = storage
+        sets: list[list[int]] = [[]]
+        size = 0
+        for number in reversed(range(len(self._plans))):
+            if size >= SEGMENT_BYTES and not engine.local.moves_all:
+                sets.append([])
+                size = 0
+            sets[-1].append(number)
+            size += storage.buckets[number].numel() * storage.buckets[number].element_size()
+        self._segments = []
+        for numbers in sets:
+            params = frozenset(index for number in numbers for index in self._plans[number].params)
+            owned = tuple(entry for entry in engine.local.owned if entry.shard.param in params)
+            pieces = [piece for number in numbers for piece in storage.pieces_of[number]]
+            self._segments.append(_Segment(params, owned, Sharing(engine.collectives, pieces, storage.direct_bytes)))

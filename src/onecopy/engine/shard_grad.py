@@ -1,0 +1,134 @@
+"""What ``param.grad`` is where gradients are sharded: a tensor of the parameter's shape that holds this rank's range.
+
+Code that asks whether there is a gradient, zeroes it, scales it, unscales it with a GradScaler or takes its norm works
+as with an ordinary one (a norm and an unscaling are then calls that all ranks make together). Everything else is
+refused, because only a part of the values is here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onecopy.engine.collectives import Collectives
+from onecopy.engine.torch_private import (
+    ALIASING,
+    FOREACH_NORM,
+    NORM,
+    SCALING,
+    UNSCALING,
+    no_torch_function,
+    tensor_without_memory,
+)
+
+
+class ShardGrad(Tensor):
+    """A gradient of which only this rank's range exists, in :attr:`local`.
+
+    Attributes:
+        local: the reduced values of the range that this rank owns, flat, in storage order (possibly none).
+    """
+
+    local: Tensor
+    collectives: Collectives
+
+    __torch_function__ = no_torch_function  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(cls, local: Tensor, param: Tensor, collectives: Collectives) -> ShardGrad:
+        """A tensor with the parameter's shape, type and device, without memory of its own."""
+        made = tensor_without_memory(cls, param)
+        made.local = local
+        made.collectives = collectives
+        return made
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"ShardGrad({self.local.numel()} of {self.numel()} elements, {self.local})"
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch's annotation leaves the function out
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        handler = _HANDLERS.get(func)
+        if handler is None:
+            raise RuntimeError(
+                f"{func} on the gradient of a parameter under ShardedDataParallel: only this rank's range of it is "
+                "here (param.grad.local). Clip with optimizer.clip_grad_norm_(), read norms with "
+                "optimizer.grad_norm(), or compute what you need before backward()"
+            )
+        return handler(func, args, kwargs or {})
+
+
+def _local(value: Any) -> Any:
+    if isinstance(value, ShardGrad):
+        return value.local
+    return [_local(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def _on_locals(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """An operation in place that treats all elements alike."""
+    func(*(_local(arg) for arg in args), **kwargs)
+    return args[0]
+
+
+def _alias(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardGrad:
+    del func, kwargs
+    gradient = args[0]
+    return ShardGrad(gradient.local, gradient, gradient.collectives)
+
+
+def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Unscale what is here, and make all ranks see an infinity that one of them has found."""
+    gradients, found_inf, inverse_scale = args
+    func([gradient.local for gradient in gradients], found_inf, inverse_scale, **kwargs)
+    collectives: Collectives = gradients[0].collectives
+    word = found_inf.to(collectives.control_device)
+    collectives.all_reduce(word, largest=True).wait()
+    found_inf.copy_(word)
+
+
+def _norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    del func
+    gradient, order, dim = args[0], *(*args[1:], 2.0)[:1], (args[2] if len(args) > 2 else None)
+    if dim is not None:
+        raise RuntimeError("a norm over some dimensions of a sharded gradient is not supported")
+    return _norms([gradient], float(order), kwargs.get("dtype"))[0]
+
+
+def _foreach_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    del func
+    order = float(args[1]) if len(args) > 1 else 2.0
+    return _norms(args[0], order, kwargs.get("dtype"))
+
+
+def _norms(gradients: Sequence[ShardGrad], order: float, dtype: torch.dtype | None) -> list[Tensor]:
+    """The norm of each gradient over all ranks."""
+    first, collectives = gradients[0], gradients[0].collectives
+    word = torch.stack(
+        [
+            torch.linalg.vector_norm(gradient.local.detach(), order, dtype=torch.float64)
+            if gradient.local.numel()
+            else torch.zeros((), dtype=torch.float64, device=gradient.device)
+            for gradient in gradients
+        ]
+    ).to(collectives.control_device)
+    if math.isinf(order):
+        collectives.all_reduce(word, largest=True).wait()
+    else:
+        word.pow_(order)
+        collectives.all_reduce(word).wait()
+        word.pow_(1.0 / order)
+    return list(word.to(first.device, dtype or first.dtype))
+
+
+_HANDLERS: dict[Any, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {
+    **dict.fromkeys(SCALING, _on_locals),
+    **dict.fromkeys(ALIASING, _alias),
+    UNSCALING: _unscale,
+    NORM: _norm,
+    FOREACH_NORM: _foreach_norm,
+}

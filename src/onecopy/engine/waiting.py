@@ -1,0 +1,85 @@
+"""Modules that wait for their own parameters just before they run, while others are still on their way.
+
+A module waits for what it holds directly, and for what the user says it reads beside that. What belongs to modules
+whose forward does not run is waited for before anything else: some modules, such as ``nn.MultiheadAttention``, read
+their children's parameters without calling them. Which ones run is learnt from the last forward pass; before the
+first one ends, everything is waited for at once.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from onecopy.engine.pipeline import Pipeline
+
+READ_THEIR_CHILDREN = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)
+"""Modules of torch's own that read parameters of their children themselves."""
+
+
+class WaitHooks:
+    """Forward pre-hooks on all submodules that hold or read parameters."""
+
+    def __init__(
+        self, module: nn.Module, pipelines: Mapping[int, tuple[Pipeline, int]], uses: Mapping[str, Sequence[str]]
+    ) -> None:
+        self._pipelines = dict(pipelines)
+        self._reads: dict[str, list[int]] = {}  # by submodule, identities of parameters
+        self._ran: set[str] = set()
+        self._ran_before: set[str] | None = None
+        names = dict(module.named_parameters(remove_duplicate=False))
+        modules = dict(module.named_modules())
+        for name, submodule in modules.items():
+            deep = isinstance(submodule, READ_THEIR_CHILDREN)
+            self._reads[name] = [id(param) for param in submodule.parameters(recurse=deep)]
+        for name, others in uses.items():
+            if name not in modules:
+                raise ValueError(f"uses names a submodule {name!r} that the module does not have")
+            for other in others:
+                if other in names:
+                    self._reads[name].append(id(names[other]))
+                elif other in modules:
+                    self._reads[name] += [id(param) for param in modules[other].parameters()]
+                else:
+                    raise ValueError(f"uses[{name!r}] names {other!r}, which is neither a parameter nor a submodule")
+        me = weakref.ref(self)
+        for name, submodule in modules.items():
+            if self._reads[name]:
+                submodule.register_forward_pre_hook(_hook(me, name))
+
+    def begin(self) -> None:
+        """Before the module's forward: wait for what no submodule will wait for."""
+        known, self._ran_before, self._ran = self._ran_before, self._ran, set()
+        if known is None or not self._ran_before:
+            for pipeline in {id(pipeline): pipeline for pipeline, _ in self._pipelines.values()}.values():
+                pipeline.wait()
+            return
+        waited = {param for name in self._ran_before for param in self._reads[name]}
+        self._wait([param for param in self._pipelines if param not in waited])
+
+    def before(self, name: str) -> None:
+        """Before one submodule's forward."""
+        self._ran.add(name)
+        self._wait(self._reads[name])
+
+    def _wait(self, params: Sequence[int]) -> None:
+        wanted: dict[int, tuple[Pipeline, list[int]]] = {}
+        for param in params:
+            if param in self._pipelines:
+                pipeline, index = self._pipelines[param]
+                wanted.setdefault(id(pipeline), (pipeline, []))[1].append(index)
+        for pipeline, indices in wanted.values():
+            if pipeline.under_way:
+                pipeline.wait_for(pipeline.segments_of(indices))
+
+
+def _hook(hooks: weakref.ref[WaitHooks], name: str) -> Any:
+    def wait(_module: nn.Module, _inputs: Any) -> None:
+        live = hooks()
+        if live is not None:
+            live.before(name)
+
+    return wait

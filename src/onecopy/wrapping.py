@@ -1,0 +1,147 @@
+"""What ``ShardedDataParallel`` does to an optimizer: check it, plan buckets for its parameters, take it over."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from onecopy.engine.arena import Arena
+from onecopy.engine.collectives import Collectives
+from onecopy.engine.flat import flat_view
+from onecopy.engine.gradients import ShardedGradients
+from onecopy.engine.masters import Masters
+from onecopy.layout import BucketPlan, Layout, plan_buckets
+from onecopy.optimizer import ZeroRedundancyOptimizer
+
+
+@dataclass(frozen=True, slots=True)
+class MixedPrecision:
+    """The types in which a model computes and communicates.
+
+    Attributes:
+        param_dtype: convert floating-point parameters to this type (default: leave them).
+        reduce_dtype: the type in which gradients travel and are added up (default: their own).
+        master_weights: keep float32 copies of parameters in bf16 or fp16, on their owners only.
+        cast_inputs: convert floating-point inputs of the model to ``param_dtype``.
+    """
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    master_weights: bool = True
+    cast_inputs: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("param_dtype", "reduce_dtype"):
+            dtype = getattr(self, name)
+            if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+                raise ValueError(f"{name} must be a floating-point type, got {dtype!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """One optimizer's new layout, with the buckets it comes from."""
+
+    optimizer: ZeroRedundancyOptimizer
+    layout: Layout
+    plans: tuple[BucketPlan, ...]
+    masters: Masters
+
+
+def collectives_of(optimizers: Sequence[object]) -> Collectives:
+    """The ranks that all of the optimizers are on."""
+    if not optimizers:
+        raise ValueError("ShardedDataParallel needs at least one optimizer, got an empty list")
+    for optimizer in optimizers:
+        if not isinstance(optimizer, ZeroRedundancyOptimizer):
+            raise TypeError(
+                f"optimizer must be a onecopy.ZeroRedundancyOptimizer (or a list of them), got "
+                f"{torch.typename(optimizer)}; the order is ShardedDataParallel(module, optimizer)"
+            )
+    groups = [
+        optimizer.engine.collectives for optimizer in optimizers if isinstance(optimizer, ZeroRedundancyOptimizer)
+    ]
+    if any(other.process_group is not groups[0].process_group for other in groups):
+        raise ValueError("the optimizers of ShardedDataParallel must be on the same process group")
+    return groups[0]
+
+
+def replicas_of(mesh: DeviceMesh, shard: Collectives) -> Collectives:
+    """The ranks along the first dimension of a mesh, whose second dimension is ``shard``."""
+    if mesh.ndim != 2:
+        raise ValueError(f"mesh must have two dimensions, (replicate, shard), got {mesh.ndim}")
+    if mesh.get_group(1) is not shard.process_group:
+        raise ValueError(
+            "the optimizers must be on the mesh's second dimension: construct them with process_group=mesh.get_group(1)"
+        )
+    return Collectives(mesh.get_group(0))
+
+
+def check_module(module: object, optimizers: Sequence[ZeroRedundancyOptimizer]) -> None:
+    """Raise unless the optimizers are untouched and have, together, what the module trains."""
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"module must be a torch.nn.Module, got {torch.typename(module)}")
+    held = {id(param): name for name, param in module.named_parameters()}
+    owned: dict[int, int] = {}
+    for number, optimizer in enumerate(optimizers):
+        if optimizer.overlap_with_ddp:
+            raise ValueError("overlap_with_ddp=True is for DDP; construct the optimizer without it")
+        if optimizer.wrapped is not None:
+            raise ValueError(f"optimizer {number} already belongs to a ShardedDataParallel")
+        if optimizer.optim.state:
+            raise ValueError(
+                f"optimizer {number} has state already: wrap the model before the first step() and before "
+                "load_state_dict()"
+            )
+        for spec, param in zip(optimizer.layout.params, optimizer.engine.params, strict=True):
+            if id(param) not in held:
+                raise ValueError(f"parameter {spec.name!r} of optimizer {number} is not a parameter of the module")
+            if id(param) in owned:
+                raise ValueError(f"parameter {held[id(param)]!r} is in optimizers {owned[id(param)]} and {number}")
+            owned[id(param)] = number
+    for name, param in module.named_parameters():
+        if param.requires_grad and id(param) not in owned:
+            raise ValueError(
+                f"parameter {name!r} of the module needs a gradient but is in no optimizer: add it to one, or freeze "
+                "it with requires_grad_(False)"
+            )
+
+
+def plan(module: nn.Module, optimizer: ZeroRedundancyOptimizer, bucket_bytes: int, policy: MixedPrecision) -> Planned:
+    """Divide one optimizer's parameters into buckets, in reverse order of their place in the module."""
+    if not isinstance(bucket_bytes, int) or bucket_bytes < 1:
+        raise ValueError(f"bucket_bytes must be a positive number of bytes, got {bucket_bytes!r}")
+    engine = optimizer.engine
+    specs = engine.layout.converted(policy.param_dtype).params if policy.param_dtype else engine.layout.params
+    place = {id(param): number for number, param in enumerate(module.parameters())}
+    order = sorted(range(len(specs)), key=lambda index: -place[id(engine.params[index])])
+    layout, plans = plan_buckets(specs, order, engine.collectives.world_size, optimizer.splittable, bucket_bytes)
+    wanted = engine.local.wanted_masters
+    precise = wanted.precise or (policy.param_dtype is not None and policy.master_weights)
+    return Planned(optimizer, layout, plans, Masters(precise, wanted.offload))
+
+
+def take_over(planned: Planned, policy: MixedPrecision) -> None:
+    """Convert the parameters, move them into buckets, and give the inner optimizer what this rank owns of them."""
+    engine = planned.optimizer.engine
+    fine = {}
+    if policy.param_dtype is not None:
+        for index, param in enumerate(engine.params):
+            if param.is_floating_point() and param.dtype != policy.param_dtype:
+                fine[index] = param.data
+                param.grad = None
+                param.data = param.data.to(policy.param_dtype)
+    flats = [flat_view(param.detach()) for param in engine.params]
+    local = engine.local.rebuilt(planned.optimizer.param_groups, planned.layout, engine.params, flats, planned.masters)
+    for owned in local.owned:
+        # Masters begin with the values from before the conversion.
+        if owned.home is not None and owned.shard.param in fine:
+            exact = flat_view(fine[owned.shard.param])[owned.shard.start : owned.shard.stop]
+            owned.tensor.copy_(exact.as_strided(owned.tensor.shape, owned.tensor.stride()))
+    gradients = ShardedGradients(engine.params, planned.layout)
+    engine.take_over(planned.layout, local, lambda params, layout: Arena(params, layout, planned.plans), gradients)
+    engine.local.copies.note_versions()
+    local.pull_options(planned.optimizer.param_groups)

@@ -30,8 +30,8 @@ test: setup ## run the test suite
 bench-consolidation: setup ## time gathering the state, torch's class and onecopy
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 benchmarks/consolidation.py
 
-bench-steps: setup ## step times and bytes on the wire, all modes in one run: RANKS=2 LINK= (or 4gbit) ROUNDS=20
-	$(BIN)/python benchmarks/steps.py --ranks $(RANKS) --rounds $(ROUNDS) $(if $(LINK),--link $(LINK))
+bench-steps: setup ## step times and bytes on the wire, all modes in one run: RANKS=2 LINK= (or 4gbit) ROUNDS=20 ONLY=
+	$(BIN)/python benchmarks/steps.py --ranks $(RANKS) --rounds $(ROUNDS) $(if $(LINK),--link $(LINK)) $(if $(ONLY),--only '$(ONLY)')
 
 soak: setup ## train with every hook at random speeds, COUNT iterations each, beside plain DDP
 	$(BIN)/python benchmarks/soak.py $(COUNT)

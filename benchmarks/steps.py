@@ -39,7 +39,11 @@ with warnings.catch_warnings():
     from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
 
 LR = 3e-4
+TIMED = 2
+"""Steps that are timed in a turn."""
+
 YARDSTICK = "DDP fused, bucket-view gradients"
+THEIRS = "torch's class, bucket views, fused"
 Made = tuple[nn.Module, Optimizer]
 
 
@@ -51,19 +55,26 @@ class Variant:
     model: nn.Module
     optimizer: Optimizer
     seconds: list[float] = field(default_factory=list)
-    wire: list[int] = field(default_factory=list)
+    wire: list[float] = field(default_factory=list)
 
-    def step(self, number: int) -> None:
-        """One step, with the clock and the interface's byte counter around it."""
-        tokens = batch(dist.get_rank(), number)
+    def turn(self, number: int) -> None:
+        """A few steps in a row, with the clock around all but the first and the byte counter around all.
+
+        What a step leaves under way for the next one (``overlap_forward``) is thus paid for inside the timed steps.
+        """
         dist.barrier()
-        sent, start = loopback_bytes(), time.perf_counter()
-        self.optimizer.zero_grad()
-        loss_of(self.model, tokens).backward()
-        self.optimizer.step()
-        self.seconds.append(time.perf_counter() - start)
+        sent, start = loopback_bytes(), 0.0
+        for count in range(1 + TIMED):
+            tokens = batch(dist.get_rank(), (1 + TIMED) * number + count)
+            self.optimizer.zero_grad()
+            loss_of(self.model, tokens).backward()
+            self.optimizer.step()
+            start = start or time.perf_counter()
+        self.seconds.append((time.perf_counter() - start) / TIMED)
+        if isinstance(self.model, onecopy.ShardedDataParallel):
+            self.model.wait()
         dist.barrier()
-        self.wire.append(loopback_bytes() - sent)
+        self.wire.append((loopback_bytes() - sent) / (1 + TIMED))
 
 
 def loopback_bytes() -> int:
@@ -124,28 +135,38 @@ def overlapped(
     return make
 
 
+def sharded(overlap_forward: bool) -> Callable[[nn.Module], Made]:
+    def make(model: nn.Module) -> Made:
+        zero = onecopy.ZeroRedundancyOptimizer(model.parameters(), AdamW, lr=LR, fused=True)
+        return onecopy.ShardedDataParallel(model, zero, overlap_forward=overlap_forward), zero
+
+    return make
+
+
 VARIANTS: dict[str, Callable[[nn.Module], Made]] = {
     "DDP": plain(view=False, fused=False),
     "DDP fused": plain(view=False, fused=True),
     YARDSTICK: plain(view=True, fused=True),
-    "torch's class, bucket views, fused": torch_zero,
+    THEIRS: torch_zero,
     "onecopy": level_one(views=False),
     "onecopy, bucket views": level_one(views=True),
     "onecopy, reduce-scatter hook": reduce_scatter,
     "onecopy, hook_with_zero_step": overlapped(onecopy.hook_with_zero_step),
     "onecopy, interleaved": overlapped(onecopy.hook_with_zero_step_interleaved),
+    "onecopy, ShardedDataParallel": sharded(overlap_forward=False),
+    "onecopy, ShardedDataParallel, overlap_forward": sharded(overlap_forward=True),
 }
 
 
-def measure(rounds: int, warm_up: int) -> list[Variant]:
+def measure(rounds: int, warm_up: int, names: list[str]) -> list[Variant]:
     """All variants from the same weights on the same data, in turns."""
     torch.manual_seed(0)
     origin = GPT()
-    variants = [Variant(name, *make(copy.deepcopy(origin))) for name, make in VARIANTS.items()]
+    variants = [Variant(name, *VARIANTS[name](copy.deepcopy(origin))) for name in names]
     for number in range(warm_up + rounds):
         # Every round begins with another variant, so that no one always follows the same neighbour.
         for position in range(len(variants)):
-            variants[(position + number) % len(variants)].step(number)
+            variants[(position + number) % len(variants)].turn(number)
     for variant in variants:
         del variant.seconds[:warm_up], variant.wire[:warm_up]
     return variants
@@ -159,7 +180,7 @@ def largest_difference(variant: Variant, reference: Variant) -> float:
 def report(variants: list[Variant], link: str | None, as_json: bool) -> None:
     """A table (or JSON lines): medians and quartiles of per-round ratios, and bytes in units of the model."""
     by_name = {variant.name: variant for variant in variants}
-    yardstick, theirs = by_name[YARDSTICK], by_name["torch's class, bucket views, fused"]
+    yardstick, theirs = by_name[YARDSTICK], by_name[THEIRS]
     unit = 4 * sum(p.numel() for p in yardstick.model.parameters()) * max(1, dist.get_world_size() - 1)
     title = f"{dist.get_world_size()} ranks, {link or 'plain loopback'}, {len(yardstick.seconds)} rounds"
     table = Table("variant", "ms", "x DDP", "quartiles", "x torch's class", "wire / Ψ(N-1)", "difference", title=title)
@@ -219,16 +240,19 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument(
-        "--warm-up", type=int, default=4, help="rounds that are not counted (updates move into backward)"
+        "--warm-up", type=int, default=2, help="rounds that are not counted (updates move into backward)"
     )
     parser.add_argument("--link", help="shape the link, such as 4gbit")
+    parser.add_argument("--only", help="variants whose name contains this, beside the two that all are compared with")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     if "LOCAL_RANK" not in os.environ:
         return launch(arguments)
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    variants = measure(arguments.rounds, arguments.warm_up)
+    wanted = arguments.only or ""
+    names = [name for name in VARIANTS if wanted in name or name in (YARDSTICK, THEIRS)]
+    variants = measure(arguments.rounds, arguments.warm_up, names)
     if dist.get_rank() == 0:
         report(variants, arguments.link, arguments.json)
     dist.destroy_process_group()

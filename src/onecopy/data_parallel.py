@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from onecopy.engine.agreement import Fact, agree
 from onecopy.engine.backward import BackwardReducer
+from onecopy.engine.collectives import Collectives
 from onecopy.engine.core import Engine
 from onecopy.engine.facts import layout_facts
 from onecopy.engine.grad_buckets import Bucket, Policy
@@ -23,9 +24,21 @@ from onecopy.engine.module_state import ModuleState, cast_floating, tensors_in
 from onecopy.engine.norms import clip, total_norm
 from onecopy.engine.pipeline import Pipeline
 from onecopy.engine.torch_private import in_backward, in_join_context
-from onecopy.engine.waiting import WaitHooks
+from onecopy.engine.waiting import WaitHooks, resolve_uses
 from onecopy.optimizer import ZeroRedundancyOptimizer
-from onecopy.wrapping import MixedPrecision, Planned, check_module, collectives_of, plan, replicas_of, take_over
+from onecopy.wrapping import (
+    MixedPrecision,
+    Planned,
+    check_module,
+    check_optimizers,
+    collectives_of,
+    convert,
+    module_facts,
+    plan,
+    replicas_of,
+    take_over,
+    to_convert,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -75,19 +88,28 @@ class ShardedDataParallel(nn.Module, Joinable):
         Joinable.__init__(self)
         optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
         collectives = collectives_of(optimizers)
-        replicas = None if mesh is None else replicas_of(mesh, collectives)
+        replicas: Collectives | None = None
         policy = mixed_precision or MixedPrecision()
         failure: Exception | None = None
         facts: list[Fact] = []
         planned: list[Planned] = []
         try:
+            check_optimizers(optimizers, collectives)
             check_module(module, optimizers)
+            replicas = None if mesh is None else replicas_of(mesh, collectives)
             planned = [plan(module, each, bucket_bytes, policy) for each in optimizers]
             facts = [fact for each in planned for fact in layout_facts(each.layout, "bucket")]
+            facts += module_facts(module)
+            facts += [Fact("bucket", str(bucket)) for each in planned for bucket in each.plans]
             facts.append(Fact("mixed_precision, overlap_forward", f"{policy}, {overlap_forward}"))
+            if uses and not overlap_forward:
+                raise ValueError("uses says what to wait for with overlap_forward=True, and means nothing without it")
+            resolve_uses(module, uses or {})
         except Exception as error:
             failure = error
         agree(collectives, "constructing ShardedDataParallel", facts, failure)
+        if replicas is not None:
+            agree(replicas, "constructing ShardedDataParallel", facts)
         self.module = module
         self.mixed_precision = policy
         self.require_backward_grad_sync = True
@@ -97,12 +119,14 @@ class ShardedDataParallel(nn.Module, Joinable):
         names = {id(param): name for name, param in module.named_parameters()}
         how = Policy(collectives, replicas, policy.reduce_dtype)
         buckets: list[tuple[int, Bucket]] = []
+        taken = []
+        chosen = to_convert(module, policy)
         self._pipelines: list[tuple[ZeroRedundancyOptimizer, Pipeline]] = []
         order = {id(param): place for place, param in enumerate(reversed(list(module.parameters())))}
         for each in planned:
             engine = each.optimizer.engine
-            take_over(each, policy)
-            pipeline = Pipeline(engine, each.plans, overlap_forward)
+            taken.append(take_over(each, chosen, policy))
+            pipeline = Pipeline(engine, each.plans, overlap_forward, replicas)
             self._pipelines.append((each.optimizer, pipeline))
             each.optimizer.driver = pipeline.step
             each.optimizer.wrapped = pipeline.wait
@@ -111,8 +135,11 @@ class ShardedDataParallel(nn.Module, Joinable):
                 last = max(order[id(param)] for param in params)
                 buckets.append((last, Bucket(bucket, params, [names[id(param)] for param in params], how)))
             log_share(engine)
+        convert(module.parameters(), chosen, policy)  # what no optimizer has
         buckets.sort(key=lambda entry: entry[0])
         self._reducer = BackwardReducer([bucket for _, bucket in buckets], how)
+        for gradients in taken:
+            gradients.on_zero = self._reducer.forget_accumulated
         self._waiting = WaitHooks(module, self._pipelines_by_param(), uses or {}) if overlap_forward else None
         me = weakref.ref(self)
         module.register_state_dict_pre_hook(lambda *_: _wait_for(me))
@@ -128,11 +155,9 @@ class ShardedDataParallel(nn.Module, Joinable):
         """The module's forward, after what its replicas must agree on."""
         if not in_backward():
             self._reducer.reset()
-        for _, pipeline in self._pipelines:
-            pipeline.check()
         if self._waiting is not None:
             self._waiting.begin()
-        if torch.is_grad_enabled() and self.module.training:
+        if torch.is_grad_enabled():
             self._before_training_forward()
         dtype = self.mixed_precision.param_dtype
         if dtype is not None and self.mixed_precision.cast_inputs:
@@ -149,14 +174,21 @@ class ShardedDataParallel(nn.Module, Joinable):
             Join.notify_join_context(self)
             source = self._exchange_join_flags(active=True, synchronises=self.require_backward_grad_sync)[0]
         self._reducer.synchronises = self.require_backward_grad_sync
-        self._state.share_buffers(self._collectives, self._replicas, source)
+        if self.module.training:
+            self._state.share_buffers(self._collectives, self._replicas, source)
 
     def _watch(self, output: Any) -> None:
         """Let the reducer know when a backward pass begins, even if it reaches no parameter on this rank."""
-        reducer = self._reducer
-        watched = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+        reducer = weakref.ref(self._reducer)
+        watched = [tensor for tensor in tensors_in(output) if tensor.grad_fn is not None]
+
+        def begin(_gradient: Tensor) -> None:
+            live = reducer()
+            if live is not None:
+                live.begin()
+
         if watched:
-            torch.autograd.graph.register_multi_grad_hook(watched, lambda _: reducer.begin(), mode="any")
+            torch.autograd.graph.register_multi_grad_hook(watched, begin, mode="any")
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -147,11 +147,12 @@ def _borrow(
     has_gradient = list(handover.has_gradient)
     shards = _with_gradient(engine, collectives.group_rank, has_gradient)
     if handover.gradients_reduced:
-        # The reduce-scatter hook runs on joined ranks too: this rank has received its own ranges.
-        missing = [engine.layout.params[shard.param].name for shard in shards if shard.param not in engine.reduced]
+        # Gradients are reduced to joined ranks too: this rank has received its own ranges.
+        ranges = engine.gradients.lent() or engine.reduced
+        missing = [engine.layout.params[shard.param].name for shard in shards if shard.param not in ranges]
         if missing:
             raise RuntimeError(f"parameters {missing} have a gradient but are in none of DDP's buckets")
-        return has_gradient, {shard.param: engine.reduced[shard.param] for shard in shards}
+        return has_gradient, {shard.param: ranges[shard.param] for shard in shards}
     lent = {
         shard.param: torch.empty(
             shard.numel, dtype=engine.params[shard.param].dtype, device=engine.params[shard.param].device

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, NoReturn, overload
 
 import torch
@@ -16,7 +15,7 @@ from onecopy.engine.agreement import Fact, agree
 from onecopy.engine.classes import check_class, is_elementwise
 from onecopy.engine.codec import copy_tree
 from onecopy.engine.collectives import Collectives
-from onecopy.engine.consolidate import consolidate
+from onecopy.engine.consolidate import Consolidated, consolidate
 from onecopy.engine.core import Driver, Engine, reshare, sequential_step
 from onecopy.engine.facts import group_facts, layout_facts
 from onecopy.engine.flat import flat_view
@@ -24,7 +23,8 @@ from onecopy.engine.inputs import normalise, normalise_group, plan_params
 from onecopy.engine.loading import load, shallow_copy
 from onecopy.engine.local import LocalOptimizer, OwnedState, alias, parameter_or_alias
 from onecopy.engine.logs import log_share
-from onecopy.engine.masters import Masters
+from onecopy.engine.masters import ENTRY as MASTERS
+from onecopy.engine.masters import Masters, split_masters
 from onecopy.engine.norms import clip, total_norm
 from onecopy.engine.overlap import Overlap, check_step_arguments
 from onecopy.engine.storage import Buckets, InPlace
@@ -38,14 +38,6 @@ from onecopy.join import ServeShard, active_step, joined_step
 from onecopy.layout import Layout, ShardBy, extend
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class _Consolidated:
-    """The whole state by parameter, and after how many updates it was gathered."""
-
-    by_param: dict[Tensor, Any]
-    updates: int
 
 
 class ZeroRedundancyOptimizer(Optimizer, Joinable):
@@ -74,8 +66,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             :class:`~onecopy.ParamSpec` s and the world size to one owner per parameter.
         elementwise: whether the update of an element depends on that element alone. Known for torch's own classes;
             an unknown class keeps whole parameters unless this says otherwise.
-        master_weights: step float32 copies of parameters that are bf16 or fp16. A copy exists on its owner only, and is
-            part of the state dict as ``master_weight``.
+        master_weights: step float32 copies of parameters that are bf16 or fp16. A copy exists on its owner only.
         offload: ``"cpu"`` keeps the state of parameters that are elsewhere in CPU memory, and updates them there.
         **defaults: the options of ``optimizer_class``.
 
@@ -138,7 +129,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 Masters(master_weights, offload == "cpu"),
             )
             local.pull_options(self.param_groups)
-            has_state = bool(local.inner.state) or local.uses_masters
+            has_state = bool(local.inner.state)
             facts = [
                 Fact("optimizer class", f"{optimizer_class.__module__}.{optimizer_class.__qualname__}"),
                 Fact("parameters_as_bucket_view", str(parameters_as_bucket_view)),
@@ -163,7 +154,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self.overlap: Overlap | None = None
         # A GradScaler that sees this announces itself to step(), which then refuses it instead of training wrongly.
         self._step_supports_amp_scaling = overlap_with_ddp
-        self._consolidated: _Consolidated | None = None
+        self._consolidated: Consolidated | None = None
         self._all_params: list[Tensor] = self.engine.params
         self.defaults = local.inner.defaults
         self.state: Any = OwnedState(lambda: engine.local)
@@ -210,6 +201,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             check_step_arguments(self.__dict__, closure, kwargs)
         in_join = in_join_context(self)
         if in_join:
+            self.wait()
             Join.notify_join_context(self)
         if self.overlap is not None:
             self.overlap.step_was_called = True
@@ -313,26 +305,29 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         local = self.engine.local
         state = consolidate(self.engine.collectives, self.layout, local, self.param_groups, to)
         if state is not None:
+            state, masters = split_masters(state)
             by_param = {self._all_params[index]: value for index, value in state.items()}
-            self._consolidated = _Consolidated(by_param, local.updates)
+            self._consolidated = Consolidated(by_param, masters, local.updates)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the whole optimizer's state dict, exactly as the plain optimizer's would be; never communicates.
+
+        Master weights come in an entry of their own, ``master_weights``, by the parameter's position.
 
         Raises:
             RuntimeError: if there is state that was not consolidated on this rank since it last changed.
         """
         updates = self.engine.local.updates
         current = self._consolidated is not None and self._consolidated.updates == updates
-        if not current and (self._has_state or updates > 0):
+        if not current and (self._has_state or updates > 0 or self.engine.local.uses_masters):
             raise RuntimeError(
                 f"rank {self.rank} does not hold the whole optimizer state, or no longer the current one: call "
                 f"consolidate_state_dict(to={self.rank}) on all ranks first, and state_dict() on that rank"
             )
-        by_param = self._consolidated.by_param if self._consolidated is not None else {}
-        live, self.state = self.state, copy_tree(by_param)
+        held = self._consolidated or Consolidated({}, {}, 0)
+        live, self.state = self.state, copy_tree(held.by_param)
         try:
-            return super().state_dict()
+            return super().state_dict() | ({MASTERS: copy_tree(held.masters)} if held.masters else {})
         finally:
             self.state = live
 
@@ -359,6 +354,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """
 
         def serve() -> None:
+            self.wait()
             if self.overlap is None or not self.overlap.finish_step(self.param_groups):
                 joined_step(self.engine, self.param_groups)
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from onecopy.engine.agreement import Fact
 from onecopy.engine.arena import Arena
 from onecopy.engine.collectives import Collectives
 from onecopy.engine.flat import flat_view
@@ -52,21 +53,27 @@ class Planned:
 
 
 def collectives_of(optimizers: Sequence[object]) -> Collectives:
-    """The ranks that all of the optimizers are on."""
+    """The ranks to agree with: those of the first optimizer, or all if there is none to ask. Checks nothing."""
+    for optimizer in optimizers:
+        if isinstance(optimizer, ZeroRedundancyOptimizer):
+            return optimizer.engine.collectives
+    return Collectives(None)
+
+
+def check_optimizers(optimizers: Sequence[object], collectives: Collectives) -> None:
+    """Raise unless these are our optimizers, on the same ranks."""
     if not optimizers:
         raise ValueError("ShardedDataParallel needs at least one optimizer, got an empty list")
-    for optimizer in optimizers:
+    for number, optimizer in enumerate(optimizers):
         if not isinstance(optimizer, ZeroRedundancyOptimizer):
             raise TypeError(
                 f"optimizer must be a onecopy.ZeroRedundancyOptimizer (or a list of them), got "
                 f"{torch.typename(optimizer)}; the order is ShardedDataParallel(module, optimizer)"
             )
-    groups = [
-        optimizer.engine.collectives for optimizer in optimizers if isinstance(optimizer, ZeroRedundancyOptimizer)
-    ]
-    if any(other.process_group is not groups[0].process_group for other in groups):
-        raise ValueError("the optimizers of ShardedDataParallel must be on the same process group")
-    return groups[0]
+        if optimizer.engine.collectives.process_group is not collectives.process_group:
+            raise ValueError(
+                f"the optimizers of ShardedDataParallel must be on one process group; number {number} is on another"
+            )
 
 
 def replicas_of(mesh: DeviceMesh, shard: Collectives) -> Collectives:
@@ -91,7 +98,7 @@ def check_module(module: object, optimizers: Sequence[ZeroRedundancyOptimizer]) 
             raise ValueError("overlap_with_ddp=True is for DDP; construct the optimizer without it")
         if optimizer.wrapped is not None:
             raise ValueError(f"optimizer {number} already belongs to a ShardedDataParallel")
-        if optimizer.optim.state:
+        if optimizer.engine.local.updates or optimizer.engine.local.loaded:
             raise ValueError(
                 f"optimizer {number} has state already: wrap the model before the first step() and before "
                 "load_state_dict()"
@@ -115,7 +122,11 @@ def plan(module: nn.Module, optimizer: ZeroRedundancyOptimizer, bucket_bytes: in
     if not isinstance(bucket_bytes, int) or bucket_bytes < 1:
         raise ValueError(f"bucket_bytes must be a positive number of bytes, got {bucket_bytes!r}")
     engine = optimizer.engine
-    specs = engine.layout.converted(policy.param_dtype).params if policy.param_dtype else engine.layout.params
+    chosen, dtype = to_convert(module, policy), policy.param_dtype
+    specs = [
+        spec if dtype is None or id(param) not in chosen else replace(spec, dtype=dtype)
+        for spec, param in zip(engine.layout.params, engine.params, strict=True)
+    ]
     place = {id(param): number for number, param in enumerate(module.parameters())}
     order = sorted(range(len(specs)), key=lambda index: -place[id(engine.params[index])])
     layout, plans = plan_buckets(specs, order, engine.collectives.world_size, optimizer.splittable, bucket_bytes)
@@ -124,24 +135,53 @@ def plan(module: nn.Module, optimizer: ZeroRedundancyOptimizer, bucket_bytes: in
     return Planned(optimizer, layout, plans, Masters(precise, wanted.offload))
 
 
-def take_over(planned: Planned, policy: MixedPrecision) -> None:
+def module_facts(module: nn.Module) -> list[Fact]:
+    """What ranks must have alike beside the optimizers' parameters: frozen ones, and buffers."""
+    tensors = [*module.named_parameters(), *module.named_buffers()]
+    return [
+        Fact(f"tensor {name!r} of the module", f"{tuple(tensor.shape)}, {tensor.dtype}") for name, tensor in tensors
+    ]
+
+
+def to_convert(module: nn.Module, policy: MixedPrecision) -> set[int]:
+    """Identities of the parameters that get another type: floating-point ones, but for batch normalisation.
+
+    Batch normalisation keeps running averages as buffers, in float32, and wants its parameters in the same type.
+    """
+    if policy.param_dtype is None:
+        return set()
+    norms = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+    kept = {id(param) for part in module.modules() if isinstance(part, norms) for param in part.parameters()}
+    return {
+        id(param)
+        for param in module.parameters()
+        if param.is_floating_point() and param.dtype != policy.param_dtype and id(param) not in kept
+    }
+
+
+def convert(params: Iterable[Tensor], chosen: set[int], policy: MixedPrecision) -> dict[int, Tensor]:
+    """Give the chosen parameters their type; return the values they had, by identity."""
+    fine = {}
+    for param in params:
+        if id(param) in chosen:
+            fine[id(param)] = param.data
+            param.grad = None
+            param.data = param.data.to(policy.param_dtype)
+    return fine
+
+
+def take_over(planned: Planned, chosen: set[int], policy: MixedPrecision) -> ShardedGradients:
     """Convert the parameters, move them into buckets, and give the inner optimizer what this rank owns of them."""
     engine = planned.optimizer.engine
-    fine = {}
-    if policy.param_dtype is not None:
-        for index, param in enumerate(engine.params):
-            if param.is_floating_point() and param.dtype != policy.param_dtype:
-                fine[index] = param.data
-                param.grad = None
-                param.data = param.data.to(policy.param_dtype)
+    fine = convert(engine.params, chosen, policy)
     flats = [flat_view(param.detach()) for param in engine.params]
     local = engine.local.rebuilt(planned.optimizer.param_groups, planned.layout, engine.params, flats, planned.masters)
     for owned in local.owned:
         # Masters begin with the values from before the conversion.
-        if owned.home is not None and owned.shard.param in fine:
-            exact = flat_view(fine[owned.shard.param])[owned.shard.start : owned.shard.stop]
+        if owned.home is not None and id(owned.param) in fine:
+            exact = flat_view(fine[id(owned.param)])[owned.shard.start : owned.shard.stop]
             owned.tensor.copy_(exact.as_strided(owned.tensor.shape, owned.tensor.stride()))
     gradients = ShardedGradients(engine.params, planned.layout)
     engine.take_over(planned.layout, local, lambda params, layout: Arena(params, layout, planned.plans), gradients)
-    engine.local.copies.note_versions()
     local.pull_options(planned.optimizer.param_groups)
+    return gradients

@@ -53,6 +53,8 @@ def raise_together(collectives: Collectives, what: str, failure: Exception | Non
     if failure is not None:
         raise failure
     failed = [group_rank for group_rank, message in enumerate(messages) if message]
+    if not failed:
+        raise PeerFailedError(f"rank {collectives.group_rank}: {what} failed in another replica; see its own error")
     raise PeerFailedError(
         f"rank {collectives.group_rank}: {what} failed on {_ranks(failed)}: {messages[failed[0]].decode()}"
     )

@@ -16,6 +16,7 @@ class Arena(InPlace):
     """Every parameter lives in the bucket that its plan says; a rank's range of a bucket is one piece."""
 
     direct_bytes = 1
+    convertible = False
 
     def __init__(self, params: Sequence[Tensor], layout: Layout, plans: Sequence[BucketPlan]) -> None:
         self.buckets = [_move_in(params, plan) for plan in plans]

@@ -12,10 +12,13 @@ Nothing raises before the end, because other ranks count on every exchange: what
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,7 +29,7 @@ from onecopy.engine.collectives import Work
 from onecopy.engine.grad_buckets import Bucket, Policy, sum_into
 from onecopy.engine.pool import Pool
 from onecopy.engine.shard_grad import ShardGrad
-from onecopy.engine.torch_private import backward_number, when_backward_ends
+from onecopy.engine.torch_private import backward_number, when_backward_ends, will_accumulate
 
 IN_FLIGHT = 2
 """Buckets that may be under way when another one is full; with their size this bounds the extra memory."""
@@ -62,15 +65,16 @@ class BackwardReducer:
         self._policy = policy
         self._pool = Pool()
         self._pass: _Pass | None = None
-        self._hooked: set[int] = set()
+        self._nodes: dict[int, Any] = {}  # autograd's accumulators, which live as long as they are held
+        self._lock = threading.RLock()  # a module on several devices has several autograd threads
         self.attach()
 
     def attach(self) -> None:
         """Put hooks on all parameters that need a gradient and have none yet."""
         for bucket in self._buckets:
             for position, param in enumerate(bucket.params):
-                if param.requires_grad and id(param) not in self._hooked:
-                    self._hooked.add(id(param))
+                if param.requires_grad and id(param) not in self._nodes:
+                    self._nodes[id(param)] = torch.autograd.graph.get_gradient_edge(param).node
                     _attach(weakref.ref(self), weakref.ref(bucket), position, param)
 
     def begin(self) -> None:
@@ -80,11 +84,12 @@ class BackwardReducer:
             return
         if self._pass is not None:
             raise RuntimeError(
-                "a backward pass began inside another one: with activation checkpointing use use_reentrant=False"
+                "a backward pass began before another one ended: with activation checkpointing use "
+                "use_reentrant=False; after an exception in backward() run a forward pass first"
             )
         self._pass = _Pass(number)
         for bucket in self._buckets:
-            bucket.begin()
+            bucket.begin(self._pool)
         me = weakref.ref(self)
 
         def end() -> None:
@@ -95,37 +100,58 @@ class BackwardReducer:
         when_backward_ends(end)
 
     def reset(self) -> None:
-        """Forget a backward pass that was interrupted; what it left under way is not waited for."""
-        self._pass = None
+        """End a backward pass that an exception has interrupted, so that the next one finds all ranks in step.
+
+        The exchanges that are left are made with zeros and thrown away. Ranks on which the pass went well hear of it.
+        """
+        current, self._pass = self._pass, None
+        if current is not None:
+            current.failure = RuntimeError("backward() was interrupted by an exception")
+            with contextlib.suppress(RuntimeError):
+                self._finish(current, active=True)
+
+    def forget_accumulated(self) -> None:
+        """Note that gradients were zeroed, also those that were set aside."""
+        for bucket in self._buckets:
+            bucket.kept = [False] * len(bucket.params)
+            bucket.left.clear()
 
     def before(self, bucket: Bucket, position: int) -> None:
         """In front of autograd's accumulation: set aside what an earlier pass has reduced."""
-        self.begin()
         param = bucket.params[position]
-        if isinstance(param.grad, ShardGrad):
-            bucket.kept[position] = True
-            param.grad = None
-        elif param.grad is None:
-            bucket.kept[position] = False
+        if not will_accumulate(self._nodes[id(param)]):  # torch.autograd.grad() passes by here too
+            return
+        with self._lock:
+            self.begin()
+            if isinstance(param.grad, ShardGrad):
+                bucket.kept[position] = True
+                bucket.aside.add(position)
+                param.grad = None
+            elif param.grad is None or not bucket.is_as_left(position):
+                bucket.kept[position] = False
 
     def after(self, bucket: Bucket, position: int) -> None:
         """Behind autograd's accumulation: move the whole local gradient into its bucket."""
         current, param = self._pass, bucket.params[position]
-        if not self.synchronises or current is None or param.grad is None:
+        if param.grad is None:
             return
-        try:
-            bucket.put(position, param.grad, self._pool)
-            param.grad = None
-            while current.next < len(self._buckets) and self._buckets[current.next].missing == 0:
-                self._launch(current)
-        except Exception as error:
-            current.failure = current.failure or error
+        if not self.synchronises or current is None:
+            bucket.leave(position)
+            return
+        with self._lock:
+            try:
+                bucket.put(position, param.grad, self._pool)
+                param.grad = None
+                while current.next < len(self._buckets) and self._buckets[current.next].missing == 0:
+                    self._launch(current)
+            except Exception as error:
+                current.failure = current.failure or error
 
     def take_part(self) -> None:
         """Serve one backward pass of other ranks, with nothing to add (uneven inputs)."""
         self._pass = current = _Pass(-1)
         for bucket in self._buckets:
-            bucket.begin()
+            bucket.begin(self._pool)
             bucket.allocate()
             for param in bucket.params:
                 param.grad = None
@@ -134,10 +160,9 @@ class BackwardReducer:
         self._pass = None
         # The others know whether gradients were zeroed since the last pass; this rank has seen nothing of that.
         for bucket, old, keeps in zip(self._buckets, before, kept, strict=True):
-            bucket.kept = list(keeps)
             new = bucket.shard.clone()
             bucket.shard.copy_(old)
-            bucket.prepare()
+            bucket.clear(keeps)
             bucket.shard.add_(new)
         self._show(present)
 
@@ -156,7 +181,7 @@ class BackwardReducer:
         if bucket.wire_dtype is torch.float16:
             buffer.mul_(self._policy.scale)  # a sum of many could leave its narrow range
         ranges = [plan.range_of(rank) for rank in range(collectives.world_size)]
-        if collectives.exchanges_fast:
+        if collectives.exchanges(bucket.device):
             length = bucket.mine[1] - bucket.mine[0]
             memory = self._pool.take((collectives.world_size - 1) * length, bucket.wire_dtype, bucket.device)
             others = list(memory.view(collectives.world_size - 1, length)) if length else []
@@ -174,7 +199,8 @@ class BackwardReducer:
         bucket = pending.bucket
         pending.work.wait()
         bucket.allocate()
-        bucket.prepare()
+        if any(bucket.kept):
+            bucket.clear(bucket.kept)
         with record_function("onecopy.add"):
             scale = 1.0 if bucket.wire_dtype is torch.float16 else self._policy.scale
             if self._policy.replicas is None:
@@ -244,9 +270,10 @@ def _attach(
 ) -> None:
     """Hooks that do not keep the reducer alive, and do nothing once it is gone."""
 
-    def before(_gradient: Tensor) -> None:
+    def before(gradient: Tensor | None) -> None:
         live, home = reducer(), bucket()
-        if live is not None and home is not None:
+        # A function may have no gradient to give; then autograd accumulates nothing.
+        if live is not None and home is not None and gradient is not None:
             live.before(home, position)
 
     def after(_param: Tensor) -> None:

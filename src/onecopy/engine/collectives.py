@@ -182,12 +182,16 @@ class Collectives:
 
     def broadcast(self, tensor: Tensor, source: int) -> Work:
         """Start sending contiguous memory of ``source`` into the same memory everywhere else."""
-        if self.exchanges_fast:
+        if self.exchanges(tensor.device):
             others = [(self.group_rank - turn) % self.world_size for turn in range(1, self.world_size)]
             pairs = [(self.send, rank) for rank in others] if source == self.group_rank else [(self.receive, source)]
             return _Several(tuple(start(part, rank) for part in _chunks(tensor) for start, rank in pairs))
         work: Work = dist.broadcast(tensor, group=self.process_group, group_src=source, async_op=True)
         return work
+
+    def exchanges(self, device: torch.device) -> bool:
+        """Whether memory on this device is best sent between pairs of ranks (gloo's own send is for the CPU only)."""
+        return self.exchanges_fast and device.type == "cpu"
 
     def exchange(self, parts: Sequence[Tensor], rows: Sequence[Tensor]) -> Work:
         """Start sending every other rank its part, and receiving theirs of this rank's; both in rank order.

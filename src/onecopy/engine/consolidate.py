@@ -30,6 +30,15 @@ from onecopy.layout import Layout, ParamSpec, Shard
 State = dict[Any, Any]
 
 
+@dataclass(frozen=True, slots=True)
+class Consolidated:
+    """The whole state by parameter, master weights by index, and after how many updates they were gathered."""
+
+    by_param: dict[Tensor, Any]
+    masters: dict[int, Tensor]
+    updates: int
+
+
 @dataclass(slots=True)
 class _Entry:
     """One owner's state of one parameter: JSON with holes, and for each tensor its description and kind."""

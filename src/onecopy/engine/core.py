@@ -73,6 +73,7 @@ class Engine:
     def forget_accumulated(self) -> None:
         """Note that no gradient is left on which a later backward pass could build."""
         self.forget_gradients()
+        self.gradients.forget_accumulated()
         self.held.clear()
 
     def note_reduced(self) -> None:
@@ -127,7 +128,8 @@ class Engine:
                     f"parameter {old.name!r} was given other memory that does not fit: it was {old.describe()} and is "
                     f"{new.describe()}; construct a new optimizer after changing a parameter's shape"
                 )
-            if changed and self.local.inner.state:
+            fixed = self.local.inner.state or self.local.wanted_masters.any or not self.storage.convertible
+            if changed and fixed:
                 raise RuntimeError(
                     f"parameter {old.name!r} was moved or converted after the optimizer had state: it was "
                     f"{old.describe()} on {self.storage.flats[index].device} and is {new.describe()} on "
@@ -205,6 +207,15 @@ class Engine:
         facts = StepFacts(self.layout, self._layout_digest, has_gradient, groups)
         self._status.exchange(facts, factor, failure)
 
+    def forget_status(self) -> None:
+        """Note that all ranks have heard of a failure in this step."""
+        self._status.forget()
+
+    @property
+    def agrees_late(self) -> bool:
+        """Whether ranks that differ in their gradients learn of it only after a step has sent parameters."""
+        return self._status.late
+
     @record_function("onecopy.share")
     def share(self, has_gradient: Sequence[bool] | None = None) -> None:
         """Make all replicas equal again; with ``has_gradient``, where only those parameters can have changed."""
@@ -220,7 +231,6 @@ class Engine:
         )
         if changed:
             increment_version(changed)
-        self.local.copies.note_versions()
 
 
 def sequential_step(
@@ -250,8 +260,10 @@ def reshare(engine: Engine, groups: Sequence[Group], change: Callable[[], object
     try:
         engine.follow_moves()
         engine.local.push_options(groups)
+        engine.local.copies.take_over_writes()
         with torch.no_grad():
             change()
+        engine.local.copies.publish(everything=True)
     except Exception as error:
         failure = error
     engine.settle(groups, None, failure)

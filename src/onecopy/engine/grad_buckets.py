@@ -12,6 +12,7 @@ from onecopy.engine.collectives import Collectives
 from onecopy.engine.flat import flat_view
 from onecopy.engine.pool import Pool
 from onecopy.engine.shard_grad import ShardGrad
+from onecopy.engine.torch_private import version_of
 from onecopy.layout import BucketPlan
 
 CACHED_ELEMENTS = 1 << 18
@@ -51,15 +52,20 @@ class Bucket:
         self.shard = torch.zeros(0, dtype=self.kept_dtype, device=self.device)
         self.kept = [False] * len(self.params)  # whose range of the shard holds a gradient that is added to
         self.gradients: list[ShardGrad] = []
+        self.left: dict[int, tuple[int, int]] = {}  # whole gradients as passes without synchronising left them
+        self.buffer: Tensor | None = None
         self._policy = policy
-        self.begin()
 
-    def begin(self) -> None:
+    def begin(self, pool: Pool) -> None:
         """Forget what an earlier backward pass has brought."""
+        if self.buffer is not None:
+            pool.give_back(self.buffer)
         self.arrived = [False] * len(self.params)
         self.missing = sum(param.requires_grad for param in self.params)
         self.launched = False
-        self.buffer: Tensor | None = None
+        self.aside: set[int] = set()  # whose earlier range was taken out of param.grad
+        self.buffer = None
+        self._borrowed = False
 
     def allocate(self) -> None:
         """Make the memory of this rank's range, once, and what ``param.grad`` shows of it."""
@@ -85,12 +91,16 @@ class Bucket:
                 f"parameter {self.names[position]!r} got a gradient twice in one backward pass, after it had been "
                 "reduced; with activation checkpointing use use_reentrant=False"
             )
-        alone = len(self.params) == 1 and not self.arrived[position]
+        alone = len(self.params) == 1 and not self.arrived[position] and self.wire_dtype is not torch.float16
         if alone and gradient.stride() == param.stride() and gradient.dtype == self.wire_dtype:
-            self.buffer = flat_view(gradient)  # it is the bucket: nothing to copy
+            # It is the bucket: nothing to copy. It is only read, because others may hold the same memory.
+            self.buffer = flat_view(gradient)
+            self._borrowed = True
         else:
-            if self.buffer is None:
-                self.buffer = self._take(pool)
+            if self.buffer is None or self._borrowed:
+                mine = self._take(pool)
+                self.buffer = mine if self.buffer is None else mine.copy_(self.buffer)
+                self._borrowed = False
             home = self.buffer.as_strided(param.shape, param.stride(), self.buffer.storage_offset() + offset)
             if self.arrived[position]:
                 home.add_(gradient)
@@ -104,7 +114,7 @@ class Bucket:
         self.launched = True
         for position, param in enumerate(self.params):
             if not self.arrived[position]:
-                self.kept[position] = isinstance(param.grad, ShardGrad)
+                self.kept[position] = position in self.aside or isinstance(param.grad, ShardGrad)
         if self.buffer is None:
             self.buffer = self._take(pool)
         end = 0
@@ -118,12 +128,24 @@ class Bucket:
     def _take(self, pool: Pool) -> Tensor:
         return pool.take(self.plan.numel, self.wire_dtype, self.device)
 
-    def prepare(self) -> None:
-        """If the shard is added to, clear what belongs to parameters that begin anew."""
-        if any(self.kept):
-            for gradient, kept in zip(self.gradients, self.kept, strict=True):
-                if not kept:
-                    gradient.local.zero_()
+    def clear(self, kept: Sequence[bool]) -> None:
+        """Before the shard is added to: clear what belongs to parameters that begin anew."""
+        for gradient, keeps in zip(self.gradients, kept, strict=True):
+            if not keeps:
+                gradient.local.zero_()
+
+    def leave(self, position: int) -> None:
+        """Remember a whole gradient that a pass without synchronising has left."""
+        gradient = self.params[position].grad
+        assert gradient is not None
+        self.left[position] = (id(gradient), version_of(gradient))
+
+    def is_as_left(self, position: int) -> bool:
+        """Whether a whole gradient is still what :meth:`leave` saw, or at least was not zeroed."""
+        gradient = self.params[position].grad
+        assert gradient is not None
+        same = self.left.get(position) == (id(gradient), version_of(gradient))
+        return same or bool(torch.count_nonzero(gradient))
 
 
 def sum_into(target: Tensor, rows: Sequence[Tensor], scale: float, keep: bool) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -21,6 +21,9 @@ class Gradients(Protocol):
 
     def forget(self) -> None:
         """Note that the gradients have been used or thrown away."""
+
+    def forget_accumulated(self) -> None:
+        """Note that they were zeroed."""
 
     def has_gradient(self) -> list[bool]:
         """Which parameters have a gradient now."""
@@ -46,6 +49,9 @@ class FullGradients:
     def forget(self) -> None:
         """Note that the gradients have been used or thrown away."""
         self.reduced = False
+
+    def forget_accumulated(self) -> None:
+        """Nothing to note: ``param.grad`` tells."""
 
     def has_gradient(self) -> list[bool]:
         """Which parameters have a gradient now."""
@@ -87,6 +93,11 @@ class ShardedGradients:
     def __init__(self, params: Sequence[Tensor], layout: Layout) -> None:
         self._params = list(params)
         self._layout = layout
+        self.on_zero: Callable[[], None] = lambda: None
+
+    def forget_accumulated(self) -> None:
+        """Tell whoever has set gradients aside."""
+        self.on_zero()
 
     def forget(self) -> None:
         """Nothing to note: ``param.grad`` tells."""

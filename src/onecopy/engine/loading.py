@@ -35,6 +35,8 @@ def load(engine: Engine, groups: Sequence[Group], read: Callable[[], StateDict],
     try:
         state_dict = read()
         states = _state_by_index(state_dict, groups)
+        for index, master in state_dict.get(masters.ENTRY, {}).items():
+            states.setdefault(index, {})[masters.KEY] = master
         _check_shapes(states, engine.layout, elementwise)
         facts = _load_facts(state_dict, states, engine.layout)
         mine, saved_masters = _local_state_dict(state_dict, states, engine.layout, local)
@@ -57,12 +59,11 @@ def load(engine: Engine, groups: Sequence[Group], read: Callable[[], StateDict],
         group.clear()
         group.update({**members, **saved, "params": members["params"]})
     local.pull_options(groups)
-    local.updates = 0
+    local.updates, local.loaded = 0, True
     for owned in local.owned:
-        if owned.shard.param in saved_masters:
-            owned.tensor.detach().copy_(saved_masters[owned.shard.param])
-    local.copies.distrust()
-    return has_state or local.uses_masters
+        if owned.home is not None:
+            owned.tensor.detach().copy_(saved_masters.get(owned.shard.param, owned.home))
+    return has_state
 
 
 def shallow_copy(state_dict: object) -> StateDict:

@@ -59,9 +59,11 @@ Stepped = Callable[[Shard, Tensor, Tensor], Tensor]
 
 def alias(shard: Shard, param: Tensor, flat: Tensor) -> Tensor:
     """Always another tensor over the owned memory. Its gradient is free to be set while autograd is running."""
-    if shard.numel == param.numel():
-        return flat.as_strided(param.shape, param.stride())
-    return flat[shard.start : shard.stop]
+    whole = shard.numel == param.numel()
+    view = flat.as_strided(param.shape, param.stride()) if whole else flat[shard.start : shard.stop]
+    # Not a view: that would keep the memory it was made from alive after the parameter has moved.
+    empty = torch.empty(0, dtype=flat.dtype, device=flat.device)
+    return empty.set_(view.untyped_storage(), view.storage_offset(), view.shape, view.stride())
 
 
 def parameter_or_alias(shard: Shard, param: Tensor, flat: Tensor) -> Tensor:
@@ -89,6 +91,7 @@ class LocalOptimizer:
         self.wanted_masters = masters or Masters()
         self.uses_masters = any(self.wanted_masters.wanted_for(param) for param in params)  # on some rank
         self._defaults = defaults
+        self.loaded = False
         self.updates = 0  # how often the inner optimizer was stepped, by which others know that its state changed
         self._stepped = stepped
         self._set_aside: list[tuple[Tensor, Tensor | None]] = []
@@ -127,6 +130,7 @@ class LocalOptimizer:
             ]
         )
         self.inner.add_param_group(self._local_group(group, position, layout))
+        self.uses_masters = any(self.wanted_masters.wanted_for(param) for param in params)
         check_options(self.inner)
 
     def keep_groups(self, count: int, layout: Layout) -> None:
@@ -147,9 +151,7 @@ class LocalOptimizer:
     def _set_owned(self, owned: list[Owned]) -> None:
         self.owned = owned
         self.tensor_of: dict[Any, Tensor] = {entry.param: entry.tensor for entry in owned}
-        self.copies = MasterCopies(
-            [Master(entry.tensor, entry.home, entry.param) for entry in owned if entry.home is not None]
-        )
+        self.copies = MasterCopies([Master(entry.tensor, entry.home) for entry in owned if entry.home is not None])
 
     def _local_group(self, group: Group, position: int, layout: Layout) -> Group:
         mine = [owned for owned in self.owned if layout.params[owned.shard.param].group == position]

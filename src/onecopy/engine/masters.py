@@ -8,14 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from onecopy.engine.torch_private import version_of
+from onecopy.engine.flat import flat_view
+
+CHUNK = 1 << 18
+"""Elements that are compared at a time: they stay in the processor's cache."""
 
 KEY = "master_weight"
-"""The name of a master weight in an optimizer's state dict."""
+"""The name of a copy among its parameter's state, on the way."""
+
+ENTRY = "master_weights"
+"""The entry of a state dict that holds the copies by parameter, beside ``state``, where plain optimizers ignore it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +37,11 @@ class Masters:
     precise: bool = False
     offload: bool = False
 
+    @property
+    def any(self) -> bool:
+        """Whether some parameter might."""
+        return self.precise or self.offload
+
     def wanted_for(self, param: Tensor) -> bool:
         """Whether this parameter is stepped through a copy."""
         coarse = param.is_floating_point() and param.dtype.itemsize < 4
@@ -43,11 +55,17 @@ class Masters:
 
 @dataclass(frozen=True, slots=True)
 class Master:
-    """A copy, the memory of the parameter whose values it refines, and that parameter."""
+    """A copy, and the memory of the parameter whose values it refines."""
 
     copy: Tensor
     home: Tensor
-    param: Tensor
+
+
+def split_masters(state: dict[int, dict[Any, Any]]) -> tuple[dict[int, dict[Any, Any]], dict[int, Tensor]]:
+    """State by parameter without the copies, and the copies: a plain optimizer would not know what they are."""
+    masters = {index: value[KEY] for index, value in state.items() if KEY in value}
+    without = {index: {key: item for key, item in value.items() if key != KEY} for index, value in state.items()}
+    return {index: value for index, value in without.items() if value or index not in masters}, masters
 
 
 class MasterCopies:
@@ -55,7 +73,6 @@ class MasterCopies:
 
     def __init__(self, masters: Sequence[Master]) -> None:
         self.masters = list(masters)
-        self._versions: list[int] | None = None  # of the parameters, when copies and homes were last known to agree
 
     def publish(self, everything: bool) -> None:
         """After a step: give the homes the copies' new values, rounded (those with a gradient, or all)."""
@@ -63,23 +80,16 @@ class MasterCopies:
         if stepped:
             torch._foreach_copy_([master.home for master in stepped], [master.copy for master in stepped])
 
-    def note_versions(self) -> None:
-        """Remember that copies and homes agree now."""
-        self._versions = [version_of(master.param) for master in self.masters]
-
-    def distrust(self) -> None:
-        """Compare values before the next step, because either side may have been loaded."""
-        self._versions = None
-
     def take_over_writes(self) -> None:
         """Where someone has written into a parameter since the last step, its value replaces the copy's.
 
-        Elements whose parameter is still the rounded copy keep the copy's precision.
+        Elements whose parameter is still the rounded copy keep the copy's precision. Values are compared, because
+        writes through ``param.data`` leave no other trace.
         """
-        if not self.masters or self._versions == [version_of(master.param) for master in self.masters]:
-            return
         for master in self.masters:
-            home = master.home.to(master.copy.device)
-            unchanged = master.copy.to(home.dtype) == home
-            master.copy.copy_(torch.where(unchanged, master.copy, home.to(master.copy.dtype)))
-        self.note_versions()
+            copies, homes = flat_view(master.copy).split(CHUNK), flat_view(master.home).split(CHUNK)
+            for copy, home in zip(copies, homes, strict=True):
+                written = home.to(copy.device)
+                rounded = copy.to(written.dtype)
+                if copy.device.type != "cpu" or not torch.equal(rounded, written):
+                    copy.copy_(torch.where(rounded == written, copy, written.to(copy.dtype)))

@@ -48,7 +48,8 @@ def _broadcast(tensors: Sequence[Tensor], collectives: Collectives, source: int)
             collectives.broadcast(buffer, source).wait()
             if collectives.group_rank != source:
                 for t, part in zip(pack, buffer.split([part.numel() for part in parts]), strict=True):
-                    t.copy_(part.clone().view(t.dtype).view(t.shape))
+                    # Behind autograd's back, as in DDP: an earlier forward pass may still need what it has seen.
+                    t.data.copy_(part.clone().view(t.dtype).view(t.shape))
             pack = []
         if tensor is not None and tensor.numel():
             pack.append(tensor)

@@ -291,7 +291,6 @@ class Overlap:
         iteration.flying.drain()
         agree(self._collectives, "the update inside backward()", group_facts(self._groups()), iteration.failure)
         self._engine.local.pull_options(self._groups())
-        self._engine.local.copies.note_versions()
         self._options_after = [options_text(group) for group in self._groups()]
         self.updated = True
 

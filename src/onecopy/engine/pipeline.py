@@ -2,7 +2,7 @@
 
 1. Confirm: all ranks have gradients for the same parameters and the same options, and none has failed yet.
 2. Bucket by bucket, those that the next forward pass reads first in front: update, start sending.
-3. Wait for all of it and confirm again; or leave both to the next forward pass (``overlap``), whose modules wait for
+3. Confirm again, and wait for all of it; or leave that to the next forward pass (``overlap``), whose modules wait for
    what they read.
 """
 
@@ -19,7 +19,7 @@ from torch.profiler import record_function
 
 from onecopy.engine.agreement import raise_together
 from onecopy.engine.arena import Arena
-from onecopy.engine.collectives import Work
+from onecopy.engine.collectives import Collectives
 from onecopy.engine.core import Engine
 from onecopy.engine.inputs import Group
 from onecopy.engine.local import Owned, restore_options, snapshot_options
@@ -43,14 +43,16 @@ class _Segment:
 class Pipeline:
     """Steps one engine, whose storage is an :class:`~onecopy.engine.arena.Arena`."""
 
-    def __init__(self, engine: Engine, plans: Sequence[BucketPlan], overlap: bool) -> None:
+    def __init__(
+        self, engine: Engine, plans: Sequence[BucketPlan], overlap: bool, replicas: Collectives | None
+    ) -> None:
         self._engine = engine
         self._plans = list(plans)
         self._overlap = overlap
         self._storage: object = None
         self._segments: list[_Segment] = []
         self._flying: dict[int, tuple[InFlight, list[Tensor]]] = {}
-        self._verdict: tuple[Work, Tensor] | None = None
+        self._replicas = replicas
         self._plan()
 
     def step(
@@ -92,37 +94,27 @@ class Pipeline:
 
     def _send(self, number: int, segment: _Segment, has_gradient: Sequence[bool]) -> None:
         engine = self._engine
-        everything = engine.local.moves_all
+        everything = engine.local.moves_all or engine.agrees_late
         changed = [engine.params[index] for index in segment.params if everything or has_gradient[index]]
         with record_function("onecopy.share"):
             self._flying[number] = (segment.sharing.start(None if everything else has_gradient), changed)
 
     def _end(self, failure: Exception | None) -> None:
-        collectives = self._engine.collectives
-        word = torch.tensor([int(failure is not None)], dtype=torch.int64, device=collectives.control_device)
-        self._verdict = (collectives.all_reduce(word, largest=True), word)
-        if failure is not None:
-            self._drain(list(self._flying))
-            self._verdict = None
-            raise_together(collectives, "step()", failure)
+        """Tell all ranks whether one has failed; then wait, or leave that for later."""
+        words = [collectives for collectives in (self._engine.collectives, self._replicas) if collectives is not None]
+        word = torch.tensor([int(failure is not None)], dtype=torch.int64, device=words[0].control_device)
+        for collectives in words:
+            collectives.all_reduce(word, largest=True).wait()
+        if word.item():
+            self.wait()
+            self._engine.forget_status()
+            raise_together(words[0], "step()", failure)
         if not self._overlap:
             self.wait()
 
     def wait(self) -> None:
-        """End everything that is under way; raise if a rank has failed in its part of the step."""
-        self.check()
+        """End everything that is under way."""
         self._drain(list(self._flying))
-
-    def check(self) -> None:
-        """Raise if a rank has failed in its part of the step that is under way."""
-        verdict, self._verdict = self._verdict, None
-        if verdict is None:
-            return
-        work, word = verdict
-        work.wait()
-        if word.item():
-            self._drain(list(self._flying))
-            raise_together(self._engine.collectives, "step()", None)
 
     @property
     def under_way(self) -> bool:
@@ -150,8 +142,6 @@ class Pipeline:
             if changed:
                 # Written behind autograd's back: whoever has used the old values is told so by autograd.
                 increment_version(changed)
-        if not self._flying:
-            self._engine.local.copies.note_versions()
 
     def _plan(self) -> None:
         """Divide the buckets into segments, anew where parameters have moved."""

@@ -97,7 +97,7 @@ class GradientReducer:
         dtype = self._reduce_dtype or buffer.dtype
         mine = map_.sizes_per_owner[self._collectives.group_rank]
         sizes, shape = list(map_.sizes_per_owner), (1, max(map_.sizes_per_owner))
-        exchange = self._collectives.exchanges_fast
+        exchange = self._collectives.exchanges(buffer.device)
         if exchange:
             # This rank's own part stays where it is; the others' are added to it.
             sizes[self._collectives.group_rank] = 0
@@ -132,7 +132,7 @@ class GradientReducer:
         pending.work.wait()
         mine = pending.map.mine(pending.buffer)
         views = [view for _, view in mine]
-        if views and self._collectives.exchanges_fast:
+        if views and self._collectives.exchanges(pending.buffer.device):
             _add_in_rank_order(pending.rows, views, self._collectives.group_rank, self._scale)
         elif views:
             _write(pending.rows[0], views)

@@ -72,7 +72,7 @@ def _local(value: Any) -> Any:
 def _on_locals(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """An operation in place that treats all elements alike."""
     func(*(_local(arg) for arg in args), **kwargs)
-    return args[0]
+    return None if isinstance(args[0], (list, tuple)) else args[0]
 
 
 def _alias(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardGrad:

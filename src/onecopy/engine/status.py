@@ -56,6 +56,9 @@ class PromptStatus:
     def __init__(self, collectives: Collectives) -> None:
         self._collectives = collectives
 
+    def forget(self) -> None:
+        """Nothing is left to be read."""
+
     def exchange(self, facts: StepFacts, factor: int, failure: Exception | None) -> None:
         """Raise on every rank if any rank failed or if the ranks differ."""
         words = self._collectives.all_gather_words([int(failure is not None), factor, *facts.digests()])
@@ -87,6 +90,10 @@ class LateStatus:
     def __init__(self, collectives: Collectives) -> None:
         self._collectives = collectives
         self._previous: tuple[Tensor, torch.Event | None] | None = None
+
+    def forget(self) -> None:
+        """Do not read the word of the last step."""
+        self._previous = None
 
     def exchange(self, facts: StepFacts, factor: int, failure: Exception | None) -> None:
         """Check the previous step's words, then start the exchange of this one's."""

@@ -36,6 +36,7 @@ class Storage(Protocol):
     flats: list[Tensor]
     pieces: tuple[Piece, ...]
     direct_bytes: int
+    convertible: bool  # whether parameters may get another type or device before there is state
 
     def moved(self) -> list[int]:
         """The parameters whose memory is no longer where it was."""
@@ -45,6 +46,7 @@ class InPlace:
     """Every parameter stays where it is; one piece per shard, and small pieces are packed for the way."""
 
     direct_bytes = DIRECT_BYTES
+    convertible = True
 
     def __init__(self, params: Sequence[Tensor], layout: Layout) -> None:
         self._params = list(params)

@@ -67,6 +67,14 @@ def backward_number() -> int:
     return int(torch._C._current_graph_task_id())
 
 
+def will_accumulate(node: Any) -> bool:
+    """Whether the running backward pass will run this node, an accumulator of gradients."""
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:  # torch refuses the question where torch.autograd.grad() asks for this very leaf
+        return False
+
+
 def when_backward_ends(function: Callable[[], None]) -> None:
     """Call ``function`` when the running backward pass has computed all gradients."""
     torch.autograd.Variable._execution_engine.queue_callback(function)

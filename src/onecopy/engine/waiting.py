@@ -20,6 +20,25 @@ READ_THEIR_CHILDREN = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.Tra
 """Modules of torch's own that read parameters of their children themselves."""
 
 
+def resolve_uses(module: nn.Module, uses: Mapping[str, Sequence[str]]) -> dict[str, list[int]]:
+    """Identities of the parameters that submodules are said to read beside their own; raise if a name is unknown."""
+    names = dict(module.named_parameters(remove_duplicate=False))
+    modules = dict(module.named_modules())
+    resolved: dict[str, list[int]] = {}
+    for name, others in uses.items():
+        if name not in modules:
+            raise ValueError(f"uses names a submodule {name!r} that the module does not have")
+        resolved[name] = []
+        for other in others:
+            if other in names:
+                resolved[name].append(id(names[other]))
+            elif other in modules:
+                resolved[name] += [id(param) for param in modules[other].parameters()]
+            else:
+                raise ValueError(f"uses[{name!r}] names {other!r}, which is neither a parameter nor a submodule")
+    return resolved
+
+
 class WaitHooks:
     """Forward pre-hooks on all submodules that hold or read parameters."""
 
@@ -30,25 +49,16 @@ class WaitHooks:
         self._reads: dict[str, list[int]] = {}  # by submodule, identities of parameters
         self._ran: set[str] = set()
         self._ran_before: set[str] | None = None
-        names = dict(module.named_parameters(remove_duplicate=False))
         modules = dict(module.named_modules())
         for name, submodule in modules.items():
             deep = isinstance(submodule, READ_THEIR_CHILDREN)
             self._reads[name] = [id(param) for param in submodule.parameters(recurse=deep)]
-        for name, others in uses.items():
-            if name not in modules:
-                raise ValueError(f"uses names a submodule {name!r} that the module does not have")
-            for other in others:
-                if other in names:
-                    self._reads[name].append(id(names[other]))
-                elif other in modules:
-                    self._reads[name] += [id(param) for param in modules[other].parameters()]
-                else:
-                    raise ValueError(f"uses[{name!r}] names {other!r}, which is neither a parameter nor a submodule")
+        for name, params in resolve_uses(module, uses).items():
+            self._reads[name] += params
         me = weakref.ref(self)
         for name, submodule in modules.items():
             if self._reads[name]:
-                submodule.register_forward_pre_hook(_hook(me, name))
+                submodule.register_forward_pre_hook(_hook(me, name), prepend=True)
 
     def begin(self) -> None:
         """Before the module's forward: wait for what no submodule will wait for."""

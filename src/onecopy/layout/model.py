@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import prod
 
 import torch
@@ -123,11 +123,6 @@ class Layout:
         """The largest rank's elements over the mean (1.0 is perfect)."""
         totals = self.elements_per_rank
         return max(totals) * self.world_size / sum(totals) if sum(totals) else 1.0
-
-    def converted(self, dtype: torch.dtype) -> Layout:
-        """The same division with floating-point parameters of another type."""
-        specs = (replace(spec, dtype=dtype) if spec.dtype.is_floating_point else spec for spec in self.params)
-        return replace(self, params=tuple(specs))
 
     def digest(self) -> int:
         """A number that equal layouts share and different ones almost certainly do not."""

@@ -1,0 +1,184 @@
+"""``ShardedDataParallel`` with uneven inputs, checkpoints, groups of some ranks and meshes, against DDP."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.join import Join
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn import functional
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import StepLR
+
+from harness import distributed
+from models import Everything, assert_equal, assert_replicas_equal, assert_same_tree, everything_inputs
+from test_data_parallel import ROUNDING, SGD, Layers, Side, different_layers, inputs_of, one_step
+from test_data_parallel_use import Batched, closure, loss_of
+
+# Uneven inputs
+
+
+def more_for_later_ranks(rank: int) -> int:
+    return 2 + 2 * rank
+
+
+def more_for_earlier_ranks(rank: int) -> int:
+    return 8 - 2 * rank
+
+
+@pytest.mark.parametrize("counts", [more_for_later_ranks, more_for_earlier_ranks])
+@pytest.mark.parametrize("passes", ["one", "scheduled", "closure"])
+@distributed(2, 3, 4)
+def test_uneven_inputs(world_size: int, passes: str, counts: Callable[[int], int]) -> None:
+    make = Batched if passes == "one" else Layers
+    plain, ours = Side(False, make), Side(True, make)
+    for side in (plain, ours):
+        scheduler = StepLR(side.optimizer, 2, 0.5) if passes == "scheduled" else None
+        joinables: list[Any] = [side.model, side.optimizer] if side.ours else [side.model]
+        with Join(joinables):
+            for step in range(counts(dist.get_rank())):
+                if passes == "closure":
+                    closure(side, step)
+                    continue
+                side.optimizer.zero_grad()
+                loss_of(side, step).backward()
+                side.optimizer.step()
+                if scheduler is not None:
+                    scheduler.step()
+    assert_equal(ours.params, plain.params, passes, 0.0 if world_size == 2 else 2 * ROUNDING)
+    assert_replicas_equal(ours.params)
+    for step in (70, 71):
+        one_step(ours, step)
+    assert_replicas_equal(ours.params)
+
+
+# Checkpoints
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@distributed(2, 3)
+def test_state_dicts_with_and_without_prefix(world_size: int, overlap: bool) -> None:
+    plain, ours = Side(False, Batched), Side(True, Batched, overlap_forward=overlap)
+    for side in (plain, ours):
+        one_step(side, 0)
+    wrapped, bare = ours.model.state_dict(), ours.module.state_dict()
+    assert_same_tree(dict(wrapped), dict(plain.model.state_dict()), "wrapped", 0.0 if world_size == 2 else ROUNDING)
+    assert list(wrapped) == ["module." + name for name in bare]
+    for saved in (wrapped, bare):
+        copied = {name: value.clone() for name, value in saved.items()}
+        other = Side(True, Batched, overlap_forward=overlap)
+        one_step(other, 7)
+        assert not torch.equal(other.params[0], ours.params[0])
+        other.model.load_state_dict(copied)
+        assert_equal(other.params, ours.params, "loaded")
+        one_step(other, 1)
+        assert_replicas_equal(other.params)
+    with pytest.raises(RuntimeError, match="Missing key"):
+        ours.model.load_state_dict({"module.first.weight": wrapped["module.first.weight"]})
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.Adafactor], ids=["cut", "whole"])
+@pytest.mark.parametrize("overlap", [False, True], ids=["", "overlapped"])
+@distributed(2, 3)
+def test_optimizer_state_to_plain_and_back(world_size: int, optimizer: type[Optimizer], overlap: bool) -> None:
+    options = {"lr": 1e-2}
+    sides = [Side(False, Layers, optimizer, options)]
+    sides += [Side(True, Layers, optimizer, options, overlap_forward=overlap) for _ in range(2)]
+    plain, ours, back = sides
+    for step in range(3):
+        one_step(ours, step)
+    ours.zero.consolidate_state_dict(to=0)
+    box: list[Any] = [ours.zero.state_dict() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(box)
+    plain.model.load_state_dict(ours.model.state_dict())
+    plain.optimizer.load_state_dict(box[0])
+    for step in range(3, 6):
+        for side in (plain, ours):
+            one_step(side, step)
+    exact = 0.0 if world_size == 2 else 1e-5
+    assert_equal(ours.params, plain.params, "plain goes on", exact)
+    back.model.load_state_dict(plain.model.state_dict())
+    back.optimizer.load_state_dict(plain.optimizer.state_dict())
+    for step in range(6, 9):
+        for side in (plain, back):
+            one_step(side, step)
+    assert_equal(back.params, plain.params, "and back", exact)
+    assert_replicas_equal(back.params)
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.Adafactor], ids=["cut", "whole"])
+@distributed(3)
+def test_a_group_of_some_ranks(world_size: int, optimizer: type[Optimizer]) -> None:
+    group = dist.new_group([1, 2])
+    if dist.get_rank() == 0:
+        return
+    plain, ours = (Side(which, Batched, optimizer, {"lr": 1e-2}, group) for which in (False, True))
+    assert ours.zero.rank == dist.get_rank() - 1
+    for step in range(5):
+        for side in (plain, ours):
+            one_step(side, step)
+        assert_equal(ours.params, plain.params, f"step {step}")
+        assert_equal(ours.module.buffers(), plain.module.buffers(), f"step {step}")
+    norm = ours.sharded.grad_norm()
+    torch.testing.assert_close(norm, nn.utils.get_total_norm([p.grad for p in plain.params if p.grad is not None]))
+    ours.zero.consolidate_state_dict(to=1)
+    if dist.get_rank() == 2:
+        assert_same_tree(ours.zero.state_dict(), plain.optimizer.state_dict(), "state")
+
+
+# Several machines
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["", "overlapped"])
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adafactor], ids=["cut", "whole"])
+@distributed(4)
+def test_a_mesh_trains_like_ddp_on_all_ranks(world_size: int, optimizer: type[Optimizer], overlap: bool) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    options = SGD if optimizer is torch.optim.SGD else {"lr": 1e-2}
+    plain = Side(False, Everything, optimizer, options)
+    ours = Side(True, Everything, optimizer, options, mesh.get_group("shard"), mesh=mesh, overlap_forward=overlap)
+    assert ours.zero.world_size == 2
+    for step in range(12):
+        norms = []
+        for side in (plain, ours):
+            words, targets, take_branch = everything_inputs(dist.get_rank(), step)
+            side.optimizer.zero_grad()
+            functional.cross_entropy(side.model(words, take_branch), targets).backward()
+            if side.ours:
+                norms.append(side.sharded.clip_grad_norm_(0.5))
+            else:
+                norms.append(nn.utils.clip_grad_norm_(side.params, 0.5))
+            side.optimizer.step()
+        torch.testing.assert_close(norms[0], norms[1])
+        assert_equal(ours.params, plain.params, f"step {step}", 1e-5)
+        assert_replicas_equal(ours.params)
+    ours.zero.consolidate_state_dict(to=1)
+    if ours.zero.rank == 1:
+        mine, theirs = ours.zero.state_dict(), copy.deepcopy(plain.optimizer.state_dict())
+        for key, state in theirs["state"].items():
+            for name, value in state.items():
+                torch.testing.assert_close(mine["state"][key][name], value, rtol=1e-4, atol=1e-5)
+
+
+@distributed(4)
+def test_a_mesh_accumulates_and_begins_with_the_values_of_the_first_rank(world_size: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    plain, ours = Side(False, Layers), Side(True, different_layers, group=mesh.get_group(1), mesh=mesh)
+    assert_equal(ours.params, plain.params, "at the beginning")
+    for step in range(4):
+        for side in (plain, ours):
+            side.optimizer.zero_grad()
+            for part in range(2):
+                side.model(inputs_of(dist.get_rank(), 2 * step + part)).square().mean().backward()
+            with side.model.no_sync():
+                side.model(inputs_of(dist.get_rank(), 40 + step)).square().mean().backward()
+            side.model(inputs_of(dist.get_rank(), 50 + step)).square().mean().backward()
+            side.optimizer.step()
+        assert_equal(ours.params, plain.params, f"step {step}", ROUNDING)
+    assert_replicas_equal(ours.params)

@@ -1,0 +1,366 @@
+"""Ordinary use of ``ShardedDataParallel``, against DDP: accumulation, clipping, scaling, uneven inputs, checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import StepLR
+from torch.utils.checkpoint import checkpoint
+
+from harness import distributed
+from models import assert_equal, assert_replicas_equal, values
+from test_data_parallel import ROUNDING, SGD, Layers, Side, different_layers, inputs_of, one_step
+from test_reduce_scatter import Branching
+
+STEPS = 5
+
+
+class Batched(nn.Module):
+    """Buffers that change in every forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 64)
+        self.norm = nn.BatchNorm1d(64)
+        self.last = nn.Linear(64, 8)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs: Tensor = self.last(torch.tanh(self.norm(self.first(inputs))))
+        return outputs
+
+
+class Checkpointed(Layers):
+    """The middle is computed again in the backward pass."""
+
+    reentrant = False
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = torch.tanh(self.first(inputs))
+        hidden = checkpoint(self.middle, hidden, use_reentrant=self.reentrant)
+        outputs: Tensor = self.last(torch.tanh(hidden))
+        return outputs
+
+
+class Skipping(Layers):
+    """Can leave out all of its layers."""
+
+    def forward(self, inputs: Tensor, skip: bool = False) -> Tensor:
+        return inputs * 2.0 if skip else super().forward(inputs)
+
+
+def loss_of(side: Side, number: int, branch: bool = False) -> Tensor:
+    """One pass on this rank's data."""
+    inputs = inputs_of(dist.get_rank(), number)
+    outputs = side.model(inputs, branch) if isinstance(side.module, Branching) else side.model(inputs)
+    loss: Tensor = outputs.square().mean()
+    return loss
+
+
+# What one step is made of, for both sides. All begin with gradients let go.
+
+
+def synchronise_twice(side: Side, step: int) -> None:
+    for part in range(3):
+        loss_of(side, 10 * step + part, branch=part == 1).backward()
+    side.optimizer.step()
+
+
+def no_sync_then_sync(side: Side, step: int) -> None:
+    with side.model.no_sync():
+        for part in range(2):
+            loss_of(side, 10 * step + part, branch=dist.get_rank() == 0).backward()
+    loss_of(side, 10 * step + 9, branch=True).backward()
+    side.optimizer.step()
+
+
+def mixture(side: Side, step: int) -> None:
+    loss_of(side, 10 * step, branch=True).backward()
+    with side.model.no_sync():
+        loss_of(side, 10 * step + 1, branch=dist.get_rank() == 1).backward()
+    loss_of(side, 10 * step + 2).backward()
+    with side.model.no_sync():
+        loss_of(side, 10 * step + 3).backward()
+    loss_of(side, 10 * step + 4, branch=dist.get_rank() == 0).backward()
+    side.optimizer.step()
+
+
+def branch_in_no_sync_only(side: Side, step: int) -> None:
+    with side.model.no_sync():
+        loss_of(side, 10 * step, branch=step % 2 == 0 or dist.get_rank() == 1).backward()
+    loss_of(side, 10 * step + 1).backward()
+    side.optimizer.step()
+
+
+def decided_by_the_forward(side: Side, step: int) -> None:
+    with side.model.no_sync():
+        inside = loss_of(side, 10 * step)
+    inside.backward()
+    outside = loss_of(side, 10 * step + 1)
+    with side.model.no_sync():
+        outside.backward()
+    side.optimizer.step()
+
+
+def no_sync_in_evaluation_mode(side: Side, step: int) -> None:
+    """Fine-tuning with frozen statistics: gradients are computed although the model is not in training mode."""
+    side.model.eval()
+    no_sync_then_sync(side, step)
+
+
+def optimizer_clips(side: Side, step: int) -> None:
+    loss_of(side, step).backward()
+    if side.ours:
+        norm = side.zero.clip_grad_norm_(0.1)
+        torch.testing.assert_close(side.zero.grad_norm(), norm.clamp(max=0.1))
+    else:
+        norm = nn.utils.clip_grad_norm_(side.params, 0.1)
+    side.noted.append(norm)
+    side.optimizer.step()
+
+
+def model_clips(side: Side, step: int) -> None:
+    loss_of(side, step).backward()
+    order = float("inf") if step % 2 else 3.0
+    if side.ours:
+        side.noted.append(side.sharded.clip_grad_norm_(0.02, order))
+        torch.testing.assert_close(side.sharded.grad_norm(order), side.noted[-1].clamp(max=0.02))
+    else:
+        side.noted.append(nn.utils.clip_grad_norm_(side.params, 0.02, order))
+    side.optimizer.step()
+
+
+def torch_clips(side: Side, step: int) -> None:
+    loss_of(side, step).backward()
+    order = float("inf") if step == 1 else 2.0
+    side.noted.append(nn.utils.clip_grad_norm_(side.params, 0.1, order, foreach=[None, True, False][step % 3]))
+    side.optimizer.step()
+
+
+def scaled(side: Side, step: int) -> None:
+    """In the third step one rank finds an infinity, in one element."""
+    side.scaler = side.scaler or torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=2)
+    loss = loss_of(side, step)
+    if step == 2 and dist.get_rank() == dist.get_world_size() - 1:
+        loss = loss + next(side.module.parameters()).view(-1)[3] * float("inf")
+    before = values(side.module.parameters())
+    side.scaler.scale(loss).backward()
+    side.scaler.unscale_(side.optimizer)
+    side.scaler.step(side.optimizer)
+    side.scaler.update()
+    side.noted.append(torch.tensor(side.scaler.get_scale()))
+    moved = not torch.equal(before[0], next(side.module.parameters()))
+    assert moved == (step != 2), f"step {step}"
+
+
+def frozen_and_thawed(side: Side, step: int) -> None:
+    weight = next(side.module.parameters())
+    weight.requires_grad_(step not in (1, 2))
+    loss_of(side, step).backward()
+    assert (weight.grad is None) == (step in (1, 2))
+    side.optimizer.step()
+
+
+def scheduled(side: Side, step: int) -> None:
+    side.scheduler = side.scheduler or StepLR(side.optimizer, step_size=2, gamma=0.5)
+    loss_of(side, step).backward()
+    side.optimizer.step()
+    side.scheduler.step()
+    side.noted.append(torch.tensor(side.optimizer.param_groups[0]["lr"]))
+
+
+def closure(side: Side, step: int) -> None:
+    def evaluate() -> float:
+        side.optimizer.zero_grad()
+        loss = loss_of(side, step)
+        loss.backward()
+        return loss.item()
+
+    side.noted.append(torch.tensor(side.optimizer.step(evaluate)))
+
+
+def forward_twice(side: Side, step: int) -> None:
+    (loss_of(side, 10 * step) + loss_of(side, 10 * step + 1)).backward()
+    side.optimizer.step()
+
+
+def evaluate_between(side: Side, step: int) -> None:
+    loss = loss_of(side, step)
+    with torch.no_grad():
+        loss_of(side, 99)
+    loss.backward()
+    side.optimizer.step()
+
+
+def gradient_of_an_input(side: Side, step: int) -> None:
+    """What ``torch.autograd.grad`` computes between ``backward()`` and ``step()`` changes nothing."""
+    loss_of(side, step).backward()
+    torch.autograd.grad(loss_of(side, step + 50), list(side.module.parameters())[:1])
+    side.optimizer.step()
+
+
+def scaled_by_hand(side: Side, step: int) -> None:
+    loss_of(side, step).backward()
+    for param in side.params:
+        if param.grad is not None:
+            param.grad.mul_(0.5).div_(2.0)
+    side.optimizer.step()
+
+
+def interrupted(side: Side, step: int) -> None:
+    """A backward pass that fails before it reaches a parameter leaves nothing behind."""
+    loss = loss_of(side, step)
+    failing = loss * 1.0
+    failing.register_hook(_fail)
+    with pytest.raises(LookupError):
+        failing.backward(retain_graph=True)
+    side.optimizer.zero_grad()
+    loss_of(side, step).backward()
+    side.optimizer.step()
+
+
+def _fail(gradient: Tensor) -> None:
+    raise LookupError("a hook of the user's")
+
+
+@dataclass(frozen=True)
+class Use:
+    """What to do in every step, with which model and optimizer; exact is bit by bit with two ranks."""
+
+    step: Callable[[Side, int], None]
+    model: Callable[[], nn.Module] = Branching
+    exact: bool = True
+    set_to_none: bool = True
+    optimizer: type[Optimizer] = torch.optim.SGD
+    options: dict[str, Any] = field(default_factory=lambda: dict(SGD))
+
+    @property
+    def name(self) -> str:
+        return f"{self.step.__name__}{'' if self.set_to_none else ', zeroed'}, {self.model.__name__}"
+
+
+USES = (
+    Use(synchronise_twice, exact=False),
+    Use(synchronise_twice, exact=False, set_to_none=False),
+    Use(no_sync_then_sync),
+    Use(no_sync_then_sync, set_to_none=False),
+    Use(no_sync_then_sync, Checkpointed),
+    Use(mixture, exact=False),
+    Use(mixture, exact=False, set_to_none=False),
+    Use(branch_in_no_sync_only),
+    Use(branch_in_no_sync_only, set_to_none=False),
+    Use(decided_by_the_forward),
+    Use(no_sync_in_evaluation_mode),
+    Use(optimizer_clips, exact=False),
+    Use(model_clips, exact=False),
+    Use(torch_clips, exact=False),
+    Use(scaled, options={"lr": 0.1}),
+    Use(scaled, Batched),
+    Use(frozen_and_thawed),
+    Use(scheduled),
+    Use(closure),
+    Use(forward_twice),
+    Use(evaluate_between),
+    Use(gradient_of_an_input),
+    Use(scaled_by_hand),
+    Use(interrupted),
+    Use(no_sync_then_sync, Batched, exact=False),
+)
+
+
+@pytest.mark.parametrize("use", USES, ids=lambda use: use.name)
+@distributed(2, 3)
+def test_use_equals_plain_ddp(world_size: int, use: Use) -> None:
+    plain, ours = (Side(which, use.model, use.optimizer, use.options) for which in (False, True))
+    before = values(plain.params)
+    tolerance = 0.0 if use.exact and world_size == 2 else 2 * ROUNDING
+    for step in range(STEPS):
+        for side in (plain, ours):
+            side.optimizer.zero_grad(use.set_to_none)
+            use.step(side, step)
+        assert_equal(ours.params, plain.params, f"{use.name}, step {step}", tolerance)
+    assert not torch.equal(before[0], plain.params[0]), "the reference does not train"
+    assert len(ours.noted) == len(plain.noted)
+    for mine, theirs in zip(ours.noted, plain.noted, strict=True):
+        torch.testing.assert_close(mine, theirs)
+    assert_replicas_equal(ours.params)
+
+
+@distributed(2, 3)
+def test_two_graphs_one_after_the_other(world_size: int) -> None:
+    """Two forward passes, then their two backward passes: the same as one of the sum."""
+    plain, ours = Side(False, Layers), Side(True, Layers)
+    for step in range(4):
+        for side in (plain, ours):
+            side.optimizer.zero_grad()
+            losses = [loss_of(side, 10 * step), loss_of(side, 10 * step + 1)]
+            for loss in losses if side.ours else [losses[0] + losses[1]]:
+                loss.backward()
+            side.optimizer.step()
+        assert_equal(ours.params, plain.params, f"step {step}", ROUNDING)
+
+
+@distributed(2, 3)
+def test_a_rank_whose_loss_touches_no_parameter(world_size: int) -> None:
+    plain, ours = Side(False, Skipping), Side(True, Skipping)
+    for step in range(4):
+        skip = dist.get_rank() == step % world_size
+        for side in (plain, ours):
+            side.optimizer.zero_grad()
+            inputs = inputs_of(dist.get_rank(), step).requires_grad_()
+            loss = side.model(inputs, skip if side.ours else False).square().mean()
+            (loss * 0.0 if skip and not side.ours else loss).backward()
+            side.optimizer.step()
+        assert_equal(ours.params, plain.params, f"step {step}", 0.0 if world_size == 2 else ROUNDING)
+
+
+@distributed(2, 3)
+def test_buffers_follow_the_first_rank(world_size: int) -> None:
+    plain, ours = Side(False, Batched), Side(True, Batched)
+    alone = Side(True, Batched, broadcast_buffers=False)
+    for step in range(4):
+        for side in (plain, ours, alone):
+            one_step(side, step)
+        assert_equal(ours.module.buffers(), plain.module.buffers(), f"step {step}", 0.0 if world_size == 2 else 1e-5)
+    if dist.get_rank() != 0:
+        assert not torch.equal(next(alone.module.buffers()), next(ours.module.buffers()))
+
+
+@distributed(2, 3)
+def test_everything_begins_with_the_values_of_the_first_rank(world_size: int) -> None:
+    ours = Side(True, different_layers)
+    expected = [param.detach() - dist.get_rank() for param in different_layers().parameters()]
+    assert [param.shape for param in ours.params] == [tensor.shape for tensor in expected]
+    assert_replicas_equal(ours.params)
+
+
+@distributed(2, 3)
+def test_a_gradient_shows_this_ranks_range(world_size: int) -> None:
+    plain, ours = Side(False, Layers), Side(True, Layers)
+    for side in (plain, ours):
+        loss_of(side, 0).backward()
+    seen = torch.zeros(())
+    for spec, mine, theirs in zip(ours.zero.layout.params, ours.params, plain.params, strict=True):
+        assert mine.grad is not None
+        assert theirs.grad is not None
+        assert mine.grad.shape == mine.shape
+        own = [shard for shard in ours.zero.layout.shards_of(spec.index) if shard.owner == ours.zero.rank]
+        local: Tensor = mine.grad.local  # type: ignore[attr-defined]
+        expected = [theirs.grad.reshape(-1)[shard.start : shard.stop] for shard in own]
+        assert local.numel() == sum(part.numel() for part in expected)
+        seen += local.numel()
+        for part in expected:
+            torch.testing.assert_close(local, part)
+        with pytest.raises(RuntimeError, match="only this rank's range"):
+            mine.grad.sum()
+        with pytest.raises(RuntimeError, match="over some dimensions"):
+            torch.linalg.vector_norm(mine.grad, dim=0)
+        assert "ShardGrad(" in repr(mine.grad)
+    dist.all_reduce(seen)
+    assert int(seen) == sum(param.numel() for param in ours.params)

@@ -8,7 +8,7 @@ ROUNDS ?= 20
 COUNT ?= 500
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test bench-consolidation bench-steps soak lint types clean
+.PHONY: help setup demo test bench-consolidation bench-memory bench-steps soak lint types clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -29,6 +29,9 @@ test: setup ## run the test suite
 
 bench-consolidation: setup ## time gathering the state, torch's class and onecopy
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 benchmarks/consolidation.py
+
+bench-memory: setup ## bytes of tensors per rank by kind, every variant in processes of its own: RANKS=2
+	$(BIN)/python benchmarks/memory.py --ranks $(RANKS)
 
 bench-steps: setup ## step times and bytes on the wire, all modes in one run: RANKS=2 LINK= (or 4gbit) ROUNDS=20 ONLY=
 	$(BIN)/python benchmarks/steps.py --ranks $(RANKS) --rounds $(ROUNDS) $(if $(LINK),--link $(LINK)) $(if $(ONLY),--only '$(ONLY)')

@@ -126,9 +126,7 @@ def overlapped(
 ) -> Callable[[nn.Module], Made]:
     def make(model: nn.Module) -> Made:
         wrapped = ddp(model, view=True)
-        zero = onecopy.ZeroRedundancyOptimizer(
-            wrapped.parameters(), AdamW, overlap_with_ddp=True, shard_by="element", lr=LR, fused=True
-        )
+        zero = onecopy.ZeroRedundancyOptimizer(wrapped.parameters(), AdamW, overlap_with_ddp=True, lr=LR, fused=True)
         wrapped.register_comm_hook(None, make_hook(allreduce_hook, wrapped, zero))
         return wrapped, zero
 

@@ -49,7 +49,10 @@ class _Several:
 
 
 CHUNK_BYTES = 4 << 20
-"""Long messages between two ranks go in parts of this size, so that both directions and all pairs make progress."""
+"""Long messages between two ranks go in parts of this size, so that both directions and all pairs make progress.
+
+Times the number of other ranks, so that there are not more messages for the same bytes with more ranks.
+"""
 
 
 _companions: dict[tuple[str, str], tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
@@ -185,7 +188,7 @@ class Collectives:
         if self.exchanges(tensor.device):
             others = [(self.group_rank - turn) % self.world_size for turn in range(1, self.world_size)]
             pairs = [(self.send, rank) for rank in others] if source == self.group_rank else [(self.receive, source)]
-            return _Several(tuple(start(part, rank) for part in _chunks(tensor) for start, rank in pairs))
+            return _Several(tuple(start(part, rank) for part in self._chunks(tensor) for start, rank in pairs))
         work: Work = dist.broadcast(tensor, group=self.process_group, group_src=source, async_op=True)
         return work
 
@@ -201,8 +204,8 @@ class Collectives:
         works = []
         for turn in range(1, self.world_size):
             source, destination = (self.group_rank - turn) % self.world_size, (self.group_rank + turn) % self.world_size
-            works += [self.receive(part, source) for part in _chunks(rows[source])]
-            works += [self.send(part, destination) for part in _chunks(parts[destination])]
+            works += [self.receive(part, source) for part in self._chunks(rows[source])]
+            works += [self.send(part, destination) for part in self._chunks(parts[destination])]
         return _Several(tuple(works))
 
     def reduce_scatter(self, packed: Tensor, sizes: Sequence[int], part: Tensor) -> Work:
@@ -234,7 +237,9 @@ class Collectives:
         assert work is not None
         return work
 
-
-def _chunks(tensor: Tensor) -> tuple[Tensor, ...]:
-    """Parts of contiguous memory, none if it is empty: the two ends of a message may see it as different types."""
-    return as_bytes(flat_view(tensor)).split(CHUNK_BYTES) if tensor.numel() else ()
+    def _chunks(self, tensor: Tensor) -> tuple[Tensor, ...]:
+        """Parts of contiguous memory, none if it is empty: the two ends of a message may see it as different types."""
+        if not tensor.numel():
+            return ()
+        parts: tuple[Tensor, ...] = as_bytes(flat_view(tensor)).split(CHUNK_BYTES * max(1, self.world_size - 1))
+        return parts

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -39,8 +38,6 @@ from onecopy.wrapping import (
     take_over,
     to_convert,
 )
-
-logger = logging.getLogger(__name__)
 
 BUCKET_BYTES = 8 << 20
 

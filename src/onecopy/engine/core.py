@@ -131,10 +131,11 @@ class Engine:
             fixed = self.local.inner.state or self.local.wanted_masters.any or not self.storage.convertible
             if changed and fixed:
                 raise RuntimeError(
-                    f"parameter {old.name!r} was moved or converted after the optimizer had state: it was "
+                    f"parameter {old.name!r} was moved or converted too late: it was "
                     f"{old.describe()} on {self.storage.flats[index].device} and is {new.describe()} on "
-                    f"{param.device}; move the model before the first step(), or construct a new optimizer and load "
-                    "the consolidated state into it"
+                    f"{param.device}; move the model before the first step() (with master weights, offload or "
+                    "ShardedDataParallel: before constructing them), or construct a new optimizer and load the "
+                    "consolidated state into it"
                 )
             specs[index] = new
         return tuple(specs)

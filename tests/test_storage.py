@@ -270,7 +270,7 @@ def test_a_conversion_after_state_exists_is_refused_by_name(
     twins.model(torch.ones(1, 8, 4, 4)).sum().backward()
     refusal = refusal_of(twins.ours)
     assert type(refusal) is RuntimeError
-    assert re.search(rf"'{name}' was moved or converted after .* and is .*{new}", str(refusal)), str(refusal)
+    assert re.search(rf"'{name}' was moved or converted too late: it was .* and is .*{new}", str(refusal)), str(refusal)
 
 
 def refusal_of(optimizer: ZeroRedundancyOptimizer) -> Exception:

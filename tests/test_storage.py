@@ -304,7 +304,7 @@ def test_the_same_memory_read_in_another_order_is_never_ignored(
         refusal = error
     if refusal is not None:
         assert steps_before > 0, "nothing stands in the way of following this"
-        assert re.search(r"'group0\[0\]' was moved or converted after", str(refusal)), str(refusal)
+        assert re.search(r"'group0\[0\]' was moved or converted too late", str(refusal)), str(refusal)
         return
     tensors.ours.consolidate_state_dict()
     if tensors.ours.rank == 0:

@@ -17,3 +17,15 @@ class RanksDisagreeError(OnecopyError):
 
 class PeerFailedError(OnecopyError):
     """Another rank failed; this one stops with it instead of waiting for it forever."""
+
+
+class CheckpointError(OnecopyError):
+    """A checkpoint could not be written or read."""
+
+
+class CorruptCheckpointError(CheckpointError):
+    """Files of a checkpoint are damaged, missing, or not what was written."""
+
+
+class CheckpointMismatchError(CheckpointError, ValueError):
+    """A checkpoint does not fit the model or the optimizer it is loaded into."""

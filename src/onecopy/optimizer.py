@@ -141,7 +141,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         except Exception as error:
             failure = error
         # Until here nothing was sent and no parameter was touched.
-        self._has_state = agree(collectives, "constructing the optimizer", facts, failure, flag=has_state)
+        has_state = agree(collectives, "constructing the optimizer", facts, failure, flag=has_state)
+        local.has_state = has_state
         if parameters_as_bucket_view and overlap_with_ddp:
             logger.warning(
                 "parameters_as_bucket_view=True is ignored, because overlap_with_ddp=True sends DDP's buckets"
@@ -284,7 +285,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             del self.param_groups[known:]
             engine.local.keep_groups(known, engine.layout)
             raise
-        self._has_state = self._has_state or has_state
+        engine.local.has_state = engine.local.has_state or has_state
         self._consolidated = None
         engine.relayout(tensors, layout)
         log_share(engine)
@@ -307,7 +308,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         if state is not None:
             state, masters = split_masters(state)
             by_param = {self._all_params[index]: value for index, value in state.items()}
-            self._consolidated = Consolidated(by_param, masters, local.updates)
+            self._consolidated = Consolidated(by_param, masters, local.version)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the whole optimizer's state dict, exactly as the plain optimizer's would be; never communicates.
@@ -317,14 +318,14 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         Raises:
             RuntimeError: if there is state that was not consolidated on this rank since it last changed.
         """
-        updates = self.engine.local.updates
-        current = self._consolidated is not None and self._consolidated.updates == updates
-        if not current and (self._has_state or updates > 0 or self.engine.local.uses_masters):
+        local = self.engine.local
+        current = self._consolidated is not None and self._consolidated.version == local.version
+        if not current and (local.has_state or local.uses_masters):
             raise RuntimeError(
                 f"rank {self.rank} does not hold the whole optimizer state, or no longer the current one: call "
                 f"consolidate_state_dict(to={self.rank}) on all ranks first, and state_dict() on that rank"
             )
-        held = self._consolidated or Consolidated({}, {}, 0)
+        held = self._consolidated if current and self._consolidated else Consolidated({}, {}, 0)
         live, self.state = self.state, copy_tree(held.by_param)
         try:
             return super().state_dict() | ({MASTERS: copy_tree(held.masters)} if held.masters else {})
@@ -340,7 +341,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         Args:
             state_dict: an optimizer's state dict.
         """
-        self._has_state = load(
+        load(
             self.engine, self.param_groups, lambda: run_load_pre_hooks(self, shallow_copy(state_dict)), self.splittable
         )
         self._consolidated = None

@@ -98,7 +98,7 @@ def check_module(module: object, optimizers: Sequence[ZeroRedundancyOptimizer]) 
             raise ValueError("overlap_with_ddp=True is for DDP; construct the optimizer without it")
         if optimizer.wrapped is not None:
             raise ValueError(f"optimizer {number} already belongs to a ShardedDataParallel")
-        if optimizer.engine.local.updates or optimizer.engine.local.loaded:
+        if optimizer.engine.local.version:
             raise ValueError(
                 f"optimizer {number} has state already: wrap the model before the first step() and before "
                 "load_state_dict()"

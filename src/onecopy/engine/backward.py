@@ -8,6 +8,8 @@
    ``param.grad`` becomes the owned range of it.
 
 Nothing raises before the end, because other ranks count on every exchange: what goes wrong is told to all of them then.
+On an accelerator 1 and 2 are enqueued on a stream of their own, and the host reads what the ranks agree on only where
+a parameter of its own has no gradient; a failure elsewhere it reads in the next pass.
 """
 
 from __future__ import annotations
@@ -27,9 +29,12 @@ from torch.profiler import record_function
 from onecopy.engine.agreement import raise_together
 from onecopy.engine.collectives import Work
 from onecopy.engine.grad_buckets import Bucket, Policy, sum_into
+from onecopy.engine.lanes import Lane
 from onecopy.engine.pool import Pool
 from onecopy.engine.shard_grad import ShardGrad
 from onecopy.engine.torch_private import backward_number, when_backward_ends, will_accumulate
+from onecopy.engine.words import LateWord, word_on
+from onecopy.errors import PeerFailedError
 
 IN_FLIGHT = 2
 """Buckets that may be under way when another one is full; with their size this bounds the extra memory."""
@@ -64,6 +69,8 @@ class BackwardReducer:
         self._buckets = list(buckets)
         self._policy = policy
         self._pool = Pool()
+        self._lanes = {bucket.device: Lane(bucket.device) for bucket in buckets}
+        self._unread: LateWord | None = None
         self._pass: _Pass | None = None
         self._nodes: dict[int, Any] = {}  # autograd's accumulators, which live as long as they are held
         self._lock = threading.RLock()  # a module on several devices has several autograd threads
@@ -88,6 +95,9 @@ class BackwardReducer:
                 "use_reentrant=False; after an exception in backward() run a forward pass first"
             )
         self._pass = _Pass(number)
+        unread, self._unread = self._unread, None
+        if unread is not None and unread.read()[0]:
+            self._pass.failure = PeerFailedError("the previous backward() failed on another rank; see its own error")
         for bucket in self._buckets:
             bucket.begin(self._pool)
         me = weakref.ref(self)
@@ -140,8 +150,7 @@ class BackwardReducer:
             return
         with self._lock:
             try:
-                bucket.put(position, param.grad, self._pool)
-                param.grad = None
+                self._put(bucket, position, param.grad)
                 while current.next < len(self._buckets) and self._buckets[current.next].missing == 0:
                     self._launch(current)
             except Exception as error:
@@ -166,12 +175,19 @@ class BackwardReducer:
             bucket.shard.add_(new)
         self._show(present)
 
+    def _put(self, bucket: Bucket, position: int, gradient: Tensor) -> None:
+        lane = self._lanes[bucket.device]
+        with lane.entered():
+            bucket.put(position, gradient, self._pool)
+            lane.keep(gradient)
+        bucket.params[position].grad = None
+
     def _launch(self, current: _Pass) -> None:
         bucket = self._buckets[current.next]
         current.next += 1
         if len(current.pending) >= IN_FLIGHT:
             self._add_up(current.pending.popleft())
-        with record_function("onecopy.reduce"):
+        with record_function("onecopy.reduce"), self._lanes[bucket.device].entered():
             current.pending.append(self._exchange(bucket))
 
     def _exchange(self, bucket: Bucket) -> _Pending:
@@ -196,6 +212,10 @@ class BackwardReducer:
         return _Pending(bucket, buffer, [memory[: bucket.mine[1] - bucket.mine[0]]], memory, work)
 
     def _add_up(self, pending: _Pending) -> None:
+        with self._lanes[pending.bucket.device].entered():
+            self._add_up_here(pending)
+
+    def _add_up_here(self, pending: _Pending) -> None:
         bucket = pending.bucket
         pending.work.wait()
         bucket.allocate()
@@ -229,8 +249,7 @@ class BackwardReducer:
         if gradient is None or isinstance(gradient, ShardGrad):
             return
         try:
-            bucket.put(position, gradient, self._pool)
-            bucket.params[position].grad = None
+            self._put(bucket, position, gradient)
         except Exception as error:
             current.failure = current.failure or error
 
@@ -242,14 +261,16 @@ class BackwardReducer:
         kept = [b.kept if active else [False] * len(b.kept) for b in self._buckets]
         flags = [current.failure is not None, *(flag for lists in (has, kept) for row in lists for flag in row)]
         collectives = self._policy.collectives
-        word = torch.tensor(flags, dtype=torch.uint8, device=collectives.control_device)
+        word = word_on(collectives.control_device, flags, torch.uint8)
         work = collectives.all_reduce(word, largest=True)
         while current.pending:
             self._add_up(current.pending.popleft())
         work.wait()
         if self._policy.replicas is not None:
             self._policy.replicas.all_reduce(word, largest=True).wait()
-        failed, *agreed = [bool(flag) for flag in word.tolist()]
+        for lane in self._lanes.values():
+            lane.join()
+        failed, *agreed = self._read(LateWord(word), current.failure, flags)
         if failed:
             raise_together(collectives, "backward()", current.failure)
         rows, position = [], 0
@@ -257,6 +278,21 @@ class BackwardReducer:
             rows.append(agreed[position : position + len(bucket.params)])
             position += len(bucket.params)
         return rows[: len(self._buckets)], rows[len(self._buckets) :]
+
+    def _read(self, word: LateWord, failure: Exception | None, mine: Sequence[bool]) -> list[bool]:
+        """What the ranks agree on; on an accelerator what must be the same, where this rank can tell by itself."""
+        if not self._policy.collectives.reads_late:
+            return [bool(flag) for flag in word.read()]
+        if failure is not None:
+            raise failure
+        gradients = (len(mine) - 1) // 2
+        if all(mine[1 : 1 + gradients]):
+            self._unread = word
+            return list(mine)
+        agreed = [bool(flag) for flag in word.read()]
+        if agreed[0]:
+            raise PeerFailedError("backward() failed on another rank; see its own error")
+        return agreed
 
     def _show(self, present: Sequence[Sequence[bool]]) -> None:
         for bucket, flags in zip(self._buckets, present, strict=True):

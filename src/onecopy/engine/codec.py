@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,7 +20,7 @@ def encode(value: object, tensors: list[Tensor], where: str) -> Any:
     """Return ``value`` as JSON data; tensors are appended to ``tensors`` and replaced by their position.
 
     Args:
-        value: None, bool, int, float, str, a tensor, or tuples, lists and dicts of these.
+        value: None, bool, int, float, str, a tensor, or tuples, lists, dicts and Counters of these.
         tensors: receives the tensors in the order of their positions.
         where: what the value is, for the error message.
 
@@ -38,17 +39,17 @@ def encode(value: object, tensors: list[Tensor], where: str) -> Any:
     if isinstance(value, (tuple, list)) and kind in (tuple, list):
         items = [encode(item, tensors, f"{where}[{position}]") for position, item in enumerate(value)]
         return [kind.__name__, items]
-    if isinstance(value, dict) and kind is dict:
+    if isinstance(value, dict) and kind in (dict, Counter):
         return [
-            "dict",
+            kind.__name__,
             [
                 [encode(key, tensors, f"a key of {where}"), encode(item, tensors, f"{where}[{key!r}]")]
                 for key, item in value.items()
             ],
         ]
     raise TypeError(
-        f"{where} is of type {kind.__module__}.{kind.__qualname__}, which cannot be gathered: only None, bool, int, "
-        "float, str, tensors, and tuples, lists and dicts of these can"
+        f"{where} is of type {kind.__module__}.{kind.__qualname__}, which cannot be gathered or saved: only None, "
+        "bool, int, float, str, tensors, and tuples, lists, dicts and Counters of these can"
     )
 
 
@@ -61,8 +62,9 @@ def decode(data: Any, tensors: Sequence[Any]) -> Any:
         return tensors[content]
     if kind == "float":
         return float(content)
-    if kind == "dict":
-        return {decode(key, tensors): decode(item, tensors) for key, item in content}
+    if kind in ("dict", "Counter"):
+        pairs = {decode(key, tensors): decode(item, tensors) for key, item in content}
+        return Counter(pairs) if kind == "Counter" else pairs
     items = [decode(item, tensors) for item in content]
     return tuple(items) if kind == "tuple" else items
 
@@ -72,7 +74,8 @@ def map_tensors(value: Any, function: Callable[[Tensor], Any]) -> Any:
     if isinstance(value, Tensor):
         return function(value)
     if isinstance(value, dict):
-        return {key: map_tensors(item, function) for key, item in value.items()}
+        mapped = {key: map_tensors(item, function) for key, item in value.items()}
+        return Counter(mapped) if type(value) is Counter else mapped
     if type(value) in (tuple, list):
         return type(value)(map_tensors(item, function) for item in value)
     return value

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from onecopy.engine.flat import as_bytes, flat_view, to_bytes
 from onecopy.engine.torch_private import counts_calls, number_of_groups, timeout_of
+from onecopy.engine.words import word_on
 from onecopy.errors import OnecopyError
 
 
@@ -103,6 +104,11 @@ class Collectives:
         # send to each other would upset that, so there it gets a group in which nothing else happens.
         self._peers = (self._companion("peers") if counts_calls() else None) or group
 
+    @property
+    def reads_late(self) -> bool:
+        """Whether control data lives on an accelerator, where reading it at once would make the host wait for it."""
+        return self.control_device.type != "cpu"
+
     def twin(self) -> Collectives:
         """The same ranks with a process group that no other living twin uses; all members make this call together."""
         name = self.process_group.group_name
@@ -127,7 +133,18 @@ class Collectives:
         holders[slot] = weakref.ref(twin)
         return twin
 
-    def _companion(self, purpose: str) -> dist.ProcessGroup | None:
+    def apart(self, purpose: str) -> Collectives:
+        """The same ranks on a group for the CPU that nothing else uses; all members make this call together."""
+        group = self._companion(purpose, "gloo")
+        if group is None:
+            raise OnecopyError(
+                f"rank {self.group_rank}: no process group of their own can be made for these ranks, because they "
+                f"belong to different numbers of groups already; make the first call for a {purpose} on a group "
+                "before making others that only some of its members are in"
+            )
+        return Collectives(group)
+
+    def _companion(self, purpose: str, backend: str | None = None) -> dist.ProcessGroup | None:
         """Another group of the same ranks, made once for each purpose; None if torch cannot make one.
 
         torch names a group that is made by its members alone after how many groups each of them is in. So all of them
@@ -142,7 +159,7 @@ class Collectives:
             group = dist.new_group(
                 dist.get_process_group_ranks(self.process_group),
                 timeout=timeout_of(self.process_group, self.control_device),
-                backend=dist.get_backend_config(self.process_group),
+                backend=backend or dist.get_backend_config(self.process_group),
                 use_local_synchronization=True,
             )
             assert isinstance(group, dist.ProcessGroup)
@@ -155,7 +172,7 @@ class Collectives:
 
     def start_all_gather_words(self, word: Sequence[int]) -> list[Tensor]:
         """Every rank's word of integers, in rank order, on the control device."""
-        mine = torch.tensor(word, dtype=torch.int64, device=self.control_device)
+        mine = word_on(self.control_device, word)
         rows = list(mine.new_empty(self.world_size, len(word)))
         dist.all_gather(rows, mine, group=self.process_group)
         return rows
@@ -213,6 +230,9 @@ class Collectives:
 
         ``sizes[r]`` is rank r's; ``part`` is as long as the longest, to which all are padded.
         """
+        if packed.numel() == self.world_size * part.numel():
+            whole: Work = dist.reduce_scatter_single(part, packed, group=self.process_group, async_op=True)
+            return _Holding(whole, packed)
         padded = packed.new_zeros(self.world_size, part.numel())
         for row, values in zip(padded, packed.split(list(sizes)), strict=True):
             row[: values.numel()].copy_(values)

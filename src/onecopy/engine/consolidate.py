@@ -32,11 +32,11 @@ State = dict[Any, Any]
 
 @dataclass(frozen=True, slots=True)
 class Consolidated:
-    """The whole state by parameter, master weights by index, and after how many updates they were gathered."""
+    """The whole state by parameter, master weights by index, and the version of the state they were gathered from."""
 
     by_param: dict[Tensor, Any]
     masters: dict[int, Tensor]
-    updates: int
+    version: int
 
 
 @dataclass(slots=True)

@@ -41,7 +41,9 @@ def options_text(group: Group) -> dict[str, str]:
 
 def _option_text(value: object) -> str:
     if isinstance(value, Tensor):
-        return f"tensor({value.tolist()}, {value.dtype})"
+        # On an accelerator (capturable) reading it would make the host wait in every step.
+        content = value.tolist() if value.device.type == "cpu" else value.device.type
+        return f"tensor({content}, {value.dtype})"
     if isinstance(value, (tuple, list)):
         return f"{type(value).__name__}({', '.join(map(_option_text, value))})"
     if isinstance(value, dict):

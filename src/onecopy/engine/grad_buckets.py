@@ -55,6 +55,8 @@ class Bucket:
         self.left: dict[int, tuple[int, int]] = {}  # whole gradients as passes without synchronising left them
         self.buffer: Tensor | None = None
         self._policy = policy
+        ranks = policy.collectives.world_size
+        self._capacity = plan.longest * ranks if plan.equal else plan.numel
 
     def begin(self, pool: Pool) -> None:
         """Forget what an earlier backward pass has brought."""
@@ -99,7 +101,9 @@ class Bucket:
         else:
             if self.buffer is None or self._borrowed:
                 mine = self._take(pool)
-                self.buffer = mine if self.buffer is None else mine.copy_(self.buffer)
+                if self.buffer is not None:
+                    mine[: self.buffer.numel()].copy_(self.buffer)
+                self.buffer = mine
                 self._borrowed = False
             home = self.buffer.as_strided(param.shape, param.stride(), self.buffer.storage_offset() + offset)
             if self.arrived[position]:
@@ -123,10 +127,11 @@ class Bucket:
             end = offset + param.numel()
             if not arrived:
                 self.buffer[offset:end].zero_()
+        self.buffer[end:].zero_()
         return self.buffer
 
     def _take(self, pool: Pool) -> Tensor:
-        return pool.take(self.plan.numel, self.wire_dtype, self.device)
+        return pool.take(self._capacity, self.wire_dtype, self.device)
 
     def clear(self, kept: Sequence[bool]) -> None:
         """Before the shard is added to: clear what belongs to parameters that begin anew."""

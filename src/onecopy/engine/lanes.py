@@ -31,6 +31,16 @@ class Lane:
         with self._stream:
             yield
 
+    def keep(self, tensor: Tensor) -> None:
+        """Do not let this memory be used again before what the lane has enqueued so far is done."""
+        if self._stream is not None:
+            tensor.record_stream(self._stream)
+
+    def join(self) -> None:
+        """Make the caller's stream wait for what the lane has enqueued so far."""
+        if self._stream is not None:
+            torch.accelerator.current_stream(self._device).wait_stream(self._stream)
+
     def future(self) -> Future[Tensor]:
         """A future to be completed from the lane."""
         return Future() if self._stream is None else Future(devices=[self._device])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import deepcopy
 from itertools import chain
 from typing import Any
@@ -21,8 +21,8 @@ from onecopy.layout import Layout, ParamSpec
 StateDict = dict[str, Any]
 
 
-def load(engine: Engine, groups: Sequence[Group], read: Callable[[], StateDict], elementwise: bool) -> bool:
-    """Load what this rank owns of a full state dict, on all ranks together; return whether there was any state.
+def load(engine: Engine, groups: Sequence[Group], read: Callable[[], StateDict], elementwise: bool) -> None:
+    """Load what this rank owns of a full state dict, on all ranks together.
 
     1. Each rank reads (``read`` may fail), checks and copies what it owns; nothing has changed yet.
     2. All ranks agree that nobody failed and that all were given the same.
@@ -54,16 +54,56 @@ def load(engine: Engine, groups: Sequence[Group], read: Callable[[], StateDict],
     except Exception:
         local.inner.__setstate__(before)
         raise
-    for group, saved in zip(groups, deepcopy(state_dict["param_groups"]), strict=True):
+    _finish(local, groups, deepcopy(state_dict["param_groups"]), has_state)
+    for owned in local.owned:
+        if owned.home is not None:
+            owned.tensor.detach().copy_(saved_masters.get(owned.shard.param, owned.home))
+
+
+def load_owned(
+    local: LocalOptimizer,
+    groups: Sequence[Group],
+    states: Mapping[int, dict[Any, Any]],
+    options: Sequence[dict[str, Any]],
+    mastered: Collection[int],
+    has_state: bool,
+) -> None:
+    """Take over state that is cut down to what this rank owns already; no copies, and no other rank is asked.
+
+    Args:
+        local: this rank's optimizer.
+        groups: the parameter groups that people see.
+        states: state by parameter.
+        options: the options of every group.
+        mastered: parameters whose master weights have been written; the others begin as their parameters are.
+        has_state: whether any rank takes over state.
+    """
+    positions = _positions(local)
+    state = {
+        positions[id(owned.tensor)]: states[owned.shard.param] for owned in local.owned if owned.shard.param in states
+    }
+    param_groups = [
+        {**values, "params": [positions[id(tensor)] for tensor in group["params"]]}
+        for values, group in zip(options, local.inner.param_groups, strict=True)
+    ]
+    _load_inner(local, {"state": state, "param_groups": param_groups})
+    _finish(local, groups, options, has_state)
+    for owned in local.owned:
+        if owned.home is not None and owned.shard.param not in mastered:
+            owned.tensor.detach().copy_(owned.home)
+
+
+def _finish(
+    local: LocalOptimizer, groups: Sequence[Group], saved_groups: Sequence[Mapping[str, Any]], has_state: bool
+) -> None:
+    """Give the groups the saved options."""
+    for group, saved in zip(groups, saved_groups, strict=True):
         members = {key: group[key] for key in NOT_OPTIONS if key in group}
         group.clear()
         group.update({**members, **saved, "params": members["params"]})
     local.pull_options(groups)
-    local.updates, local.loaded = 0, True
-    for owned in local.owned:
-        if owned.home is not None:
-            owned.tensor.detach().copy_(saved_masters.get(owned.shard.param, owned.home))
-    return has_state
+    local.version += 1
+    local.has_state = has_state
 
 
 def shallow_copy(state_dict: object) -> StateDict:
@@ -130,10 +170,7 @@ def _local_state_dict(
 
     Master weights, which no inner optimizer knows of, come beside it, by parameter.
     """
-    positions = {
-        id(tensor): position
-        for position, tensor in enumerate(chain.from_iterable(group["params"] for group in local.inner.param_groups))
-    }
+    positions = _positions(local)
     state, saved_masters = {}, {}
     for owned in local.owned:
         index = owned.shard.param
@@ -153,6 +190,12 @@ def _local_state_dict(
         for saved, group in zip(state_dict["param_groups"], local.inner.param_groups, strict=True)
     ]
     return {"state": state, "param_groups": param_groups}, saved_masters
+
+
+def _positions(local: LocalOptimizer) -> dict[int, int]:
+    """The inner optimizer's positions, by the identity of the tensor it steps."""
+    tensors = chain.from_iterable(group["params"] for group in local.inner.param_groups)
+    return {id(tensor): position for position, tensor in enumerate(tensors)}
 
 
 def _load_inner(local: LocalOptimizer, state_dict: StateDict) -> None:

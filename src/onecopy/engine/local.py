@@ -91,8 +91,8 @@ class LocalOptimizer:
         self.wanted_masters = masters or Masters()
         self.uses_masters = any(self.wanted_masters.wanted_for(param) for param in params)  # on some rank
         self._defaults = defaults
-        self.loaded = False
-        self.updates = 0  # how often the inner optimizer was stepped, by which others know that its state changed
+        self.version = 0  # counts steps and loads, by which others know that the state changed
+        self.has_state = False  # on some rank
         self._stepped = stepped
         self._set_aside: list[tuple[Tensor, Tensor | None]] = []
         self._set_owned([self._own(shard, params, flats) for shard in layout.shards if shard.owner == group_rank])
@@ -223,7 +223,8 @@ class LocalOptimizer:
 
     def step(self, closure: Callable[[], Any] | None, kwargs: dict[str, Any]) -> Any:
         """Step the inner optimizer; a class whose ``step`` takes no closure has it evaluated beforehand."""
-        self.updates += 1
+        self.version += 1
+        self.has_state = True
         if closure is None:
             loss = self._step(**kwargs)
         elif self._takes_closure:

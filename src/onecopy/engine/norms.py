@@ -24,7 +24,10 @@ def total_norm(engines: Sequence[Engine], norm_type: float) -> Tensor:
         ]
     except Exception as error:
         failure = error
-    agree(collectives, "the norm of the gradients", [], failure)
+    if not collectives.reads_late:
+        agree(collectives, "the norm of the gradients", [], failure)
+    elif failure is not None:
+        raise failure
     local = get_total_norm(mine, norm_type).to(collectives.control_device, torch.float64)
     double = any(spec.dtype.itemsize >= 8 for engine in engines for spec in engine.layout.params)
     dtype = torch.float64 if double else torch.float32

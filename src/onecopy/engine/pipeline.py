@@ -25,6 +25,8 @@ from onecopy.engine.inputs import Group
 from onecopy.engine.local import Owned, restore_options, snapshot_options
 from onecopy.engine.sharing import Sharing
 from onecopy.engine.stream import InFlight
+from onecopy.engine.words import LateWord, word_on
+from onecopy.errors import PeerFailedError
 from onecopy.layout import BucketPlan
 
 SEGMENT_BYTES = 8 << 20
@@ -53,12 +55,16 @@ class Pipeline:
         self._segments: list[_Segment] = []
         self._flying: dict[int, tuple[InFlight, list[Tensor]]] = {}
         self._replicas = replicas
+        self._unread: LateWord | None = None
         self._plan()
 
     def step(
         self, engine: Engine, groups: Sequence[Group], closure: Callable[[], Any] | None, kwargs: dict[str, Any]
     ) -> Any:
         """One step, as every driver does it."""
+        unread, self._unread = self._unread, None
+        if unread is not None and unread.read()[0]:
+            raise PeerFailedError("the previous step() failed on another rank; see its own error")
         loss = None
         if callable(closure):
             with torch.enable_grad():
@@ -102,10 +108,15 @@ class Pipeline:
     def _end(self, failure: Exception | None) -> None:
         """Tell all ranks whether one has failed; then wait, or leave that for later."""
         words = [collectives for collectives in (self._engine.collectives, self._replicas) if collectives is not None]
-        word = torch.tensor([int(failure is not None)], dtype=torch.int64, device=words[0].control_device)
+        word = word_on(words[0].control_device, [int(failure is not None)])
         for collectives in words:
             collectives.all_reduce(word, largest=True).wait()
-        if word.item():
+        if words[0].reads_late:
+            if failure is not None:
+                self.wait()
+                raise failure
+            self._unread = LateWord(word)
+        elif word.item():
             self.wait()
             self._engine.forget_status()
             raise_together(words[0], "step()", failure)

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from onecopy.engine.agreement import Fact, agree, raise_together
 from onecopy.engine.collectives import Collectives
 from onecopy.engine.facts import group_facts, options_text
 from onecopy.engine.inputs import Group
 from onecopy.engine.probing import factors_differ
+from onecopy.engine.words import LateWord
 from onecopy.errors import PeerFailedError, RanksDisagreeError
 from onecopy.layout import Layout
 
@@ -89,7 +89,7 @@ class LateStatus:
 
     def __init__(self, collectives: Collectives) -> None:
         self._collectives = collectives
-        self._previous: tuple[Tensor, torch.Event | None] | None = None
+        self._previous: LateWord | None = None
 
     def forget(self) -> None:
         """Do not read the word of the last step."""
@@ -100,18 +100,8 @@ class LateStatus:
         word = [int(failure is not None), factor, *facts.digests()]
         previous, self._previous = self._previous, None
         if previous is not None:
-            rows, event = previous
-            if event is not None:
-                event.synchronize()
-            self._check(rows.tolist())
-        gathered = torch.stack(self._collectives.start_all_gather_words(word))
-        host, event = gathered, None
-        if gathered.device.type != "cpu":
-            host = torch.empty(gathered.shape, dtype=gathered.dtype, pin_memory=True)
-            host.copy_(gathered, non_blocking=True)
-            event = torch.Event(gathered.device.type)
-            event.record()
-        self._previous = (host, event)
+            self._check(previous.read())
+        self._previous = LateWord(torch.stack(self._collectives.start_all_gather_words(word)))
 
     def _check(self, words: list[list[int]]) -> None:
         mine = self._collectives.group_rank
@@ -128,4 +118,4 @@ class LateStatus:
 
 def make_status(collectives: Collectives) -> PromptStatus | LateStatus:
     """The kind that fits where control data lives."""
-    return (PromptStatus if collectives.control_device.type == "cpu" else LateStatus)(collectives)
+    return (LateStatus if collectives.reads_late else PromptStatus)(collectives)

@@ -39,6 +39,11 @@ class BucketPlan:
         """How many elements it has, gaps between parameters included."""
         return self.bounds[-1]
 
+    @property
+    def equal(self) -> bool:
+        """Whether the ranges, the last ones padded, are equally long: what a backend's reduce-scatter takes."""
+        return all(bound == min(rank * self.longest, self.numel) for rank, bound in enumerate(self.bounds))
+
     def range_of(self, group_rank: int) -> tuple[int, int]:
         """What one rank owns."""
         return self.bounds[group_rank], self.bounds[group_rank + 1]

@@ -1,0 +1,240 @@
+"""What one rank writes of a model, its optimizers and other data: pieces of tensors, and trees of plain data."""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from onecopy.checkpoint.files import LivePiece, check_storable
+from onecopy.checkpoint.manifest import Entry, SavedOptimizer, SavedParam, names_of_tensors, with_keys
+from onecopy.checkpoint.subjects import Held, Subject, is_per_element, state_with_master, unwrapped
+from onecopy.engine import codec
+from onecopy.engine.flat import dense_copy, flat_view, to_bytes
+from onecopy.layout import CUT_MULTIPLE
+
+
+@dataclass(frozen=True, slots=True)
+class PerRank:
+    """Marks a value of ``extra`` that every rank has of its own, such as the state of its random numbers."""
+
+    value: Any
+
+
+@dataclass(slots=True)
+class Contents:
+    """One rank's part of a checkpoint.
+
+    Attributes:
+        pieces: the memory it writes.
+        model: for each name of the state dict a tree; the same on all ranks.
+        optimizers: what is the same on all ranks, with the state of those parameters of which this rank has some.
+        owners: by optimizer and parameter, where this rank's part begins, and a checksum of what all owners share.
+        extra: a tree; rank 0's counts.
+        own: a tree of this rank's own.
+        signature: names, shapes and types of the model's tensors, in text.
+    """
+
+    pieces: list[LivePiece] = field(default_factory=list)
+    model: dict[str, Any] | None = None
+    optimizers: list[SavedOptimizer] = field(default_factory=list)
+    owners: list[dict[str, tuple[int, int]]] = field(default_factory=list)
+    extra: Any = None
+    own: Any = None
+    signature: list[str] = field(default_factory=list)
+
+    def fingerprint(self) -> str:
+        """Of everything that must be the same on all ranks."""
+        text = hashlib.blake2b(digest_size=16)
+        text.update("\0".join(self.signature).encode())
+        for optimizer in self.optimizers:
+            text.update(repr(asdict(replace(optimizer, state={}))).encode())
+        return text.hexdigest()
+
+    def described(self) -> list[Any]:
+        """What rank 0 needs to know, as JSON data, beside the pieces."""
+        return [
+            [optimizer.state for optimizer in self.optimizers],
+            self.owners,
+            self.own,
+        ]
+
+    def snapshot(self) -> None:
+        """Copy all memory, so that training can go on."""
+        with torch.no_grad():
+            for number, piece in enumerate(self.pieces):
+                self.pieces[number] = replace(piece, flat=_copy_on_host(piece.flat))
+
+
+def _copy_on_host(flat: Tensor) -> Tensor:
+    if flat.device.type == "cpu":
+        return flat.clone()
+    return torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True).copy_(flat)
+
+
+def collect(
+    model: nn.Module | None,
+    subjects: Sequence[Subject],
+    writes: Sequence[bool],
+    extra: Mapping[str, Any] | None,
+    rank: int,
+    world_size: int,
+) -> Contents:
+    """Describe everything and pick out what this rank writes; nothing is copied that lies well in memory.
+
+    Args:
+        model: the model, wrapped or not.
+        subjects: the optimizers.
+        writes: for each of them, whether this rank's part of its state is to be written (there may be replicas).
+        extra: other data.
+        rank: this rank among those that save.
+        world_size: how many save.
+    """
+    contents = Contents()
+    replicated: list[tuple[str, Tensor]] = []
+    if model is not None:
+        contents.model = _model_trees(unwrapped(model), replicated)
+        contents.signature = [f"{key} {tensor.dtype} {tuple(tensor.shape)}" for key, tensor in replicated]
+    for number, (subject, here) in enumerate(zip(subjects, writes, strict=True)):
+        _add_optimizer(contents, number, subject, here, replicated)
+    _add_extra(contents, extra, rank)
+    contents.pieces += _share_of(replicated, rank, world_size)
+    return contents
+
+
+def _model_trees(model: nn.Module, replicated: list[tuple[str, Tensor]]) -> dict[str, Any]:
+    trees: dict[str, Any] = {}
+    known: dict[tuple[Any, ...], str] = {}
+    for name, value in model.state_dict().items():
+        where = f"{name!r} of the model's state dict"
+        tensors: list[Tensor] = []
+        tree = codec.encode(value, tensors, where)
+        keys = []
+        for tensor, part in zip(tensors, names_of_tensors(tree, len(tensors)), strict=True):
+            check_storable(tensor, where)
+            same = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+            key = f"model/{name}" if isinstance(value, Tensor) else f"model/{name}/{part}"
+            if tensor.numel() and same in known:
+                keys.append(known[same])  # tied: one copy under both names
+                continue
+            known[same] = key
+            keys.append(key)
+            replicated.append((key, tensor))
+        trees[name] = with_keys(tree, keys)
+    return trees
+
+
+def _add_optimizer(
+    contents: Contents, number: int, subject: Subject, here: bool, replicated: list[tuple[str, Tensor]]
+) -> None:
+    subject.check_state_keys()
+    params = {
+        name: SavedParam(tuple(param.shape), tuple(param.stride()), _name_of(param.dtype))
+        for name, param in zip(subject.names, subject.params, strict=True)
+    }
+    groups = []
+    for position, (options, names) in enumerate(subject.groups()):
+        tensors: list[Tensor] = []
+        tree = codec.encode(options, tensors, f"the options of group {position} of {subject.kind}")
+        keys = [f"optimizer.{number}/group{position}/{name}" for name in names_of_tensors(tree, len(tensors))]
+        replicated += zip(keys, tensors, strict=True)
+        groups.append({"options": with_keys(tree, keys), "params": names})
+    state: dict[str, Any] = {}
+    owners: dict[str, tuple[int, int]] = {}
+    for held in subject.held():
+        values = state_with_master(held)
+        if not values or not here:
+            continue
+        name, param = subject.names[held.index], subject.params[held.index]
+        tensors = []
+        where = f"state of parameter {name!r}"
+        tree = codec.encode(values, tensors, where)
+        keys = [f"optimizer.{number}/{name}/{part}" for part in names_of_tensors(tree, len(tensors))]
+        state[name] = with_keys(tree, keys)
+        shared = 0
+        for key, tensor in zip(keys, tensors, strict=True):
+            check_storable(tensor, where)
+            if subject.zero is None:
+                replicated.append((key, tensor))
+                continue
+            shared = _add_owned(contents, key, tensor, held, param, shared)
+        owners[name] = (held.start, shared)
+    contents.optimizers.append(SavedOptimizer(subject.kind, subject.named, params, tuple(groups), state))
+    contents.owners.append(owners)
+
+
+def _add_owned(contents: Contents, key: str, tensor: Tensor, held: Held, param: Tensor, shared: int) -> int:
+    """Add a tensor of sharded state; return the checksum of what owners share, with it if they share it."""
+    whole = held.stop - held.start == param.numel()
+    dense = dense_copy(tensor)
+    if whole or not is_per_element(tensor, held):
+        if not whole:
+            shared = zlib.crc32(to_bytes(flat_view(dense).view(torch.uint8)), shared)
+        if held.start == 0:
+            entry = _entry_of(dense)
+            contents.pieces.append(LivePiece(key, entry, 0, entry.numel, flat_view(dense)))
+    else:
+        entry = Entry(_name_of(tensor.dtype), tuple(param.shape), tuple(param.stride()))
+        contents.pieces.append(LivePiece(key, entry, held.start, held.stop, flat_view(dense)))
+    return shared
+
+
+def _add_extra(contents: Contents, extra: Mapping[str, Any] | None, rank: int) -> None:
+    if extra is not None and type(extra) is not dict:
+        raise TypeError(f"extra must be a dict, got {type(extra).__qualname__}")
+    shared = {key: value for key, value in (extra or {}).items() if not isinstance(value, PerRank)}
+    own = {key: value.value for key, value in (extra or {}).items() if isinstance(value, PerRank)}
+    trees = []
+    for place, values in (("extra", shared), (f"rank{rank}", own)):
+        tensors: list[Tensor] = []
+        tree = codec.encode(values, tensors, "extra")
+        keys = [f"{place}/{number}" for number in range(len(tensors))]
+        if rank == 0 or values is own:
+            for key, tensor in zip(keys, tensors, strict=True):
+                check_storable(tensor, "a tensor in extra")
+                dense = dense_copy(tensor)
+                entry = _entry_of(dense)
+                contents.pieces.append(LivePiece(key, entry, 0, entry.numel, flat_view(dense)))
+        trees.append(with_keys(tree, keys))
+    contents.extra, contents.own = trees
+
+
+def _share_of(replicated: Iterable[tuple[str, Tensor]], rank: int, world_size: int) -> list[LivePiece]:
+    """This rank's part of what all ranks hold alike: an equal share of the bytes."""
+    found = [(key, dense_copy(tensor)) for key, tensor in replicated]
+    ranges = divide([(tensor.numel(), tensor.element_size()) for _, tensor in found], rank, world_size)
+    pieces = []
+    for (key, tensor), (start, stop) in zip(found, ranges, strict=True):
+        if start < stop or (tensor.numel() == 0 and rank == 0):
+            pieces.append(LivePiece(key, _entry_of(tensor), start, stop, flat_view(tensor)[start:stop]))
+    return pieces
+
+
+def divide(sizes: Sequence[tuple[int, int]], rank: int, world_size: int) -> list[tuple[int, int]]:
+    """The elements of each of some tensors (count and size of an element) that one rank writes; all ranks cover all."""
+    total = sum(count * size for count, size in sizes)
+    low, high = rank * total // world_size, (rank + 1) * total // world_size
+    ranges, offset = [], 0
+    for count, size in sizes:
+
+        def place(cut: int, offset: int = offset, count: int = count, size: int = size) -> int:
+            element = (cut - offset) // size
+            return count if element >= count else max(0, element // CUT_MULTIPLE * CUT_MULTIPLE)
+
+        stop = count if rank == world_size - 1 else place(high)
+        ranges.append((place(low) if rank else 0, stop))
+        offset += count * size
+    return ranges
+
+
+def _entry_of(dense: Tensor) -> Entry:
+    return Entry(_name_of(dense.dtype), tuple(dense.shape), tuple(dense.stride()))
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

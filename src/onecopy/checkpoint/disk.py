@@ -1,0 +1,88 @@
+"""Every change to the file system goes through here, so that tests can let each of them fail or be the last."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+
+def make_directory(path: Path) -> None:
+    """Make a directory and those above it."""
+    path.mkdir(parents=True, exist_ok=True)
+
+
+def create(path: Path) -> int:
+    """Open a new file for writing."""
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+
+
+def write(descriptor: int, content: memoryview | bytes) -> None:
+    """Write all of it."""
+    rest = memoryview(content)
+    while rest:
+        rest = rest[os.write(descriptor, rest) :]
+
+
+def flush(descriptor: int) -> None:
+    """Return when everything written is on the disk."""
+    os.fsync(descriptor)
+
+
+def flush_directory(path: Path) -> None:
+    """Return when the names in a directory are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        flush(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def rename(old: Path, new: Path) -> None:
+    """Give a directory its final name; the step at which a checkpoint begins to exist."""
+    old.rename(new)
+
+
+def remove(path: Path) -> None:
+    """Remove a directory with all that is in it."""
+    shutil.rmtree(path)
+
+
+def read_into(descriptor: int, memory: bytearray, offset: int) -> int:
+    """Fill memory from a place of an open file; return how many bytes there were."""
+    done = 0
+    while done < len(memory):
+        count = os.preadv(descriptor, [memoryview(memory)[done:]], offset + done)
+        if count == 0:
+            break
+        done += count
+    return done
+
+
+@contextlib.contextmanager
+def claimed(path: Path) -> Iterator[None]:
+    """Hold a lock on a directory, which ends with the process at the latest."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def is_claimed(path: Path) -> bool:
+    """Whether a living process holds the lock on a directory."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    except FileNotFoundError:
+        return True  # it has just been renamed or removed by whoever holds it
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False

@@ -1,0 +1,193 @@
+"""One rank's safetensors file: written in one go from memory that stays where it is, read block by block.
+
+The safetensors library reads these files. Its own writer first copies all tensors into one more buffer and does not
+flush what it has written, so the (simple) format is written here: the length of a JSON header, the header, the bytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+import torch
+from torch import Tensor
+
+from onecopy.checkpoint import disk
+from onecopy.checkpoint.manifest import BLOCK_BYTES, Entry, File, Manifest, Piece
+from onecopy.engine.flat import as_bytes
+from onecopy.errors import CorruptCheckpointError
+
+_NAMES = {
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.uint16: "U16",
+    torch.int16: "I16",
+    torch.uint32: "U32",
+    torch.int32: "I32",
+    torch.uint64: "U64",
+    torch.int64: "I64",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float32: "F32",
+    torch.float64: "F64",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.complex64: "C64",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class LivePiece:
+    """What a rank writes: elements ``[start, stop)`` of a tensor, and the flat memory that holds them."""
+
+    key: str
+    entry: Entry
+    start: int
+    stop: int
+    flat: Tensor
+
+    @property
+    def name(self) -> str:
+        """Its name in the file."""
+        whole = self.stop - self.start == self.entry.numel
+        return self.key if whole else f"{self.key}[{self.start}:{self.stop}]"
+
+
+def check_storable(tensor: Tensor, where: str) -> None:
+    """Raise ``TypeError`` if a tensor cannot be part of a checkpoint."""
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.device.type == "meta":
+        raise TypeError(f"{where} is a {tensor.layout} tensor on {tensor.device}, which cannot be saved")
+    if tensor.dtype not in _NAMES:
+        raise TypeError(f"{where} is a tensor of type {tensor.dtype}, which cannot be saved")
+
+
+def write_file(path: Path, pieces: Sequence[LivePiece]) -> tuple[File, list[Piece]]:
+    """Write a file and flush it to the disk; return its description and those of its pieces, in their order."""
+    # Larger elements first: then every piece is aligned.
+    order = sorted(range(len(pieces)), key=lambda number: -pieces[number].flat.element_size())
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    offsets, end = {}, 0
+    for number in order:
+        piece = pieces[number]
+        nbytes = piece.flat.numel() * piece.flat.element_size()
+        header[piece.name] = {
+            "dtype": _NAMES[piece.flat.dtype],
+            "shape": [piece.flat.numel()],
+            "data_offsets": [end, end + nbytes],
+        }
+        offsets[number] = end
+        end += nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    front = len(text).to_bytes(8, "little") + text
+    checks: dict[int, tuple[int, ...]] = {}
+    descriptor = disk.create(path)
+    try:
+        disk.write(descriptor, front)
+        for number in order:
+            checks[number] = tuple(_write_blocks(descriptor, pieces[number].flat))
+        disk.flush(descriptor)
+    finally:
+        os.close(descriptor)
+    file = File(len(front) + end, len(front), zlib.crc32(front))
+    described = [
+        Piece(path.name, len(front) + offsets[number], piece.start, piece.stop, checks[number])
+        for number, piece in enumerate(pieces)
+    ]
+    return file, described
+
+
+def _write_blocks(descriptor: int, flat: Tensor) -> Iterator[int]:
+    for block in as_bytes(flat).split(BLOCK_BYTES) if flat.numel() else ():
+        host = block.cpu()
+        memory = memoryview((ctypes.c_char * host.numel()).from_address(host.data_ptr())).cast("B")
+        disk.write(descriptor, memory)
+        yield zlib.crc32(memory)
+
+
+class Reader:
+    """The files of a checkpoint, each opened once and kept open."""
+
+    def __init__(self, folder: Path, files: Mapping[str, File]) -> None:
+        self._folder = folder
+        self._files = files
+        self._open: dict[str, int] = {}
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> Reader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+    def _descriptor(self, name: str) -> int:
+        """An open file whose size and header are as they were written."""
+        if name not in self._open:
+            path, expected = self._folder / name, self._files[name]
+            try:
+                descriptor = os.open(path, os.O_RDONLY)
+            except FileNotFoundError:
+                raise CorruptCheckpointError(f"{path} is missing") from None
+            self._stack.callback(os.close, descriptor)
+            size = os.fstat(descriptor).st_size
+            if size != expected.size:
+                raise CorruptCheckpointError(f"{path} has {size} bytes, but {expected.size} were written")
+            header = bytearray(expected.header)
+            disk.read_into(descriptor, header, 0)
+            if zlib.crc32(header) != expected.crc32:
+                raise CorruptCheckpointError(f"{path} is damaged: the checksum of its header does not match")
+            self._open[name] = descriptor
+        return self._open[name]
+
+    def check_file(self, name: str) -> None:
+        """Check that a file is there, and its size and header."""
+        self._descriptor(name)
+
+    def blocks(self, key: str, entry: Entry, start: int, stop: int) -> Iterator[tuple[int, int, Tensor]]:
+        """Elements ``[start, stop)`` of a tensor in memory order, as parts that were read and checked one by one.
+
+        Yields where each part begins and ends, and its values.
+        """
+        for piece in entry.pieces:
+            if piece.start < stop and piece.stop > start:
+                yield from self._blocks_of(piece, key, entry, max(start, piece.start), min(stop, piece.stop))
+
+    def _blocks_of(
+        self, piece: Piece, key: str, entry: Entry, start: int, stop: int
+    ) -> Iterator[tuple[int, int, Tensor]]:
+        dtype = entry.torch_dtype
+        per_block = BLOCK_BYTES // dtype.itemsize
+        descriptor = self._descriptor(piece.file)
+        for number in range((start - piece.start) // per_block, -(-(stop - piece.start) // per_block)):
+            low = piece.start + number * per_block
+            high = min(low + per_block, piece.stop)
+            nbytes = (high - low) * dtype.itemsize
+            content = bytearray(nbytes)
+            count = disk.read_into(descriptor, content, piece.offset + (low - piece.start) * dtype.itemsize)
+            if count != nbytes or zlib.crc32(content) != piece.crc32[number]:
+                raise CorruptCheckpointError(
+                    f"{self._folder / piece.file} is damaged: elements {low} to {high} of {key!r} do not match their "
+                    "checksum"
+                )
+            first, last = max(low, start), min(high, stop)
+            yield first, last, torch.frombuffer(content, dtype=dtype)[first - low : last - low]
+
+
+def whole_tensor(reader: Reader, manifest: Manifest, key: str) -> Tensor:
+    """One tensor, read from all its pieces."""
+    entry = manifest.tensors[key]
+    tensor = torch.empty_strided(entry.shape, entry.stride, dtype=entry.torch_dtype)
+    flat = tensor.as_strided((entry.numel,), (1,))
+    for first, last, part in reader.blocks(key, entry, 0, entry.numel):
+        flat[first:last].copy_(part)
+    return tensor

@@ -1,0 +1,258 @@
+"""Loading: check everything that this rank needs, vote, and only then copy, piece by piece, into place.
+
+1. All ranks take the same checkpoint; each matches it with what it was given and reads and checks every byte it needs.
+2. All ranks vote; until here nothing has changed.
+3. Each copies from the files that it has kept open, reading and checking each block again, with no more memory than one
+   block (or one tensor that lies otherwise in memory). All vote again. If one failed here, what was given is partly
+   loaded, and its optimizers refuse to step until a load succeeds.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from onecopy.checkpoint import manifest as manifests
+from onecopy.checkpoint.files import Reader, whole_tensor
+from onecopy.checkpoint.manifest import Manifest, keys_in
+from onecopy.checkpoint.progress import bar
+from onecopy.checkpoint.ranks import Ranks, as_checkpoint_error
+from onecopy.checkpoint.saving import committed
+from onecopy.checkpoint.subjects import Optimizers, Subject, subjects_of, unwrapped, wait_for
+from onecopy.checkpoint.targets import Copy, ModelPlan, OptimizerPlan, options_of, plan_model, plan_optimizer
+from onecopy.engine import codec
+from onecopy.errors import CheckpointError, CheckpointMismatchError, CorruptCheckpointError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What :func:`onecopy.checkpoint.load` found; unpacks as ``step, extra``.
+
+    Attributes:
+        step: the number it was saved under.
+        extra: what was saved beside model and optimizer; what ranks had of their own only if there were as many ranks.
+        path: the checkpoint's directory.
+        per_rank: what each rank had of its own, for all ranks that saved.
+        missing: with ``strict=False``, names of the model that the checkpoint does not have.
+        unexpected: with ``strict=False``, names of the checkpoint that the model does not have.
+    """
+
+    step: int
+    extra: dict[str, Any]
+    path: Path
+    per_rank: list[dict[str, Any]]
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter((self.step, self.extra))
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a checkpoint; raise if it is not one."""
+    path = folder / manifests.NAME
+    try:
+        text = path.read_bytes()
+    except FileNotFoundError:
+        raise CorruptCheckpointError(f"{path} is missing: {folder} is not a complete checkpoint") from None
+    return manifests.parse(text, str(path))
+
+
+def candidates_in(source: str | os.PathLike[str]) -> list[Path]:
+    """The checkpoint that a path is, or those under it, the newest first."""
+    path = Path(source)
+    if (path / manifests.NAME).exists() or path.name.startswith("step-"):
+        return [path]
+    found = committed(path)
+    if not found:
+        raise FileNotFoundError(f"{path} is not a checkpoint, and there is none in it")
+    return found
+
+
+def verify(source: str | os.PathLike[str]) -> int:
+    """Check every byte of a checkpoint (of the newest one, if there are several); return how many there are.
+
+    Args:
+        source: a checkpoint, or the directory that holds them.
+
+    Raises:
+        CorruptCheckpointError: if something is damaged, missing or cut short; the message names the file.
+    """
+    folder = candidates_in(source)[0]
+    found = read_manifest(folder)
+    total = sum(entry.nbytes for entry in found.tensors.values())
+    with Reader(folder, found.files) as reader, bar("checking", total) as advance:
+        for name in found.files:
+            reader.check_file(name)
+        for key, entry in found.tensors.items():
+            for _, _, part in reader.blocks(key, entry, 0, entry.numel):
+                advance(part.numel() * part.element_size())
+    return sum(file.size for file in found.files.values()) + (folder / manifests.NAME).stat().st_size
+
+
+@dataclass(slots=True)
+class _Plan:
+    """Everything that one rank takes from a checkpoint."""
+
+    found: Manifest
+    model: ModelPlan
+    optimizers: list[OptimizerPlan]
+
+    @property
+    def copies(self) -> list[Copy]:
+        return [*self.model.copies, *(copy for plan in self.optimizers for copy in plan.copies)]
+
+    @property
+    def small_keys(self) -> list[str]:
+        """Tensors that are read whole: options, what was saved beside, what the model loads by itself."""
+        trees = [self.found.extra, *self.found.per_rank, *(tree for plan in self.optimizers for tree in plan.options)]
+        return [*(key for tree in trees for key in keys_in(tree)), *sorted(self.model.late_keys)]
+
+
+def load(
+    source: str | os.PathLike[str],
+    model: nn.Module | None,
+    optimizer: Optimizers,
+    strict: bool,
+    process_group: Any,
+) -> Loaded:
+    """Load on all ranks together; see :func:`onecopy.checkpoint.load`."""
+    ranks = Ranks(process_group)
+    failure: Exception | None = None
+    subjects: list[Subject] = []
+    paths: list[str] = []
+    try:
+        subjects = subjects_of(model, optimizer)
+        wait_for(subjects, model)
+        if ranks.rank == 0:
+            paths = [str(path) for path in candidates_in(source)]
+    except Exception as error:
+        failure = error
+    paths = ranks.vote("loading a checkpoint", failure, paths)[0]
+    for position, path in enumerate(paths):
+        loaded = _load_from(Path(path), model, subjects, strict, ranks, last=position == len(paths) - 1)
+        if loaded is not None:
+            return loaded
+    raise AssertionError("the last candidate is loaded, or it raises")
+
+
+def _load_from(
+    folder: Path, model: nn.Module | None, subjects: Sequence[Subject], strict: bool, ranks: Ranks, last: bool
+) -> Loaded | None:
+    """Load from one directory; None on all ranks if it is damaged and there is an older one."""
+    failure: Exception | None = None
+    plan: _Plan | None = None
+    reader: Reader | None = None
+    small: dict[str, Tensor] = {}
+    try:
+        found = read_manifest(folder)
+        reader = Reader(folder, found.files)
+        plan = _match(found, model, subjects, strict)
+        with bar("checking", sum(copy.nbytes for copy in plan.copies), ranks.rank) as advance:
+            for copy in plan.copies:
+                copy.check(reader)
+                advance(copy.nbytes)
+        small = {key: whole_tensor(reader, found, key) for key in plan.small_keys}
+    except Exception as error:
+        failure = as_checkpoint_error(f"rank {ranks.rank}: reading {folder}", error)
+    try:
+        failures = [failed for failed in ranks.gather(_kind_of(failure)) if failed]
+        if failures and not last and all(kind == "corrupt" for kind, _ in failures):
+            logger.warning("%s is damaged, so an older one is loaded: %s", folder, failures[0][1])
+            return None
+        ranks.agree("loading a checkpoint", [], failure)
+        assert plan is not None
+        assert reader is not None
+        return _fill(plan, reader, small, folder, model, ranks)
+    finally:
+        if reader is not None:
+            reader.__exit__(None, None, None)
+
+
+def _kind_of(failure: Exception | None) -> list[str] | None:
+    if failure is None:
+        return None
+    return ["corrupt" if isinstance(failure, CorruptCheckpointError) else "other", str(failure)]
+
+
+def _match(found: Manifest, model: nn.Module | None, subjects: Sequence[Subject], strict: bool) -> _Plan:
+    if subjects and len(found.optimizers) != len(subjects):
+        raise CheckpointMismatchError(
+            f"the checkpoint has {len(found.optimizers)} optimizers, and {len(subjects)} were given to load into"
+        )
+    return _Plan(
+        found,
+        plan_model(found, model, subjects, strict) if model is not None else ModelPlan(),
+        [plan_optimizer(found, number, subject) for number, subject in enumerate(subjects)],
+    )
+
+
+def _fill(
+    plan: _Plan,
+    reader: Reader,
+    small: Mapping[str, Tensor],
+    folder: Path,
+    model: nn.Module | None,
+    ranks: Ranks,
+) -> Loaded:
+    optimizers = [each.subject.optimizer for each in plan.optimizers]
+    failure: Exception | None = None
+    _refuse_to_step(optimizers, folder)
+    try:
+        with torch.no_grad(), bar("loading", sum(copy.nbytes for copy in plan.copies), ranks.rank) as advance:
+            for copy in plan.copies:
+                copy.run(reader, plan.found)
+                advance(copy.nbytes)
+            if model is not None and plan.model.late:
+                late = {name: codec.decode(tree, small) for name, tree in plan.model.late.items()}  # type: ignore[arg-type]
+                unwrapped(model).load_state_dict(late, strict=False)
+            for each in plan.optimizers:
+                each.subject.install(each.states, options_of(each, small), each.mastered, each.has_state)
+    except Exception as error:
+        failure = CheckpointError(
+            f"rank {ranks.rank}: loading {folder} failed after some of it had been loaded, and the optimizers refuse "
+            f"to step until a load succeeds: {error}"
+        )
+        failure.__cause__ = error
+    ranks.agree("loading a checkpoint", [], failure)
+    _let_step(optimizers)
+    extra = codec.decode(plan.found.extra, small)  # type: ignore[arg-type]
+    per_rank = [codec.decode(tree, small) for tree in plan.found.per_rank]  # type: ignore[arg-type]
+    if plan.found.world_size == ranks.world_size:
+        extra = {**extra, **per_rank[ranks.rank]}
+    return Loaded(plan.found.step, extra, folder, per_rank, plan.model.missing, plan.model.unexpected)
+
+
+_refusing: weakref.WeakKeyDictionary[Optimizer, RemovableHandle] = weakref.WeakKeyDictionary()
+"""Optimizers that a failed load has left half changed."""
+
+
+def _refuse_to_step(optimizers: Sequence[Optimizer], folder: Path) -> None:
+    def refuse(*_: Any) -> None:
+        raise CheckpointError(
+            f"loading {folder} has failed half way, so that this optimizer's state is partly old and partly new: load "
+            "a checkpoint before the next step"
+        )
+
+    for optimizer in optimizers:
+        if optimizer not in _refusing:
+            _refusing[optimizer] = optimizer.register_step_pre_hook(refuse)
+
+
+def _let_step(optimizers: Sequence[Optimizer]) -> None:
+    for optimizer in optimizers:
+        handle = _refusing.pop(optimizer, None)
+        if handle is not None:
+            handle.remove()

@@ -1,0 +1,93 @@
+"""What else a run needs to go on as if it had never stopped: schedulers, scalers, random numbers, positions."""
+
+from __future__ import annotations
+
+import random
+import sys
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from onecopy.checkpoint.contents import PerRank
+
+
+class Stateful(Protocol):
+    """A scheduler, a GradScaler, a data loader: anything with these two methods."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what it must remember."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> object:
+        """Go on from there."""
+
+
+RANDOM = "random numbers"
+
+
+def capture(*, position: Any = None, **parts: Stateful) -> dict[str, Any]:
+    """Collect what :func:`restore` puts back, for ``extra``.
+
+    Args:
+        position: where in the data this rank is: plain data of your own, of every rank.
+        **parts: schedulers, a GradScaler and their like, by name.
+
+    Returns:
+        A dict with the state of each part, this rank's position and the states of its random number generators
+        (torch's on the CPU and the accelerator, Python's, and NumPy's if it is in use).
+    """
+    extra: dict[str, Any] = {name: part.state_dict() for name, part in parts.items()}
+    extra["position"] = PerRank(position)
+    extra[RANDOM] = PerRank(_random_states())
+    return extra
+
+
+def restore(extra: dict[str, Any], **parts: Stateful) -> Any:
+    """Put back what :func:`capture` collected; return this rank's position.
+
+    With another number of ranks than there were, positions and random numbers are not in ``extra``: then the position
+    is None and the generators are left as they are.
+
+    Args:
+        extra: what was loaded.
+        **parts: what was captured, under the same names.
+    """
+    absent = [name for name in parts if name not in extra]
+    if absent:
+        raise KeyError(f"the checkpoint has no state for {absent}; it has {sorted(extra)}")
+    for name, part in parts.items():
+        part.load_state_dict(extra[name])
+    if RANDOM in extra:
+        _set_random_states(extra[RANDOM])
+    return extra.get("position")
+
+
+def _accelerator() -> Any:
+    """The module of the current accelerator, if there is one with random numbers."""
+    device = torch.accelerator.current_accelerator(check_available=True)
+    return None if device is None else torch.get_device_module(device)
+
+
+def _random_states() -> dict[str, Any]:
+    states: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
+    module = _accelerator()
+    if module is not None:
+        states["accelerator"] = module.get_rng_state()
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        kind, keys, *rest = numpy.random.get_state()
+        states["numpy"] = (kind, torch.from_numpy(keys.astype("int64")), [int(rest[0]), int(rest[1]), float(rest[2])])
+    return states
+
+
+def _set_random_states(states: dict[str, Any]) -> None:
+    torch.set_rng_state(states["torch"])
+    random.setstate(states["python"])
+    module = _accelerator()
+    if module is not None and "accelerator" in states:
+        module.set_rng_state(states["accelerator"])
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and "numpy" in states:
+        kind, keys, (position, has_gauss, cached) = states["numpy"]
+        assert isinstance(keys, Tensor)
+        numpy.random.set_state((kind, keys.numpy().astype("uint32"), position, has_gauss, cached))

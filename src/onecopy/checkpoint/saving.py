@@ -19,6 +19,7 @@ import secrets
 import shutil
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -215,12 +216,10 @@ def _assemble(job: Job, described: Sequence[Any]) -> Manifest:
         replace(optimizer, state=_merged(number, optimizer, described))
         for number, optimizer in enumerate(contents.optimizers)
     ]
-    from onecopy import __version__  # the package is complete by now
-
     return Manifest(
         step=job.step,
         world_size=job.ranks.world_size,
-        written_by={"onecopy": __version__, "torch": str(torch.__version__)},
+        written_by={"onecopy": version("onecopy"), "torch": str(torch.__version__)},
         fingerprint=contents.fingerprint(),
         files=files,
         tensors=tensors,

@@ -16,6 +16,7 @@ from onecopy.data_parallel import ShardedDataParallel
 from onecopy.engine import masters
 from onecopy.engine.loading import load_owned
 from onecopy.engine.local import NOT_OPTIONS
+from onecopy.engine.torch_private import uncompiled
 from onecopy.optimizer import ZeroRedundancyOptimizer
 
 Optimizers = Optimizer | Sequence[Optimizer] | None
@@ -26,8 +27,8 @@ def unwrapped(model: nn.Module) -> nn.Module:
     while True:
         if isinstance(model, (DistributedDataParallel, ShardedDataParallel)):
             model = model.module
-        elif isinstance(getattr(model, "_orig_mod", None), nn.Module):
-            model = model._orig_mod  # type: ignore[assignment]
+        elif (inner := uncompiled(model)) is not model:
+            model = inner
         else:
             return model
 

@@ -188,3 +188,9 @@ def tensor_without_memory(cls: type[T], like: Tensor) -> T:
         cls, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device
     )
     return made
+
+
+def uncompiled(module: torch.nn.Module) -> torch.nn.Module:
+    """The module that ``torch.compile`` was given, or the module itself."""
+    inner = getattr(module, "_orig_mod", None)
+    return inner if isinstance(inner, torch.nn.Module) else module

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 import onecopy
+import onecopy.checkpoint
 from harness import pools
 
 ROOT = Path(__file__).parent.parent
@@ -103,6 +104,10 @@ def test_relative_links_lead_somewhere(page: Path) -> None:
 
 def test_the_index_lists_every_public_name() -> None:
     assert set(onecopy.__all__) == first_cells("Index")
+
+
+def test_the_index_lists_every_name_of_the_checkpoints() -> None:
+    assert set(onecopy.checkpoint.__all__) == first_cells("checkpoint")
 
 
 def test_the_index_lists_every_attribute_and_argument_of_the_optimizer() -> None:

@@ -9,7 +9,14 @@ from onecopy.ddp_hooks import (
     hook_with_zero_step_interleaved,
     reduce_scatter_hook,
 )
-from onecopy.errors import OnecopyError, PeerFailedError, RanksDisagreeError
+from onecopy.errors import (
+    CheckpointError,
+    CheckpointMismatchError,
+    CorruptCheckpointError,
+    OnecopyError,
+    PeerFailedError,
+    RanksDisagreeError,
+)
 from onecopy.layout import Layout, ParamSpec, Shard
 from onecopy.optimizer import ZeroRedundancyOptimizer
 from onecopy.wrapping import MixedPrecision
@@ -17,6 +24,9 @@ from onecopy.wrapping import MixedPrecision
 __version__ = "0.1.0"
 
 __all__ = [
+    "CheckpointError",
+    "CheckpointMismatchError",
+    "CorruptCheckpointError",
     "Layout",
     "MixedPrecision",
     "OnecopyError",

@@ -15,16 +15,16 @@ from onecopy.engine.agreement import Fact, agree
 from onecopy.engine.classes import check_class, is_elementwise
 from onecopy.engine.codec import copy_tree
 from onecopy.engine.collectives import Collectives
-from onecopy.engine.consolidate import Consolidated, consolidate
+from onecopy.engine.consolidate import Consolidated, consolidated
 from onecopy.engine.core import Driver, Engine, reshare, sequential_step
-from onecopy.engine.facts import group_facts, layout_facts
-from onecopy.engine.flat import flat_view
+from onecopy.engine.facts import group_facts, layout_facts, optimizer_facts
+from onecopy.engine.flat import flat_views
 from onecopy.engine.inputs import normalise, normalise_group, plan_params
 from onecopy.engine.loading import load, shallow_copy
 from onecopy.engine.local import LocalOptimizer, OwnedState, alias, parameter_or_alias
 from onecopy.engine.logs import log_share
 from onecopy.engine.masters import ENTRY as MASTERS
-from onecopy.engine.masters import Masters, split_masters
+from onecopy.engine.masters import Masters
 from onecopy.engine.norms import clip, total_norm
 from onecopy.engine.overlap import Overlap, check_step_arguments
 from onecopy.engine.storage import Buckets, InPlace
@@ -123,30 +123,29 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 self.param_groups,
                 layout,
                 tensors,
-                _flats(tensors),
+                flat_views(tensors),
                 collectives.group_rank,
                 alias if overlap_with_ddp else parameter_or_alias,
                 Masters(master_weights, offload == "cpu"),
             )
             local.pull_options(self.param_groups)
             has_state = bool(local.inner.state)
-            facts = [
-                Fact("optimizer class", f"{optimizer_class.__module__}.{optimizer_class.__qualname__}"),
-                Fact("parameters_as_bucket_view", str(parameters_as_bucket_view)),
-                Fact("overlap_with_ddp", str(overlap_with_ddp)),
-                Fact("master_weights, offload", f"{master_weights}, {offload}"),
-                *layout_facts(layout, shard_by),
-                *group_facts(self.param_groups),
-            ]
+            facts = optimizer_facts(
+                optimizer_class,
+                layout,
+                shard_by,
+                self.param_groups,
+                parameters_as_bucket_view=parameters_as_bucket_view,
+                overlap_with_ddp=overlap_with_ddp,
+                master_weights=master_weights,
+                offload=offload,
+            )
         except Exception as error:
             failure = error
         # Until here nothing was sent and no parameter was touched.
-        has_state = agree(collectives, "constructing the optimizer", facts, failure, flag=has_state)
-        local.has_state = has_state
+        local.has_state = agree(collectives, "constructing the optimizer", facts, failure, flag=has_state)
         if parameters_as_bucket_view and overlap_with_ddp:
-            logger.warning(
-                "parameters_as_bucket_view=True is ignored, because overlap_with_ddp=True sends DDP's buckets"
-            )
+            logger.warning("parameters_as_bucket_view=True is ignored: overlap_with_ddp=True sends DDP's buckets")
         storage_class = Buckets if parameters_as_bucket_view and not overlap_with_ddp else InPlace
         self.engine = engine = Engine(collectives, tensors, layout, local, storage_class)
         self.driver: Driver = sequential_step
@@ -274,7 +273,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 engine.layout, specs[len(engine.params) :], self.world_size, self._shard_by, self.splittable
             )
             super().add_param_group(group)
-            engine.local.add_group(group, layout, tensors, _flats(tensors))
+            engine.local.add_group(group, layout, tensors, flat_views(tensors))
             engine.local.pull_options(self.param_groups)
             facts = [*layout_facts(layout, self._shard_by), *group_facts(self.param_groups)]
         except Exception as error:
@@ -303,12 +302,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             TypeError: if the state holds something other than plain data and tensors.
         """
         self._consolidated = None
-        local = self.engine.local
-        state = consolidate(self.engine.collectives, self.layout, local, self.param_groups, to)
-        if state is not None:
-            state, masters = split_masters(state)
-            by_param = {self._all_params[index]: value for index, value in state.items()}
-            self._consolidated = Consolidated(by_param, masters, local.version)
+        self._consolidated = consolidated(self.engine, self.param_groups, to)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the whole optimizer's state dict, exactly as the plain optimizer's would be; never communicates.
@@ -318,19 +312,31 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         Raises:
             RuntimeError: if there is state that was not consolidated on this rank since it last changed.
         """
-        local = self.engine.local
-        current = self._consolidated is not None and self._consolidated.version == local.version
-        if not current and (local.has_state or local.uses_masters):
+        local, held = self.engine.local, self._consolidated or Consolidated({}, {}, -1)
+        if held.version != local.version and (local.has_state or local.uses_masters):
             raise RuntimeError(
                 f"rank {self.rank} does not hold the whole optimizer state, or no longer the current one: call "
                 f"consolidate_state_dict(to={self.rank}) on all ranks first, and state_dict() on that rank"
             )
-        held = self._consolidated if current and self._consolidated else Consolidated({}, {}, 0)
         live, self.state = self.state, copy_tree(held.by_param)
         try:
             return super().state_dict() | ({MASTERS: copy_tree(held.masters)} if held.masters else {})
         finally:
             self.state = live
+
+    def sharded_state_dict(self, to_load: bool = False) -> dict[str, Any]:
+        """What this rank owns of the state, by name, for torch.distributed.checkpoint to save, load and reshard.
+
+        Names are those of ``named_parameters()`` if the optimizer was given that. See
+        :func:`onecopy.checkpoint.get_optimizer_state_dict` for a model's names, and for how it is put back.
+
+        Args:
+            to_load: give parameters that have no state yet memory to load it into; the optimizer is left as it is.
+        """
+        from onecopy.engine.sharded_state import sharded_state_dict  # needs torch.distributed.checkpoint
+
+        names = [spec.name for spec in self.layout.params]
+        return sharded_state_dict(self.engine.local, self.layout, self.param_groups, names, to_load)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of the plain optimizer or of this class, saved with any number of ranks and any policy.
@@ -391,7 +397,3 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             "torch's hooks go with torch's class: use onecopy.hook_with_zero_step or "
             "onecopy.hook_with_zero_step_interleaved with a onecopy.ZeroRedundancyOptimizer"
         )
-
-
-def _flats(tensors: list[Tensor]) -> list[Tensor]:
-    return [flat_view(tensor.detach()) for tensor in tensors]

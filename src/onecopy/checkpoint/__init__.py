@@ -13,16 +13,19 @@ from onecopy.checkpoint.background import Background
 from onecopy.checkpoint.contents import PerRank
 from onecopy.checkpoint.loading import Loaded, verify
 from onecopy.checkpoint.resuming import capture, restore
+from onecopy.checkpoint.state_dicts import get_optimizer_state_dict, set_optimizer_state_dict
 from onecopy.checkpoint.subjects import Optimizers
 
 __all__ = [
     "Loaded",
     "PerRank",
     "capture",
+    "get_optimizer_state_dict",
     "latest",
     "load",
     "restore",
     "save",
+    "set_optimizer_state_dict",
     "verify",
     "wait",
 ]

@@ -98,19 +98,20 @@ def collect(
     contents = Contents()
     replicated: list[tuple[str, Tensor]] = []
     if model is not None:
-        contents.model = _model_trees(unwrapped(model), replicated)
+        contents.model = model_trees(unwrapped(model).state_dict(), replicated)
         contents.signature = [f"{key} {tensor.dtype} {tuple(tensor.shape)}" for key, tensor in replicated]
     for number, (subject, here) in enumerate(zip(subjects, writes, strict=True)):
         _add_optimizer(contents, number, subject, here, replicated)
-    _add_extra(contents, extra, rank)
+    add_extra(contents, extra, rank)
     contents.pieces += _share_of(replicated, rank, world_size)
     return contents
 
 
-def _model_trees(model: nn.Module, replicated: list[tuple[str, Tensor]]) -> dict[str, Any]:
+def model_trees(state_dict: Mapping[str, Any], replicated: list[tuple[str, Tensor]]) -> dict[str, Any]:
+    """A tree for each name of a model's state dict; tensors are appended to ``replicated``, tied ones once."""
     trees: dict[str, Any] = {}
     known: dict[tuple[Any, ...], str] = {}
-    for name, value in model.state_dict().items():
+    for name, value in state_dict.items():
         where = f"{name!r} of the model's state dict"
         tensors: list[Tensor] = []
         tree = codec.encode(value, tensors, where)
@@ -134,7 +135,7 @@ def _add_optimizer(
 ) -> None:
     subject.check_state_keys()
     params = {
-        name: SavedParam(tuple(param.shape), tuple(param.stride()), _name_of(param.dtype))
+        name: SavedParam(tuple(param.shape), tuple(param.stride()), name_of(param.dtype))
         for name, param in zip(subject.names, subject.params, strict=True)
     }
     groups = []
@@ -176,15 +177,16 @@ def _add_owned(contents: Contents, key: str, tensor: Tensor, held: Held, param: 
         if not whole:
             shared = zlib.crc32(to_bytes(flat_view(dense).view(torch.uint8)), shared)
         if held.start == 0:
-            entry = _entry_of(dense)
+            entry = entry_of(dense)
             contents.pieces.append(LivePiece(key, entry, 0, entry.numel, flat_view(dense)))
     else:
-        entry = Entry(_name_of(tensor.dtype), tuple(param.shape), tuple(param.stride()))
+        entry = Entry(name_of(tensor.dtype), tuple(param.shape), tuple(param.stride()))
         contents.pieces.append(LivePiece(key, entry, held.start, held.stop, flat_view(dense)))
     return shared
 
 
-def _add_extra(contents: Contents, extra: Mapping[str, Any] | None, rank: int) -> None:
+def add_extra(contents: Contents, extra: Mapping[str, Any] | None, rank: int) -> None:
+    """Add other data: rank 0's, and what each rank has of its own."""
     if extra is not None and type(extra) is not dict:
         raise TypeError(f"extra must be a dict, got {type(extra).__qualname__}")
     shared = {key: value for key, value in (extra or {}).items() if not isinstance(value, PerRank)}
@@ -198,7 +200,7 @@ def _add_extra(contents: Contents, extra: Mapping[str, Any] | None, rank: int) -
             for key, tensor in zip(keys, tensors, strict=True):
                 check_storable(tensor, "a tensor in extra")
                 dense = dense_copy(tensor)
-                entry = _entry_of(dense)
+                entry = entry_of(dense)
                 contents.pieces.append(LivePiece(key, entry, 0, entry.numel, flat_view(dense)))
         trees.append(with_keys(tree, keys))
     contents.extra, contents.own = trees
@@ -211,7 +213,7 @@ def _share_of(replicated: Iterable[tuple[str, Tensor]], rank: int, world_size: i
     pieces = []
     for (key, tensor), (start, stop) in zip(found, ranges, strict=True):
         if start < stop or (tensor.numel() == 0 and rank == 0):
-            pieces.append(LivePiece(key, _entry_of(tensor), start, stop, flat_view(tensor)[start:stop]))
+            pieces.append(LivePiece(key, entry_of(tensor), start, stop, flat_view(tensor)[start:stop]))
     return pieces
 
 
@@ -232,9 +234,11 @@ def divide(sizes: Sequence[tuple[int, int]], rank: int, world_size: int) -> list
     return ranges
 
 
-def _entry_of(dense: Tensor) -> Entry:
-    return Entry(_name_of(dense.dtype), tuple(dense.shape), tuple(dense.stride()))
+def entry_of(dense: Tensor) -> Entry:
+    """A dense tensor's description, without pieces yet."""
+    return Entry(name_of(dense.dtype), tuple(dense.shape), tuple(dense.stride()))
 
 
-def _name_of(dtype: torch.dtype) -> str:
+def name_of(dtype: torch.dtype) -> str:
+    """A data type's name."""
     return str(dtype).removeprefix("torch.")

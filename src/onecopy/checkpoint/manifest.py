@@ -78,16 +78,16 @@ class File:
 
 @dataclass(frozen=True, slots=True)
 class SavedParam:
-    """What one optimizer knew of one parameter."""
+    """What one optimizer knew of one parameter; the shape is None if a converted file does not tell it."""
 
-    shape: tuple[int, ...]
+    shape: tuple[int, ...] | None
     stride: tuple[int, ...]
     dtype: str
 
 
 @dataclass(frozen=True, slots=True)
 class SavedOptimizer:
-    """One optimizer: its class, its groups (options as a tree, parameters by name) and its state by parameter."""
+    """One optimizer: its class (empty if unknown), its groups (options as a tree, parameters by name), its state."""
 
     kind: str
     named: bool
@@ -175,10 +175,14 @@ def _entry(fields: Mapping[str, Any]) -> Entry:
 
 def _optimizer(fields: Mapping[str, Any]) -> SavedOptimizer:
     params = {
-        name: SavedParam(tuple(param["shape"]), tuple(param["stride"]), param["dtype"])
+        name: SavedParam(_shape(param["shape"]), tuple(param["stride"]), param["dtype"])
         for name, param in fields["params"].items()
     }
     return SavedOptimizer(fields["kind"], fields["named"], params, tuple(fields["groups"]), fields["state"])
+
+
+def _shape(sizes: Sequence[int] | None) -> tuple[int, ...] | None:
+    return None if sizes is None else tuple(sizes)
 
 
 def check_cover(manifest: Manifest, where: str) -> None:

@@ -22,6 +22,13 @@ class Ranks:
         elif process_group is not None:
             raise RuntimeError("a process group was given, but torch.distributed is not initialised")
 
+    @classmethod
+    def alone(cls) -> Ranks:
+        """This process, whatever groups it is in."""
+        made = cls.__new__(cls)
+        made._collectives = None
+        return made
+
     @property
     def rank(self) -> int:
         """This one."""

@@ -164,7 +164,7 @@ def _source_for(manifest: Manifest, name: str, key: str, value: Tensor, mastered
 def plan_optimizer(manifest: Manifest, number: int, subject: Subject) -> OptimizerPlan:
     """Match class, names, shapes and groups of one optimizer; raise if they do not fit."""
     saved = manifest.optimizers[number]
-    if saved.kind != subject.kind:
+    if saved.kind and saved.kind != subject.kind:
         raise CheckpointMismatchError(f"optimizer {number} is a {subject.kind}, but the checkpoint has a {saved.kind}")
     if saved.named and not subject.named:
         raise CheckpointMismatchError("the checkpoint names parameters as the model does: pass model= with optimizer=")
@@ -186,7 +186,7 @@ def _check_params(saved: SavedOptimizer, names: Sequence[str], subject: Subject)
             "which this one does not"
         )
     for name, param in zip(names, subject.params, strict=True):
-        if saved.params[name].shape != tuple(param.shape):
+        if saved.params[name].shape not in (None, tuple(param.shape)):
             raise CheckpointMismatchError(
                 f"parameter {name!r} has shape {saved.params[name].shape} in the checkpoint's {saved.kind} and "
                 f"{tuple(param.shape)} in this one"

@@ -20,6 +20,7 @@ from torch import Tensor
 from onecopy.engine import codec, masters
 from onecopy.engine.agreement import Fact, agree
 from onecopy.engine.collectives import Collectives
+from onecopy.engine.core import Engine
 from onecopy.engine.facts import group_facts
 from onecopy.engine.flat import as_bytes, dense_copy, flat_view, to_bytes
 from onecopy.engine.inputs import Group
@@ -46,6 +47,15 @@ class _Entry:
     param: int
     tree: Any
     tensors: list[tuple[list[Any], bool]]  # what empty_from needs, and whether it has one value per element
+
+
+def consolidated(engine: Engine, groups: Sequence[Group], to: int) -> Consolidated | None:
+    """The whole state, gathered on group rank ``to``, and None elsewhere."""
+    state = consolidate(engine.collectives, engine.layout, engine.local, groups, to)
+    if state is None:
+        return None
+    state, copies = masters.split_masters(state)
+    return Consolidated({engine.params[index]: value for index, value in state.items()}, copies, engine.local.version)
 
 
 def consolidate(

@@ -25,6 +25,18 @@ def layout_facts(layout: Layout, shard_by: ShardBy) -> list[Fact]:
     ]
 
 
+def optimizer_facts(
+    optimizer_class: type, layout: Layout, shard_by: ShardBy, groups: Sequence[Group], **options: object
+) -> list[Fact]:
+    """What the ranks that construct an optimizer must have been given alike."""
+    return [
+        Fact("optimizer class", f"{optimizer_class.__module__}.{optimizer_class.__qualname__}"),
+        *(Fact(name, str(value)) for name, value in options.items()),
+        *layout_facts(layout, shard_by),
+        *group_facts(groups),
+    ]
+
+
 def group_facts(groups: Sequence[Group]) -> list[Fact]:
     """The options of every group, as facts on which ranks must agree."""
     return [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -23,6 +24,11 @@ def is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
 def flat_view(tensor: Tensor) -> Tensor:
     """All elements of a dense tensor as one dimension, in the order in which memory holds them, without a copy."""
     return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+
+
+def flat_views(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The flat memory of each tensor, without its history."""
+    return [flat_view(tensor.detach()) for tensor in tensors]
 
 
 def flat_like(tensor: Tensor, like: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from onecopy.engine.codec import map_tensors
 from onecopy.engine.flat import flat_like
 from onecopy.engine.inputs import Group
 from onecopy.engine.masters import Master, MasterCopies, Masters
-from onecopy.engine.torch_private import bare_step
+from onecopy.engine.torch_private import asked_by_torchs_state_dicts, bare_step
 from onecopy.layout import Layout, Shard
 
 NOT_OPTIONS = ("params", "param_names")
@@ -90,7 +90,7 @@ class LocalOptimizer:
         self.group_rank = group_rank
         self.wanted_masters = masters or Masters()
         self.uses_masters = any(self.wanted_masters.wanted_for(param) for param in params)  # on some rank
-        self._defaults = defaults
+        self.defaults = defaults
         self.version = 0  # counts steps and loads, by which others know that the state changed
         self.has_state = False  # on some rank
         self._stepped = stepped
@@ -115,7 +115,7 @@ class LocalOptimizer:
     ) -> LocalOptimizer:
         """Another one for the same parameters that steps aliases or copies of what ``layout`` gives this rank."""
         return LocalOptimizer(
-            self.optimizer_class, self._defaults, groups, layout, params, flats, self.group_rank, alias, masters
+            self.optimizer_class, self.defaults, groups, layout, params, flats, self.group_rank, alias, masters
         )
 
     def add_group(self, group: Group, layout: Layout, params: Sequence[Tensor], flats: Sequence[Tensor]) -> None:
@@ -282,6 +282,16 @@ class OwnedState(MutableMapping[Any, Any]):
         if param not in self:
             self[param] = default
         return self[param]
+
+    def __bool__(self) -> bool:
+        """Whether this rank has state. torch's own state-dict functions, which ask first, are told to use ours."""
+        if asked_by_torchs_state_dicts():
+            raise RuntimeError(
+                "torch.distributed.checkpoint's functions for optimizer state cannot work with a sharded optimizer: "
+                "use onecopy.checkpoint.get_optimizer_state_dict and onecopy.checkpoint.set_optimizer_state_dict, "
+                "which take the same arguments"
+            )
+        return len(self) > 0
 
     def __contains__(self, param: object) -> bool:
         return self._local.tensor_of.get(param) in self._local.inner.state

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
@@ -172,6 +173,7 @@ SCALING = (
 """Operations in place that treat all elements alike."""
 
 ALIASING = (aten.detach.default, aten.alias.default)
+NEW_EMPTY = aten.new_empty.default
 UNSCALING = aten._amp_foreach_non_finite_check_and_unscale_.default
 NORM = aten.linalg_vector_norm.default
 FOREACH_NORM = aten._foreach_norm.Scalar
@@ -182,10 +184,10 @@ no_torch_function = torch._C._disabled_torch_function_impl
 T = TypeVar("T", bound=Tensor)
 
 
-def tensor_without_memory(cls: type[T], like: Tensor) -> T:
+def tensor_without_memory(cls: type[T], like: Tensor, device: torch.device | None = None) -> T:
     """An instance of a tensor subclass that has shape, strides, type and device, and nothing else."""
     made: T = Tensor._make_wrapper_subclass(
-        cls, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device
+        cls, like.shape, strides=like.stride(), dtype=like.dtype, device=device or like.device
     )
     return made
 
@@ -194,3 +196,10 @@ def uncompiled(module: torch.nn.Module) -> torch.nn.Module:
     """The module that ``torch.compile`` was given, or the module itself."""
     inner = getattr(module, "_orig_mod", None)
     return inner if isinstance(inner, torch.nn.Module) else module
+
+
+def asked_by_torchs_state_dicts() -> bool:
+    """Whether the caller's caller is torch.distributed.checkpoint's own pair of functions for optimizer state."""
+    frame = sys._getframe(2)
+    module = "torch.distributed.checkpoint.state_dict"
+    return frame.f_code.co_name == "_init_optim_state" and frame.f_globals.get("__name__") == module

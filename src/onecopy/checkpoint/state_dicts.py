@@ -1,0 +1,305 @@
+"""torch.distributed.checkpoint's pair of functions for optimizer state, for sharded optimizers too."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict as torchs
+from torch.distributed.checkpoint.state_dict import StateDictOptions
+from torch.optim import Optimizer
+
+from onecopy.checkpoint.subjects import Subject, subjects_of
+from onecopy.engine import codec, masters
+from onecopy.engine.agreement import agree
+from onecopy.engine.collectives import Collectives
+from onecopy.engine.consolidate import consolidate
+from onecopy.engine.local import NOT_OPTIONS
+from onecopy.engine.sharded_state import ShardedState, local_values, sharded_state_dict
+from onecopy.errors import CheckpointMismatchError
+
+StateDict = dict[str, Any]
+
+
+def get_optimizer_state_dict(
+    model: nn.Module,
+    optimizers: Optimizer | Iterable[Optimizer],
+    *,
+    submodules: set[nn.Module] | None = None,
+    options: StateDictOptions | None = None,
+) -> StateDict:
+    """The state of one or several optimizers by the model's names; asking for it changes nothing.
+
+    By default each rank gets what it owns, as tensors that ``torch.distributed.checkpoint`` saves and loads with any
+    number of ranks. Parameters without state get memory to load it into. With ``full_state_dict`` every rank gets
+    everything, and with ``cpu_offload`` beside it only rank 0. All ranks make this call together.
+
+    Args:
+        model: the model.
+        optimizers: its optimizers; those that are not sharded are left to torch's function.
+        submodules: not supported.
+        options: torch's options; ``ignore_frozen_params`` is not supported.
+    """
+    options = options or StateDictOptions()
+    if submodules or options.ignore_frozen_params:
+        raise ValueError("submodules and ignore_frozen_params are not supported for sharded optimizers")
+    found: StateDict = {"state": {}, "param_groups": []}
+    given = (optimizers,) if isinstance(optimizers, Optimizer) else tuple(optimizers)
+    for subject in subjects_of(model, given):
+        if subject.zero is None:
+            plain = StateDictOptions(full_state_dict=options.full_state_dict, cpu_offload=options.cpu_offload)
+            part: Mapping[str, Any] = torchs.get_optimizer_state_dict(model, subject.optimizer, options=plain)
+        elif options.full_state_dict:
+            part = _full(subject, only_first=options.cpu_offload)
+        else:
+            part = _sharded(subject, options.cpu_offload)
+        found["state"].update(part.get("state", {}))
+        found["param_groups"] += part.get("param_groups", [])
+    if options.full_state_dict and options.cpu_offload and not found["param_groups"]:
+        return {}
+    return _flattened(found) if options.flatten_optimizer_state_dict else found
+
+
+def set_optimizer_state_dict(
+    model: nn.Module,
+    optimizers: Optimizer | Iterable[Optimizer],
+    optim_state_dict: Mapping[str, Any],
+    *,
+    options: StateDictOptions | None = None,
+) -> None:
+    """Put back what :func:`get_optimizer_state_dict` returned, or torch's function for plain optimizers.
+
+    All ranks make this call together. If one refuses, all raise and nothing has changed.
+
+    Args:
+        model: the model.
+        optimizers: its optimizers; those that are not sharded are left to torch's function.
+        optim_state_dict: full (on every rank, or with ``broadcast_from_rank0`` on rank 0), or sharded like this
+            optimizer.
+        options: torch's options.
+    """
+    options = options or StateDictOptions()
+    given = (optimizers,) if isinstance(optimizers, Optimizer) else tuple(optimizers)
+    subjects = subjects_of(model, given)
+    state_dict = dict(optim_state_dict)
+    if options.broadcast_from_rank0 and any(subject.zero is not None for subject in subjects):
+        state_dict = _broadcast(Collectives(), state_dict)
+    if "param_groups" not in state_dict:
+        state_dict = _unflattened(state_dict, subjects)
+    for subject in subjects:
+        if subject.zero is None:
+            part = _restricted(state_dict, subject)
+            torchs.set_optimizer_state_dict(model, subject.optimizer, part, options=StateDictOptions())
+        else:
+            _set(subject, state_dict)
+
+
+def _sharded(subject: Subject, on_cpu: bool) -> StateDict:
+    zero = subject.zero
+    assert zero is not None
+    zero.wait()
+    found = sharded_state_dict(
+        zero.engine.local, zero.layout, zero.param_groups, subject.names, to_load=not zero.engine.local.has_state
+    )
+
+    def moved(tensor: Tensor) -> Tensor:
+        if isinstance(tensor, ShardedState):
+            return ShardedState(tensor.flat.to("cpu", copy=True), tensor.start, tensor)
+        return tensor.to("cpu", copy=True)
+
+    return codec.map_tensors(found, moved) if on_cpu else found
+
+
+def _full(subject: Subject, only_first: bool) -> StateDict:
+    """The whole state on every rank, or on the first."""
+    zero = subject.zero
+    assert zero is not None
+    zero.wait()
+    engine = zero.engine
+    mine = None
+    for rank in range(1 if only_first else zero.world_size):
+        state = consolidate(engine.collectives, zero.layout, engine.local, zero.param_groups, rank)
+        mine = state if state is not None else mine
+    if mine is None:
+        return {}
+    start, groups = 0, []
+    for group in zero.param_groups:
+        shown = {key: value for key, value in group.items() if key not in NOT_OPTIONS}
+        groups.append({**shown, "params": subject.names[start : start + len(group["params"])]})
+        start += len(group["params"])
+    by_name = {subject.names[index]: values for index, values in mine.items()}
+    return {"state": by_name, "param_groups": codec.copy_tree(groups)}
+
+
+def _set(subject: Subject, state_dict: StateDict) -> None:
+    zero = subject.zero
+    assert zero is not None
+    failure: Exception | None = None
+    options: list[dict[str, Any]] = []
+    state: dict[str, Any] = {}
+    try:
+        options = _options_for(subject, state_dict["param_groups"])
+        names = set(subject.names)
+        state = {name: values for name, values in state_dict["state"].items() if name in names}
+    except Exception as error:
+        failure = error
+    full = _is_full(state, subject)
+    if agree(zero.engine.collectives, "set_optimizer_state_dict()", [], failure, flag=full):
+        zero.load_state_dict(_plain_form(subject, state, options))
+        return
+    states: dict[int, dict[Any, Any]] = {}
+    copies: dict[int, Tensor] = {}
+    try:
+        states, copies = _owned_states(subject, state)
+    except Exception as error:
+        failure = error
+    has_state = agree(zero.engine.collectives, "set_optimizer_state_dict()", [], failure, flag=bool(states))
+    for held in subject.held():
+        if held.index in copies and held.home is not None:
+            held.tensor.detach().copy_(copies[held.index].view(held.tensor.shape))
+    try:
+        subject.install(states, options, set(copies), has_state)
+    except Exception as error:
+        failure = error
+    agree(zero.engine.collectives, "set_optimizer_state_dict()", [], failure)
+
+
+def _is_full(state: Mapping[str, Any], subject: Subject) -> bool:
+    """Whether this must be the whole state: there is some of parameters that this rank does not own, or not all of."""
+    mine = {subject.names[held.index]: held for held in subject.held()}
+    for name, values in state.items():
+        if name not in mine:
+            return True
+        cut = mine[name].stop - mine[name].start != subject.params[mine[name].index].numel()
+        tensors: list[Tensor] = []
+        codec.map_tensors(values, tensors.append)
+        if cut and any(tensor.dim() > 0 and not isinstance(tensor, ShardedState) for tensor in tensors):
+            return True
+    return False
+
+
+def _options_for(subject: Subject, groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The saved options of each of an optimizer's groups, found by its parameters."""
+    by_name = {name: group for group in groups for name in group["params"]}
+    found, start = [], 0
+    for position, group in enumerate(subject.optimizer.param_groups):
+        names = subject.names[start : start + len(group["params"])]
+        start += len(group["params"])
+        missing = [name for name in names if name not in by_name]
+        if missing:
+            raise CheckpointMismatchError(f"the state dict has no parameter {missing[0]!r} of group {position}")
+        saved = by_name[names[0]] if names else {}
+        odd = [name for name in names if by_name[name] is not saved]
+        if odd:
+            raise CheckpointMismatchError(f"{names[0]!r} and {odd[0]!r} are in different groups of the state dict")
+        found.append({key: value for key, value in saved.items() if key not in NOT_OPTIONS})
+    return codec.copy_tree(found)  # type: ignore[no-any-return]
+
+
+def _owned_states(
+    subject: Subject, state: Mapping[str, Mapping[str, Any]]
+) -> tuple[dict[int, dict[Any, Any]], dict[int, Tensor]]:
+    """State by parameter, cut down to what this rank owns, and master weights."""
+    states, copies = {}, {}
+    for held in subject.held():
+        name = subject.names[held.index]
+        if name not in state:
+            continue
+        for key, value in state[name].items():
+            right = not isinstance(value, ShardedState) or (
+                (value.start, value.start + value.flat.numel()) == (held.start, held.stop)
+                and value.shape == subject.params[held.index].shape
+            )
+            if not right:
+                raise CheckpointMismatchError(
+                    f"state {key!r} of parameter {name!r} is another range than this rank owns: load the checkpoint "
+                    "into what get_optimizer_state_dict() returns for this optimizer"
+                )
+        values = local_values(state[name])
+        master = values.pop(masters.KEY, None)
+        if master is not None:
+            copies[held.index] = master
+        if values:
+            states[held.index] = values
+    return states, copies
+
+
+def _plain_form(subject: Subject, state: Mapping[str, Any], options: Sequence[dict[str, Any]]) -> StateDict:
+    """The plain optimizer's state dict, by position."""
+    index_of = {name: index for index, name in enumerate(subject.names)}
+    by_index = {index_of[name]: dict(values) for name, values in state.items()}
+    by_index, copies = masters.split_masters(by_index)
+    start, groups = 0, []
+    for group, values in zip(subject.optimizer.param_groups, options, strict=True):
+        groups.append({**values, "params": list(range(start, start + len(group["params"])))})
+        start += len(group["params"])
+    form: StateDict = {"state": by_index, "param_groups": groups}
+    return {**form, masters.ENTRY: copies} if copies else form
+
+
+def _restricted(state_dict: StateDict, subject: Subject) -> StateDict:
+    """What concerns one optimizer."""
+    names = set(subject.names)
+    return {
+        "state": {name: values for name, values in state_dict["state"].items() if name in names},
+        "param_groups": [group for group in state_dict["param_groups"] if names.intersection(group["params"])],
+    }
+
+
+def _broadcast(collectives: Collectives, state_dict: StateDict) -> StateDict:
+    """Rank 0's full state dict on every rank, its tensors on the CPU."""
+    tensors: list[Tensor] = []
+    failure: Exception | None = None
+    tree: Any = None
+    try:
+        if collectives.group_rank == 0:
+            tree = codec.encode(state_dict, tensors, "the state dict")
+            tensors = [tensor.detach().cpu().contiguous() for tensor in tensors]
+    except Exception as error:
+        failure = error
+    agree(collectives, "set_optimizer_state_dict()", [], failure)
+    text = codec.dumps([tree, [codec.describe_tensor(tensor) for tensor in tensors]])
+    tree, described = codec.loads(collectives.broadcast_bytes(text if collectives.group_rank == 0 else None, 0))
+    if collectives.group_rank != 0:
+        tensors = [codec.empty_from(description) for description in described]
+    for tensor in tensors:
+        moving = tensor.to(collectives.control_device)
+        collectives.broadcast(moving, 0).wait()
+        if moving is not tensor:
+            tensor.copy_(moving)
+    decoded: StateDict = codec.decode(tree, tensors)
+    return decoded
+
+
+def _flattened(state_dict: StateDict) -> StateDict:
+    """One level of keys, as torch flattens: ``state.<parameter>.<key>`` and ``param_groups.<parameter>.<option>``."""
+    flat: StateDict = {}
+    for name, values in state_dict["state"].items():
+        for key, value in values.items():
+            if not isinstance(key, str) or isinstance(value, (dict, list)):
+                raise ValueError(f"state {key!r} of parameter {name!r} cannot be flattened")
+            flat[f"state.{name}.{key}"] = value
+    for group in state_dict["param_groups"]:
+        options = {key: value for key, value in group.items() if key != "params"}
+        flat.update({f"param_groups.{name}.{key}": value for name in group["params"] for key, value in options.items()})
+    return flat
+
+
+def _unflattened(flat: Mapping[str, Any], subjects: Sequence[Subject]) -> StateDict:
+    state: dict[str, dict[str, Any]] = {}
+    groups = []
+    for subject in subjects:
+        for name in subject.names:
+            front = f"state.{name}."
+            values = {key[len(front) :]: value for key, value in flat.items() if key.startswith(front)}
+            if values:
+                state[name] = values
+        start = 0
+        for group in subject.optimizer.param_groups:
+            names = subject.names[start : start + len(group["params"])]
+            start += len(group["params"])
+            front = f"param_groups.{names[0]}." if names else "\0"
+            options = {key[len(front) :]: value for key, value in flat.items() if key.startswith(front)}
+            groups.append({**options, "params": names})
+    return {"state": state, "param_groups": groups}

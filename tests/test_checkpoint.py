@@ -1,0 +1,453 @@
+"""Checkpoints on real ranks: from any optimizer and number of ranks to any other, and training goes on as it was."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import AdamW, Muon, Optimizer
+from torch.optim.lr_scheduler import MultiStepLR, OneCycleLR, ReduceLROnPlateau
+
+from harness import distributed, pools
+from models import assert_equal, assert_same_tree
+from onecopy import ShardedDataParallel, ZeroRedundancyOptimizer
+from onecopy.checkpoint import PerRank, capture, disk, latest, load, restore, save, verify, wait
+from onecopy.checkpoint.files import _NAMES as STORABLE
+from onecopy.engine.codec import map_tensors
+from onecopy.errors import CheckpointError
+from test_state_dict import expect_same
+
+WORDS, WIDTH = 300, 16
+ADAMW: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1}
+ROUNDING = 1e-5
+"""Three ranks: gradients are added up in another order by DDP than by ShardedDataParallel."""
+
+
+# Models, optimizers and training
+
+
+class Tiny(nn.Module):
+    """An embedding tied to the output, which is cut; a channels-last convolution; buffers; a frozen layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(WORDS, WIDTH)
+        self.conv = nn.Conv2d(WIDTH, 8, 3)
+        self.norm = nn.BatchNorm2d(8)
+        self.frozen = nn.Linear(8, 8).requires_grad_(False)
+        self.body = nn.Linear(8, WIDTH)
+        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+        self.head.weight = self.embedding.weight
+        self.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+
+    def forward(self, words: Tensor) -> Tensor:
+        hidden = torch.tanh(self.norm(self.conv(self.embedding(words).permute(0, 3, 1, 2)))).mean((2, 3))
+        logits: Tensor = self.head(self.body(self.frozen(hidden)))
+        return logits
+
+
+@dataclass(frozen=True)
+class Side:
+    """A model, what it is wrapped in, and its optimizers."""
+
+    module: Tiny
+    model: nn.Module
+    optimizers: list[Optimizer]
+
+    @property
+    def names(self) -> dict[int, str]:
+        return {id(param): name for name, param in self.module.named_parameters()}
+
+    @property
+    def zero(self) -> ZeroRedundancyOptimizer:
+        (optimizer,) = self.optimizers
+        assert isinstance(optimizer, ZeroRedundancyOptimizer)
+        return optimizer
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "parameter": {},
+    "element": {"shard_by": "element"},
+    "view": {"parameters_as_bucket_view": True},
+    "sharded": {},
+    "overlapped": {},
+}
+
+
+def half(module: nn.Module) -> None:
+    """Parameters in bf16; buffers stay as they are."""
+    for param in module.parameters():
+        param.data = param.data.to(torch.bfloat16)
+
+
+def make(
+    kind: str,
+    seed: int = 0,
+    several: bool = False,
+    reverse: bool = False,
+    bf16: bool = False,
+    group: Any = None,
+    wrap: bool = True,
+) -> Side:
+    """One way to train the model: one optimizer of two groups, or two optimizers; in whatever order."""
+    torch.manual_seed(seed)
+    module = Tiny()
+    if bf16:
+        half(module)
+    order = -1 if reverse else 1
+    params = list(module.parameters())[::order]
+    matrices = [param for param in params if param.dim() == 2]
+    rest = [param for param in params if param.dim() != 2]
+    one: list[Any] = [{"params": matrices}, {"params": rest, "weight_decay": 0.0, "lr": 3e-3}][::order]
+    parts: list[tuple[type[Optimizer], Any, dict[str, Any]]] = [(AdamW, one, ADAMW)]
+    if several:
+        parts = [(Muon, matrices, {"lr": 1e-2}), (AdamW, rest, ADAMW)]
+    optimizers: list[Any] = []
+    for cls, chosen, options in parts:
+        if kind == "plain":
+            optimizers.append(cls(chosen, **options))
+        else:
+            ours = {**KINDS[kind], "process_group": group, "master_weights": bf16}
+            optimizers.append(ZeroRedundancyOptimizer(chosen, cls, **ours, **options))
+    if kind in ("sharded", "overlapped"):
+        overlap: dict[str, Any] = {"overlap_forward": True} if kind == "overlapped" else {}
+        return Side(module, ShardedDataParallel(module, optimizers, bucket_bytes=8192, **overlap), optimizers)
+    return Side(module, DistributedDataParallel(module) if wrap else module, optimizers)
+
+
+def train(side: Side, steps: Iterable[int], rank: int | None = None) -> None:
+    """Forward, backward and step, on data that depends on rank and step alone."""
+    rank = dist.get_rank() if rank is None else rank
+    for step in steps:
+        generator = torch.Generator().manual_seed(1000 * step + rank)
+        words = torch.randint(WORDS, (3, 5, 5), generator=generator)
+        side.model.zero_grad()
+        functional.cross_entropy(side.model(words), words[:, 0, 0]).backward()
+        for optimizer in side.optimizers:
+            optimizer.step()
+
+
+def push(side: Side, steps: Iterable[int]) -> None:
+    """Step with gradients that are made up and the same on all ranks, whatever their number."""
+    for step in steps:
+        for position, param in enumerate(side.module.parameters()):
+            if param.requires_grad:
+                generator = torch.Generator().manual_seed(100 * step + position)
+                param.grad = torch.empty_like(param).copy_(torch.randn(param.shape, generator=generator))
+        for optimizer in side.optimizers:
+            optimizer.step()
+
+
+def model_of(side: Side) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in side.module.state_dict().items()}
+
+
+def state_of(side: Side) -> list[Any]:
+    """What each optimizer holds, by name, with options and master weights; consolidated, so on rank 0 only."""
+    found = []
+    for optimizer in side.optimizers:
+        if isinstance(optimizer, ZeroRedundancyOptimizer):
+            optimizer.consolidate_state_dict(to=0)
+            if optimizer.rank != 0:
+                continue
+        saved = optimizer.state_dict()
+        names = [side.names[id(param)] for group in optimizer.param_groups for param in group["params"]]
+        groups = {
+            min(names[index] for index in group["params"]): {key: group[key] for key in ("lr", "weight_decay")}
+            for group in saved["param_groups"]
+        }
+        state = {names[index]: {**values} for index, values in saved["state"].items()}
+        masters = {names[index]: value for index, value in saved.get("master_weights", {}).items()}
+        found.append({"state": state, "groups": groups, "masters": masters})
+    copied: list[Any] = map_tensors(found, Tensor.clone)
+    return copied
+
+
+def save_side(root: Path, step: int, side: Side, **options: Any) -> Path:
+    return save(root, step, model=side.model, optimizer=side.optimizers, **options)
+
+
+def load_side(source: Path, side: Side, **options: Any) -> Any:
+    return load(source, model=side.model, optimizer=side.optimizers, **options)
+
+
+# From anything to anything
+
+
+def check_any_to_any(root: Path, source: Side, targets: Iterable[Side]) -> None:
+    """Save half way; every target that loads it holds the same, and goes on as the source did."""
+    tolerance = 0.0 if dist.get_world_size() == 2 else ROUNDING
+    train(source, [0, 1])
+    save_side(root, 2, source)
+    state, model = state_of(source), model_of(source)
+    train(source, [2, 3])
+    for target in targets:
+        train(target, [7])
+        assert load_side(root, target).step == 2
+        ours, mine = model_of(target), state_of(target)
+        if dist.get_rank() == 0:  # before a forward, buffers are rank 0's
+            assert_same_tree(ours, model, "model")
+            assert_same_tree(mine, state, "state")
+        train(target, [2, 3])
+        assert_equal(model_of(target).values(), model_of(source).values(), "continued", tolerance)
+
+
+@pytest.mark.parametrize("source", KINDS)
+@distributed(2, 3)
+def test_any_optimizer_to_any_other_and_training_goes_on(world_size: int, source: str, tmp_path: Path) -> None:
+    check_any_to_any(tmp_path, make(source), (make(kind, seed=9) for kind in KINDS))
+
+
+@pytest.mark.parametrize("source", ["plain", "parameter", "sharded"])
+@distributed(2)
+def test_a_list_of_optimizers(world_size: int, source: str, tmp_path: Path) -> None:
+    check_any_to_any(tmp_path, make(source, several=True), (make(kind, 9, several=True) for kind in KINDS))
+
+
+@distributed(2)
+def test_another_order_of_parameters_and_groups(world_size: int, tmp_path: Path) -> None:
+    targets = (make(kind, 9, reverse=True) for kind in ("plain", "parameter", "element", "sharded"))
+    check_any_to_any(tmp_path, make("element"), targets)
+
+
+@distributed(2, 3)
+def test_buffers_are_those_of_rank_0(world_size: int, tmp_path: Path) -> None:
+    side, other = make("plain"), make("plain", seed=9)
+    with torch.no_grad():
+        for buffer in side.module.buffers():
+            buffer.fill_(dist.get_rank() + 1)
+    load_side(save_side(tmp_path, 1, side), other)
+    for name, buffer in other.module.named_buffers():
+        assert torch.equal(buffer, torch.ones_like(buffer)), name
+
+
+# Any number of ranks to any other
+
+
+def save_pushed(root: Path) -> None:
+    """Train in this pool of ranks, and save."""
+    kind = ("view", "parameter", "element", "parameter")[dist.get_world_size() - 1]
+    side = make(kind)
+    push(side, range(2))
+    save_side(root, 2, side)
+
+
+def load_pushed(roots: Sequence[Path]) -> None:
+    """Load in this pool of ranks, and compare with a plain optimizer that never stopped."""
+    plain = make("plain", wrap=False)
+    push(plain, range(2))
+    model, state = model_of(plain), state_of(plain)
+    push(plain, [2])
+    for root, kind in zip(roots, ("element", "view", "parameter", "element"), strict=True):
+        side = make(kind, seed=9)
+        assert load_side(root, side).step == 2
+        assert_same_tree(model_of(side), model, f"model of {root}")
+        mine = state_of(side)
+        if dist.get_rank() == 0:
+            assert_same_tree(mine, state, f"state of {root}")
+        push(side, [2])
+        assert_same_tree(model_of(side), model_of(plain), f"continued from {root}")
+
+
+def test_saved_by_1_to_4_ranks_and_loaded_by_1_to_4(tmp_path: Path) -> None:
+    roots = [tmp_path / str(count) for count in range(1, 5)]
+    for count, root in enumerate(roots, 1):
+        pools.run(count, __name__, "save_pushed", {"root": root})
+    for count in range(1, 5):
+        pools.run(count, __name__, "load_pushed", {"roots": roots})
+
+
+@distributed(4)
+def test_state_that_groups_of_ranks_replicate_is_written_once(world_size: int, tmp_path: Path) -> None:
+    halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    side, plain = make("element", group=halves[dist.get_rank() // 2]), make("plain", wrap=False)
+    for each in (side, plain):
+        push(each, range(2))
+    path = save_side(tmp_path, 2, side)
+    other = make("parameter", seed=9)
+    load_side(path, other)
+    assert_same_tree(model_of(other), model_of(plain), "model")
+    mine = state_of(other)
+    if dist.get_rank() == 0:
+        assert_same_tree(mine, state_of(plain), "state")
+
+
+@distributed(3)
+def test_some_of_the_ranks_save_and_load(world_size: int, tmp_path: Path) -> None:
+    group = dist.new_group([1, 2])
+    if dist.get_rank() == 0:
+        return
+    side, other = (make("element", seed, group=group, wrap=False) for seed in (0, 9))
+    push(side, range(2))
+    save_side(tmp_path, 1, side, process_group=group)
+    load_side(tmp_path, other, process_group=group)
+    assert_same_tree(model_of(other), model_of(side), "model")
+    assert_same_tree(state_of(other), state_of(side), "state")
+
+
+# Types
+
+
+@pytest.mark.parametrize("target", ["parameter", "element", "view"])
+@distributed(2)
+def test_float32_into_bf16_with_master_weights_and_back(world_size: int, target: str, tmp_path: Path) -> None:
+    exact, fine = make("plain", wrap=False), make(target, seed=9, bf16=True)
+    for side in (exact, fine):
+        push(side, range(2))
+    load_side(save_side(tmp_path / "fine", 2, exact), fine)
+    for name, param in fine.module.named_parameters():
+        assert param.dtype == torch.bfloat16
+        assert torch.equal(param, exact.module.get_parameter(name).bfloat16()), name
+    state = state_of(fine)
+    if dist.get_rank() == 0:
+        assert_same_tree(state[0]["masters"], masters_of(exact), "masters")
+        assert_same_tree(state[0]["state"], state_of(exact)[0]["state"], "state")
+    back = make("element", seed=9)
+    load_side(save_side(tmp_path / "back", 3, fine), back)
+    assert_same_tree(model_of(back), model_of(exact), "back")
+    found = state_of(back)
+    if dist.get_rank() == 0:
+        assert_same_tree(found, state_of(exact), "state of it")
+
+
+def masters_of(side: Side) -> dict[str, Tensor]:
+    return {name: param.detach() for name, param in side.module.named_parameters()}
+
+
+def save_half(root: Path) -> None:
+    """Train with master weights in this pool, save, go on, and save again, as what others must arrive at."""
+    side = make("parameter", bf16=True)
+    push(side, range(2))
+    save_side(root, 2, side)
+    push(side, [2])
+    save_side(root, 3, side)
+
+
+def load_half(root: Path) -> None:
+    """Load at another number of ranks, go on, and compare with the others."""
+    side, expected = make("element", seed=9, bf16=True), make("view", seed=8, bf16=True)
+    assert load_side(root / "step-00000002", side).step == 2
+    push(side, [2])
+    load_side(root / "step-00000003", expected)
+    assert_same_tree(model_of(side), model_of(expected), "model")
+    ours, theirs = state_of(side), state_of(expected)
+    if dist.get_rank() == 0:
+        assert len(ours[0]["masters"]) == len(list(side.module.parameters()))
+        assert_same_tree(ours, theirs, "state")
+
+
+@pytest.mark.parametrize(("saving", "loading"), [(2, 3), (3, 2), (2, 2)])
+def test_master_weights_at_another_number_of_ranks(saving: int, loading: int, tmp_path: Path) -> None:
+    pools.run(saving, __name__, "save_half", {"root": tmp_path})
+    pools.run(loading, __name__, "load_half", {"root": tmp_path})
+
+
+# One process alone
+
+
+def test_one_process_without_torch_distributed(tmp_path: Path) -> None:
+    assert not dist.is_initialized()
+    side, other = make("plain", wrap=False), make("plain", 9, reverse=True, wrap=False)
+    train(side, [0, 1], rank=0)
+    path = save_side(tmp_path, 2, side, extra={"a": 1})
+    train(side, [2], rank=0)
+    assert latest(tmp_path) == path == tmp_path / "step-00000002"
+    assert verify(path) == sum(file.stat().st_size for file in path.iterdir())
+    step, extra = load_side(tmp_path, other)
+    assert (step, extra) == (2, {"a": 1})
+    train(other, [2], rank=0)
+    assert_same_tree(model_of(other), model_of(side), "continued")
+
+
+@pytest.mark.parametrize("source", ["parameter", "sharded"])
+def test_what_ranks_saved_is_loaded_by_one_process_without_torch_distributed(source: str, tmp_path: Path) -> None:
+    pools.run(3, __name__, "save_trained", {"root": tmp_path, "kind": source})
+    side = make("plain", 9, wrap=False)
+    loaded = load_side(tmp_path, side)
+    expect_same(loaded.extra["model"], model_of(side))
+    assert side.optimizers[0].state
+
+
+def save_trained(root: Path, kind: str) -> None:
+    """Train and save, with a copy of the model beside it."""
+    side = make(kind)
+    train(side, [0, 1])
+    model = model_of(side)
+    save_side(root, 2, side, extra={"model": model})
+
+
+# Extra
+
+
+def round_trip(root: Path, extra: dict[str, Any]) -> Any:
+    return load(save(root, 1, extra=extra)).extra
+
+
+def test_plain_data_and_tensors_of_every_type_come_back_as_they_were(tmp_path: Path) -> None:
+    extra: dict[str, Any] = {
+        "numbers": [0, -1, 2**80, 1.5, -0.0, float("nan"), float("inf"), -float("inf")],
+        "none": None,
+        "flags": (True, False, (), [], {}, ("nested", [("deep", {"x": (1,)})])),
+        "keys": {1: "one", -2: 2.5, (1, "a"): None, True: 0, None: 1, 2.5: 3},
+        "counter": Counter({3: 2, 7: 1}),
+        "tensors": {str(dtype): torch.tensor([[0, 1, 1], [1, 0, 1]]).to(dtype) for dtype in STORABLE},
+        "strides": [torch.randn(4, 5).t(), torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)],
+        "odd": [torch.tensor(2.5), torch.empty(0, 3), torch.tensor([float("nan"), float("inf")]).bfloat16()],
+    }
+    expect_same(round_trip(tmp_path, extra), extra)
+
+
+class Name(str):
+    """A string that is more than a string."""
+
+
+@pytest.mark.parametrize(
+    ("value", "where"),
+    [
+        ({"a": [1, {2: object()}]}, r"extra\['it'\]\['a'\]\[1\]\[2\] is of type builtins.object"),
+        (b"bytes", r"extra\['it'\] is of type builtins.bytes"),
+        ((1, Name("x")), r"extra\['it'\]\[1\] is of type .*Name"),
+        ({1, 2}, r"extra\['it'\] is of type builtins.set"),
+        (numpy.float64(1.0), r"extra\['it'\] is of type numpy.float64"),
+        (torch.ones(2, dtype=torch.complex128), r"extra.*complex128"),
+        (torch.eye(2).to_sparse(), r"extra.*sparse"),
+    ],
+)
+def test_what_cannot_be_saved_is_refused_with_its_place(value: Any, where: str, tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=where):
+        save(tmp_path, 1, extra={"it": value})
+    assert latest(tmp_path) is None
+
+
+def save_per_rank(root: Path) -> None:
+    rank = dist.get_rank()
+    save(root, 1, extra={"own": PerRank({"rank": rank, "t": torch.full((rank + 1,), rank)}), "shared": rank + 10})
+
+
+def load_per_rank(root: Path, saved_by: int) -> None:
+    loaded, rank = load(root), dist.get_rank()
+    expected = [{"own": {"rank": other, "t": torch.full((other + 1,), other)}} for other in range(saved_by)]
+    expect_same(loaded.per_rank, expected)
+    same = saved_by == dist.get_world_size()
+    expect_same(loaded.extra, {"shared": 10, **(expected[rank] if same else {})})
+
+
+@pytest.mark.parametrize(("saving", "loading"), [(2, 2), (2, 3), (3, 2)])
+def test_what_each_rank_has_of_its_own(saving: int, loading: int, tmp_path: Path) -> None:
+    pools.run(saving, __name__, "save_per_rank", {"root": tmp_path})
+    pools.run(loading, __name__, "load_per_rank", {"root": tmp_path, "saved_by": saving})

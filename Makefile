@@ -6,9 +6,10 @@ STAMP := $(VENV)/.installed
 RANKS ?= 2
 ROUNDS ?= 20
 COUNT ?= 500
+SIZE ?= 25M
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test bench-consolidation bench-memory bench-steps soak lint types clean
+.PHONY: help setup demo test bench-checkpoints bench-consolidation bench-memory bench-steps soak faults lint types clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -29,6 +30,12 @@ test: setup ## run the test suite
 
 bench-consolidation: setup ## time gathering the state, torch's class and onecopy
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 benchmarks/consolidation.py
+
+bench-checkpoints: setup ## time saving and loading, beside torch's class, torch.distributed.checkpoint and the disk: SIZE=25M ROUNDS=
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node $(RANKS) benchmarks/checkpoints.py --size $(SIZE) --rounds $(ROUNDS)
+
+faults: setup ## kill ranks at COUNT points of a save, and check that the newest checkpoint always loads
+	$(BIN)/python benchmarks/faults.py $(COUNT)
 
 bench-memory: setup ## bytes of tensors per rank by kind, every variant in processes of its own: RANKS=2
 	$(BIN)/python benchmarks/memory.py --ranks $(RANKS)

@@ -5,8 +5,8 @@ Start it, kill it, start it again::
     torchrun --standalone --nproc-per-node 2 examples/resume.py --root checkpoints
 
 Every few steps a checkpoint is written in the background. On start the newest one is loaded, if there is one, and
-training goes on from it. With as many ranks as before the result is the same bit by bit, dropout included. With another
-number of ranks the same samples make up each batch, but each rank draws its dropout anew and sums are rounded otherwise.
+training goes on from it. With as many ranks as before the result is the same bit by bit, dropout included. With more
+or fewer the same samples make up each batch, but sums are rounded otherwise and each rank draws its dropout anew.
 """
 
 from __future__ import annotations

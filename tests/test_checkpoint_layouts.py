@@ -12,6 +12,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from hypothesis import event, given, settings
@@ -20,7 +21,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from onecopy import Layout, ParamSpec
-from onecopy.checkpoint import files, manifest
+from onecopy.checkpoint import files, latest, load, manifest, save
 from onecopy.checkpoint.contents import divide
 from onecopy.checkpoint.files import LivePiece, Reader, whole_tensor, write_file
 from onecopy.checkpoint.manifest import Entry, File, Manifest, Piece
@@ -68,7 +69,7 @@ def layout_of(tensors: Sequence[Tensor], world_size: int, policy: str) -> Layout
     specs = specs_of(tensors)
     if policy == "bucket":
         return plan_buckets(specs, range(len(specs))[::-1], world_size, splittable=True, bucket_bytes=4096)[0]
-    return extend(None, specs, world_size, policy, splittable=True)  # type: ignore[arg-type]
+    return extend(None, specs, world_size, policy, splittable=True)
 
 
 def entry_of(tensor: Tensor) -> Entry:
@@ -374,4 +375,47 @@ def test_trees_of_plain_data_survive_with_keys_for_tensors(tree: dict[str, Any])
 def test_tensors_are_named_after_their_keys_in_a_dict() -> None:
     tensors: list[Tensor] = []
     tree = codec.encode({"exp_avg": torch.ones(2), "list": [torch.ones(1)], 3: torch.ones(1)}, tensors, "it")
-    assert manifest.names_of_tensors(tree, len(tensors)) == ["exp_avg", "1", "2"]
+    assert manifest.names_of_tensors(tree, len(tensors)) == ["exp_avg", "#1", "#2"]
+
+
+# Extra, in one process
+
+
+def round_trip(root: Path, extra: dict[str, Any]) -> Any:
+    return load(save(root, 1, extra=extra)).extra
+
+
+def test_plain_data_and_tensors_of_every_type_come_back_as_they_were(tmp_path: Path) -> None:
+    extra: dict[str, Any] = {
+        "numbers": [0, -1, 2**80, 1.5, -0.0, float("nan"), float("inf"), -float("inf")],
+        "none": None,
+        "flags": (True, False, (), [], {}, ("nested", [("deep", {"x": (1,)})])),
+        "keys": {1: "one", -2: 2.5, (1, "a"): None, False: 0, None: 1, 2.5: 3},
+        "counter": Counter({3: 2, 7: 1}),
+        "tensors": {str(dtype): torch.tensor([[0, 1, 1], [1, 0, 1]]).to(dtype) for dtype in STORABLE},
+        "strides": [torch.randn(4, 5).t(), torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)],
+        "odd": [torch.tensor(2.5), torch.empty(0, 3), torch.tensor([float("nan"), float("inf")]).bfloat16()],
+    }
+    expect_same(round_trip(tmp_path, extra), extra)
+
+
+class Name(str):
+    """A string that is more than a string."""
+
+
+@pytest.mark.parametrize(
+    ("value", "where"),
+    [
+        ({"a": [1, {2: object()}]}, r"extra\['it'\]\['a'\]\[1\]\[2\] is of type builtins.object"),
+        (b"bytes", r"extra\['it'\] is of type builtins.bytes"),
+        ((1, Name("x")), r"extra\['it'\]\[1\] is of type .*Name"),
+        ({1, 2}, r"extra\['it'\] is of type builtins.set"),
+        (numpy.float64(1.0), r"extra\['it'\] is of type numpy.float64"),
+        (torch.ones(2, dtype=torch.complex128), r"extra.*complex128"),
+        (torch.eye(2).to_sparse(), r"extra.*sparse"),
+    ],
+)
+def test_what_cannot_be_saved_is_refused_with_its_place(value: Any, where: str, tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=where):
+        save(tmp_path, 1, extra={"it": value})
+    assert latest(tmp_path) is None

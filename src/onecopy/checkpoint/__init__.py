@@ -67,7 +67,6 @@ def save(
     job = saving.prepare(root, step, model, optimizer, extra, keep, process_group)
     if blocking:
         return job.run()
-    job.contents.snapshot()
     _background.start(job)
     return saving.folder_of(Path(root), step)
 

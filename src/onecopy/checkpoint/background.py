@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 
+from torch import Tensor
+
 from onecopy.checkpoint.saving import Job
 
 
@@ -13,10 +15,17 @@ class Background:
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
+        self._memory: dict[str, Tensor] = {}  # kept for the next save: fresh pages cost more than the copy
 
     def start(self, job: Job) -> None:
-        """Run a save whose memory is a snapshot; the one before it has ended."""
+        """Copy what a save writes, and run it; the one before it has ended."""
         assert self._thread is None
+        failure: Exception | None = None
+        try:
+            job.contents.snapshot(self._memory)
+        except Exception as error:
+            failure = error
+        job.ranks.agree("saving a checkpoint", [], failure)
 
         def run() -> None:
             try:

@@ -64,17 +64,17 @@ class Contents:
             self.own,
         ]
 
-    def snapshot(self) -> None:
-        """Copy all memory, so that training can go on."""
-        with torch.no_grad():
-            for number, piece in enumerate(self.pieces):
-                self.pieces[number] = replace(piece, flat=_copy_on_host(piece.flat))
-
-
-def _copy_on_host(flat: Tensor) -> Tensor:
-    if flat.device.type == "cpu":
-        return flat.clone()
-    return torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True).copy_(flat)
+    def snapshot(self, memory: dict[str, Tensor]) -> None:
+        """Copy everything, so that training can go on, into memory that an earlier snapshot has left, where it fits."""
+        before = dict(memory)
+        memory.clear()
+        for number, piece in enumerate(self.pieces):
+            home = before.get(piece.name)
+            if home is None or (home.dtype, home.shape) != (piece.flat.dtype, piece.flat.shape):
+                pinned = piece.flat.device.type != "cpu"
+                home = torch.empty(piece.flat.shape, dtype=piece.flat.dtype, pin_memory=pinned)
+            memory[piece.name] = home.copy_(piece.flat)
+            self.pieces[number] = replace(piece, flat=home)
 
 
 def collect(
@@ -98,8 +98,15 @@ def collect(
     contents = Contents()
     replicated: list[tuple[str, Tensor]] = []
     if model is not None:
-        contents.model = model_trees(unwrapped(model).state_dict(), replicated)
+        module = unwrapped(model)
+        contents.model = model_trees(module.state_dict(), replicated)
         contents.signature = [f"{key} {tensor.dtype} {tuple(tensor.shape)}" for key, tensor in replicated]
+        # Ranks may have different buffers (running statistics); DDP goes on with those of rank 0.
+        params = {param.data_ptr() for param in module.parameters()}
+        buffers = [(key, tensor) for key, tensor in replicated if tensor.data_ptr() not in params]
+        replicated = [(key, tensor) for key, tensor in replicated if tensor.data_ptr() in params]
+        if rank == 0:
+            contents.pieces += _share_of(buffers, 0, 1)
     for number, (subject, here) in enumerate(zip(subjects, writes, strict=True)):
         _add_optimizer(contents, number, subject, here, replicated)
     add_extra(contents, extra, rank)

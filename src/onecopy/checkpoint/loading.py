@@ -32,6 +32,7 @@ from onecopy.checkpoint.subjects import Optimizers, Subject, subjects_of, unwrap
 from onecopy.checkpoint.targets import Copy, ModelPlan, OptimizerPlan, options_of, plan_model, plan_optimizer
 from onecopy.engine import codec
 from onecopy.errors import CheckpointError, CheckpointMismatchError, CorruptCheckpointError
+from onecopy.optimizer import ZeroRedundancyOptimizer
 
 logger = logging.getLogger(__name__)
 
@@ -236,23 +237,29 @@ def _fill(
 
 
 _refusing: weakref.WeakKeyDictionary[Optimizer, RemovableHandle] = weakref.WeakKeyDictionary()
-"""Optimizers that a failed load has left half changed."""
+"""Optimizers, other than ours, that a failed load has left half changed."""
 
 
 def _refuse_to_step(optimizers: Sequence[Optimizer], folder: Path) -> None:
+    why = CheckpointError(
+        f"loading {folder} has failed half way, so that this optimizer's state is partly old and partly new: load a "
+        "checkpoint before the next step"
+    )
+
     def refuse(*_: Any) -> None:
-        raise CheckpointError(
-            f"loading {folder} has failed half way, so that this optimizer's state is partly old and partly new: load "
-            "a checkpoint before the next step"
-        )
+        raise why
 
     for optimizer in optimizers:
-        if optimizer not in _refusing:
+        if isinstance(optimizer, ZeroRedundancyOptimizer):
+            optimizer.engine.refusal = why
+        elif optimizer not in _refusing:
             _refusing[optimizer] = optimizer.register_step_pre_hook(refuse)
 
 
 def _let_step(optimizers: Sequence[Optimizer]) -> None:
     for optimizer in optimizers:
+        if isinstance(optimizer, ZeroRedundancyOptimizer):
+            optimizer.engine.refusal = None
         handle = _refusing.pop(optimizer, None)
         if handle is not None:
             handle.remove()

@@ -234,7 +234,7 @@ def with_keys(tree: Any, keys: Sequence[str]) -> Any:
 
 def names_of_tensors(tree: Any, count: int) -> list[str]:
     """A name for each of the tensors in a tree: the key under which it lies in a dict of strings, or its number."""
-    names = [str(number) for number in range(count)]
+    names = [f"#{number}" for number in range(count)]
     if isinstance(tree, list) and tree[0] == "dict":
         for key, item in tree[1]:
             if isinstance(key, str) and isinstance(item, list) and item[0] == "tensor":

@@ -88,6 +88,7 @@ class Job:
         if self.ranks.rank == 0:
             try:
                 disk.make_directory(self.root)
+                disk.flush_directory(self.root.parent)
                 if final.exists():
                     raise FileExistsError(f"{final} exists already, and a checkpoint is never overwritten")
                 _clear_leftovers(self.root)
@@ -134,7 +135,11 @@ class Job:
                     os.close(descriptor)
                 disk.flush_directory(temporary)
                 disk.rename(temporary, final)
-                disk.flush_directory(self.root)
+                try:
+                    disk.flush_directory(self.root)
+                except Exception:
+                    disk.rename(final, temporary)  # all ranks raise, so it must not exist
+                    raise
             except Exception as error:
                 failure = as_checkpoint_error(f"committing {final}", error)
         self.ranks.vote("saving a checkpoint", failure)

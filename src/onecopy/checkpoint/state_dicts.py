@@ -168,15 +168,16 @@ def _set(subject: Subject, state_dict: StateDict) -> None:
 def _is_full(state: Mapping[str, Any], subject: Subject) -> bool:
     """Whether this must be the whole state: there is some of parameters that this rank does not own, or not all of."""
     mine = {subject.names[held.index]: held for held in subject.held()}
+    tensors: dict[str, list[Tensor]] = {name: [] for name in state}
     for name, values in state.items():
-        if name not in mine:
-            return True
-        cut = mine[name].stop - mine[name].start != subject.params[mine[name].index].numel()
-        tensors: list[Tensor] = []
-        codec.map_tensors(values, tensors.append)
-        if cut and any(tensor.dim() > 0 and not isinstance(tensor, ShardedState) for tensor in tensors):
-            return True
-    return False
+        codec.map_tensors(values, tensors[name].append)
+    if any(isinstance(tensor, ShardedState) for found in tensors.values() for tensor in found):
+        return False
+    cut = {name for name, held in mine.items() if held.stop - held.start != subject.params[held.index].numel()}
+    return any(
+        name not in mine or (name in cut and any(tensor.dim() > 0 for tensor in found))
+        for name, found in tensors.items()
+    )
 
 
 def _options_for(subject: Subject, groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -202,6 +203,12 @@ def _owned_states(
 ) -> tuple[dict[int, dict[Any, Any]], dict[int, Tensor]]:
     """State by parameter, cut down to what this rank owns, and master weights."""
     states, copies = {}, {}
+    foreign = set(state) - {subject.names[held.index] for held in subject.held()}
+    if foreign:
+        raise CheckpointMismatchError(
+            f"there is state of parameter {min(foreign)!r}, of which another range than this rank owns is here: load "
+            "the checkpoint into what get_optimizer_state_dict() returns for this optimizer"
+        )
     for held in subject.held():
         name = subject.names[held.index]
         if name not in state:

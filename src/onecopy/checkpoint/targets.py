@@ -109,6 +109,8 @@ def plan_model(manifest: Manifest, model: nn.Module, subjects: Sequence[Subject]
             "model does not; strict=False loads what both have"
         )
     live = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers(remove_duplicate=False))
+    # A tied parameter has several names; an optimizer knows it by the first.
+    first = {id(param): name for name, param in module.named_parameters()}
     mastered = {
         subject.names[index]
         for subject in subjects
@@ -123,7 +125,8 @@ def plan_model(manifest: Manifest, model: nn.Module, subjects: Sequence[Subject]
             plan.late[name] = tree
             plan.late_keys.update(keys_in(tree))
             continue
-        key, entry = _source_for(manifest, name, tree[1], value, name in mastered)
+        known = first.get(id(live.get(name)), name)
+        key, entry = _source_for(manifest, name, known, tree[1], value, known in mastered)
         same = name in live and live[name].data_ptr() == value.data_ptr()
         if not same:  # something between the module and its state dict converts it
             plan.late[name] = tree
@@ -141,7 +144,9 @@ def _ordered(tensor: Tensor) -> Tensor:
     return torch.empty_strided(tensor.shape, _row_major(tensor.shape), dtype=tensor.dtype, device="meta")
 
 
-def _source_for(manifest: Manifest, name: str, key: str, value: Tensor, mastered: bool) -> tuple[str, Entry]:
+def _source_for(
+    manifest: Manifest, name: str, known: str, key: str, value: Tensor, mastered: bool
+) -> tuple[str, Entry]:
     """The saved tensor for one of the model's: its own, or the finer master weight where the model is that fine."""
     entry = manifest.tensors[key]
     if entry.shape != tuple(value.shape):
@@ -151,8 +156,8 @@ def _source_for(manifest: Manifest, name: str, key: str, value: Tensor, mastered
     if entry.torch_dtype == value.dtype or (mastered and entry.torch_dtype.is_floating_point):
         return key, entry
     for number, optimizer in enumerate(manifest.optimizers):
-        finer = f"optimizer.{number}/{name}/{masters.KEY}"
-        found = manifest.tensors.get(finer) if name in optimizer.params else None
+        finer = f"optimizer.{number}/{known}/{masters.KEY}"
+        found = manifest.tensors.get(finer) if known in optimizer.params else None
         if found is not None and found.torch_dtype == value.dtype:
             return finer, found
     raise CheckpointMismatchError(

@@ -60,6 +60,7 @@ class Engine:
         self.reduced: dict[int, Tensor] = {}
         self.held: set[int] = set()  # identities of parameters whose gradient was reduced, also after it has been used
         self._probes: list[Probe] = []
+        self.refusal: Exception | None = None  # why no step may be made, after a load that failed half way
         self.params: list[Tensor] = []  # filled in place, because others hold on to this list
         self.gradients: Gradients = FullGradients(self.params)
         self.relayout(params, layout)
@@ -141,7 +142,9 @@ class Engine:
         return tuple(specs)
 
     def check_groups(self, groups: Sequence[Group]) -> None:
-        """Raise if someone has put parameters into the groups, or taken them out, behind the engine's back."""
+        """Raise if no step may be made, or if someone has changed which parameters the groups hold."""
+        if self.refusal is not None:
+            raise self.refusal
         if [id(param) for group in groups for param in group["params"]] != self._identities:
             raise RuntimeError(
                 "the parameters of param_groups were edited by hand; use add_param_group() or construct a new optimizer"

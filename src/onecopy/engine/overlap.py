@@ -280,9 +280,8 @@ class Overlap:
             pieces = [piece for piece in engine.storage.pieces if not members.isdisjoint(piece.params)]
             known = (map_, Sharing(self._collectives, pieces, DIRECT_BYTES, self._slots))
             self._sharing[number] = known
-        iteration.flying.drain()
         touched = None if engine.local.moves_all else [present.get(index, False) for index in range(len(engine.params))]
-        iteration.flying = known[1].start(touched)
+        known[1].start(touched, iteration.flying)
         changed = [engine.params[index] for index, has in present.items() if has]
         if changed:
             increment_version(changed)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain, cycle, zip_longest
+from itertools import chain, zip_longest
 
 import torch
 from torch import Tensor
@@ -30,23 +30,25 @@ class Slots:
 
     def __init__(self) -> None:
         self._buffers: dict[torch.device, list[Tensor]] = {}
+        self._turn: dict[torch.device, int] = {}
 
     def reserve(self, transfers: Sequence[_Transfer]) -> None:
-        """Make room for these transfers. Slots grow; they are not made anew for every set of transfers."""
+        """Make room for these transfers beside those before them. No more slots are made than can be in use."""
         packed: dict[torch.device, list[int]] = {}
         for transfer in transfers:
             if transfer.packed:
                 packed.setdefault(transfer.memories[0].device, []).append(transfer.nbytes)
         for device, sizes in packed.items():
             known = self._buffers.get(device, [])
-            count = max(len(known), min(len(sizes), PACKS_IN_FLIGHT + 1))
+            count = min(len(known) + len(sizes), PACKS_IN_FLIGHT + 1)
             nbytes = max(max(sizes), *(buffer.numel() for buffer in known), 0)
             if len(known) < count or known[0].numel() < nbytes:
                 self._buffers[device] = [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(count)]
 
-    def turns(self) -> dict[torch.device, Iterator[Tensor]]:
-        """The buffers of each device, over and over."""
-        return {device: cycle(buffers) for device, buffers in self._buffers.items()}
+    def next(self, device: torch.device) -> Tensor:
+        """The buffer whose transfer is the oldest; transfers end in order, so it is free."""
+        self._turn[device] = (self._turn.get(device, -1) + 1) % len(self._buffers[device])
+        return self._buffers[device][self._turn[device]]
 
     @property
     def nbytes(self) -> int:
@@ -77,10 +79,12 @@ class Sharing:
         """Send every owner's values to all; with ``touched``, only transfers that carry a touched parameter."""
         self.start(touched).drain()
 
-    def start(self, touched: Sequence[bool] | None = None) -> InFlight:
-        """As :meth:`share`, but leave the end of it to the caller: drain what is returned before the next start."""
-        flying = InFlight()
-        slots = self._slots.turns()
+    def start(self, touched: Sequence[bool] | None = None, flying: InFlight | None = None) -> InFlight:
+        """As :meth:`share`, but leave the end of it to the caller, who drains what is returned.
+
+        Several may be under way at once if they are added to one another's ``flying``, or do not share slots.
+        """
+        flying = flying or InFlight()
         for transfer in self._transfers:
             if touched is not None and not any(touched[index] for index in transfer.params):
                 continue
@@ -88,8 +92,7 @@ class Sharing:
             if not transfer.packed:
                 flying.add(self._collectives.broadcast(first, transfer.owner), first, staged=False)
                 continue
-            # Transfers end in order, so the next slot is always free.
-            buffer = next(slots[first.device])[: transfer.nbytes]
+            buffer = self._slots.next(first.device)[: transfer.nbytes]
             if transfer.owner == self._collectives.group_rank:
                 torch.cat(transfer.memories, out=buffer)
                 then = None

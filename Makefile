@@ -7,9 +7,12 @@ RANKS ?= 2
 ROUNDS ?= 20
 COUNT ?= 500
 SIZE ?= 25M
+RANKS_LIST ?= 2,4
+LINK ?= loopback,4gbit
+VARIANTS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test bench-checkpoints bench-consolidation bench-memory bench-steps soak faults lint types clean
+.PHONY: help setup demo test bench bench-setup bench-check bench-checkpoints bench-consolidation soak faults lint types clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -37,11 +40,15 @@ bench-checkpoints: setup ## time saving and loading, beside torch's class, torch
 faults: setup ## kill ranks at COUNT points of a save, and check that the newest checkpoint always loads
 	$(BIN)/python benchmarks/faults.py $(COUNT)
 
-bench-memory: setup ## bytes of tensors per rank by kind, every variant in processes of its own: RANKS=2
-	$(BIN)/python benchmarks/memory.py --ranks $(RANKS)
+bench: setup ## compare with every peer in one run (30 minutes and more): RANKS_LIST=2,4 LINK=loopback,4gbit VARIANTS= ROUNDS=20
+	$(BIN)/onecopy bench --ranks $(RANKS_LIST) --link $(LINK) --variants '$(VARIANTS)' --rounds $(ROUNDS) --out bench.jsonl
 
-bench-steps: setup ## step times and bytes on the wire, all modes in one run: RANKS=2 LINK= (or 4gbit) ROUNDS=20 ONLY=
-	$(BIN)/python benchmarks/steps.py --ranks $(RANKS) --rounds $(ROUNDS) $(if $(LINK),--link $(LINK)) $(if $(ONLY),--only '$(ONLY)')
+bench-setup: setup ## install the peers that the benchmark can compare with
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt deepspeed fairscale
+
+bench-check: setup ## fail if a ratio to DDP is worse than the recorded one, beyond noise
+	$(BIN)/onecopy bench --ranks 2 --parts time --variants 'onecopy' --rounds $(ROUNDS) --out bench-check.jsonl
+	$(BIN)/onecopy bench check bench-check.jsonl benchmarks/recorded.json
 
 soak: setup ## train with every hook at random speeds, COUNT iterations each, beside plain DDP
 	$(BIN)/python benchmarks/soak.py $(COUNT)

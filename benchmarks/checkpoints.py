@@ -27,7 +27,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from model import GPT
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
@@ -38,6 +37,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
 from onecopy import ZeroRedundancyOptimizer, checkpoint
+from onecopy.bench.models import GPT
 
 with warnings.catch_warnings():
     # Importing torch's class compiles TorchScript, which warns that TorchScript is deprecated. Nothing of ours.

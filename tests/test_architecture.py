@@ -16,6 +16,7 @@ ROOT = Path(onecopy.__file__).parent
 
 ORDER = (
     "cli",
+    "bench",
     "integrations",
     "checkpoint",
     "data_parallel",
@@ -25,6 +26,7 @@ ORDER = (
     "join",
     "engine",
     "layout",
+    "estimate",
     "errors",
 )
 """The parts, from the top down. A part may import itself and what is below it."""

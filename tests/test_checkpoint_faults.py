@@ -27,7 +27,7 @@ from onecopy.checkpoint import disk
 from onecopy.errors import CheckpointError, OnecopyError, PeerFailedError
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "resume.py"
-KILLS = 24
+KILLS = 14
 NOBODY = 65534
 
 

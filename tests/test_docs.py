@@ -162,7 +162,9 @@ def places_in_the_architecture() -> dict[str, int]:
 def imports_of(module: Path) -> set[str]:
     """The modules of the package that a module imports, as paths in the package."""
     names = {
-        f"{node.module}.{alias.name}" if node.module in ("onecopy.engine", "onecopy.checkpoint") else str(node.module)
+        f"{node.module}.{alias.name}"
+        if node.module in ("onecopy.engine", "onecopy.checkpoint", "onecopy.bench")
+        else str(node.module)
         for node in ast.walk(ast.parse(module.read_text()))
         if isinstance(node, ast.ImportFrom) and str(node.module).startswith("onecopy.")
         for alias in node.names

@@ -1,4 +1,4 @@
-"""The command line: ``onecopy checkpoint inspect|verify|convert``."""
+"""The command line: ``onecopy checkpoint inspect|verify|convert`` and ``onecopy bench``."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ try:
 except ImportError as error:
     raise SystemExit(f"the command line needs more packages ({error.name}): pip install 'onecopy[cli]'") from None
 
+from onecopy.bench.cli import app as bench
 from onecopy.checkpoint import converting, loading
 from onecopy.checkpoint.manifest import Manifest
 from onecopy.errors import OnecopyError
@@ -21,6 +22,7 @@ from onecopy.errors import OnecopyError
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="One copy of the optimizer state across all ranks.")
 checkpoint = typer.Typer(no_args_is_help=True, help="Look into checkpoints, check them, convert them.")
 app.add_typer(checkpoint, name="checkpoint")
+app.add_typer(bench, name="bench")
 
 Source = Annotated[Path, typer.Argument(help="A checkpoint, or a directory with several: then the newest.")]
 
@@ -31,11 +33,6 @@ class Form(str, Enum):
     torch = "torch"
     safetensors = "safetensors"
     native = "native"
-
-
-@app.callback()
-def _main() -> None:
-    """Keep ``checkpoint`` a command of its own, however many there are."""
 
 
 @checkpoint.command()

@@ -46,8 +46,18 @@ def to_torch(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> 
         optimizers = [_plain_form(saved, tensors) for saved in found.optimizers]
         if optimizers:
             content["optimizer"] = optimizers[0] if len(optimizers) == 1 else optimizers
-        with _whole_or_nothing(Path(target)) as temporary:
-            torch.save(content, temporary)
+        write_torch(content, target)
+
+
+def write_torch(content: Any, target: str | os.PathLike[str]) -> None:
+    """Write a ``torch.save`` file that exists only once all of it is on the disk.
+
+    Args:
+        content: what to save.
+        target: the file; it must not exist.
+    """
+    with _whole_or_nothing(Path(target)) as temporary:
+        torch.save(content, temporary)
 
 
 def to_safetensors(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:

@@ -100,7 +100,7 @@ class LocalOptimizer:
             [self._local_group(group, position, layout) for position, group in enumerate(groups)], **defaults
         )
         check_options(self.inner)
-        self._step = bare_step(self.inner)
+        self.run_inner = bare_step(self.inner)
         self._takes_closure = "closure" in inspect.signature(type(self.inner).step).parameters
         # An unknown class may move parameters that have no gradient (weight decay alone).
         self.moves_all = type(self.inner) not in SKIPS_MISSING_GRADIENTS
@@ -226,13 +226,13 @@ class LocalOptimizer:
         self.version += 1
         self.has_state = True
         if closure is None:
-            loss = self._step(**kwargs)
+            loss = self.run_inner(**kwargs)
         elif self._takes_closure:
-            loss = self._step(closure=closure, **kwargs)
+            loss = self.run_inner(closure=closure, **kwargs)
         else:
             with torch.enable_grad():
                 loss = closure()
-            self._step(**kwargs)
+            self.run_inner(**kwargs)
         self.copies.publish(self.moves_all)
         return loss
 

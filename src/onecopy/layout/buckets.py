@@ -77,6 +77,29 @@ def plan_buckets(
     return Layout(tuple(specs), tuple(shards), world_size), tuple(plans)
 
 
+def bucket_shards_of(
+    specs: Sequence[ParamSpec], order: Sequence[int], world_size: int, group_rank: int, bucket_bytes: int
+) -> list[Shard]:
+    """What :func:`plan_buckets` gives one rank if parameters may be cut, without computing what it gives the others."""
+    shards = []
+    for params in _fill(specs, order, bucket_bytes):
+        offsets, end = _lay_out(specs, params)
+        part = _part(end, world_size)
+        start, stop = min(group_rank * part, end), min((group_rank + 1) * part, end)
+        for index, offset in zip(params, offsets, strict=True):
+            low, high = max(start - offset, 0), min(stop - offset, specs[index].numel)
+            if low < high:
+                shards.append(Shard(index, low, high, group_rank))
+            elif specs[index].numel == 0 and group_rank == 0:
+                shards.append(Shard(index, 0, 0, 0))
+    return sorted(shards, key=lambda shard: shard.param)
+
+
+def _part(end: int, world_size: int) -> int:
+    """The size of every rank's range but the last ones'."""
+    return -(-end // (CUT_MULTIPLE * world_size)) * CUT_MULTIPLE
+
+
 def _fill(specs: Sequence[ParamSpec], order: Sequence[int], bucket_bytes: int) -> list[list[int]]:
     """Which parameters share a bucket. A parameter that is large enough has one of its own."""
     full: list[list[int]] = []
@@ -98,7 +121,7 @@ def _fill(specs: Sequence[ParamSpec], order: Sequence[int], bucket_bytes: int) -
 
 def _even_plan(specs: Sequence[ParamSpec], params: Sequence[int], world_size: int) -> BucketPlan:
     offsets, end = _lay_out(specs, params)
-    part = -(-end // (CUT_MULTIPLE * world_size)) * CUT_MULTIPLE
+    part = _part(end, world_size)
     bounds = [min(rank * part, end) for rank in range(world_size + 1)]
     return BucketPlan(tuple(params), tuple(offsets), tuple(bounds))
 

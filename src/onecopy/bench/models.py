@@ -1,6 +1,8 @@
-"""The reference model of the benchmarks: a small GPT in which one embedding is most of the parameters."""
+"""The models of the benchmark: small GPTs, one with an embedding that is most of it, one deep without such a tensor."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -43,13 +45,36 @@ class GPT(nn.Module):
         return logits
 
 
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """A model and a batch."""
+
+    vocabulary: int = 32768
+    width: int = 512
+    head: int = 2048
+    depth: int = 2
+    batch: int = 2
+    length: int = 64
+
+    def make(self) -> GPT:
+        """The model, always from the same seed."""
+        torch.manual_seed(0)
+        return GPT(self.vocabulary, self.width, self.head, self.depth)
+
+    def tokens(self, rank: int, step: int) -> Tensor:
+        """A batch that depends only on the rank and the step."""
+        generator = torch.Generator().manual_seed(1_000_003 * rank + step)
+        return torch.randint(0, self.vocabulary, (self.batch, self.length + 1), generator=generator)
+
+
+MODELS: dict[str, Sizes] = {
+    "reference": Sizes(),
+    "deep": Sizes(vocabulary=2048, width=384, head=2048, depth=12, batch=8),
+}
+"""24M parameters with a dominant embedding and small batches; 23M parameters in 12 equal blocks, with larger ones."""
+
+
 def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
     """Cross-entropy against the next token, folded into the head's classes."""
     logits = model(tokens[:, :-1])
     return nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten() % logits.shape[-1])
-
-
-def batch(rank: int, step: int, size: int = 2, length: int = 64, vocabulary: int = 32768) -> Tensor:
-    """Tokens that depend only on the rank and the step."""
-    generator = torch.Generator().manual_seed(1_000_003 * rank + step)
-    return torch.randint(0, vocabulary, (size, length + 1), generator=generator)

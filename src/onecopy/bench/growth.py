@@ -1,0 +1,130 @@
+"""How costs grow: planning with parameters and ranks, the Python of a step with parameters. Beside torch's class."""
+
+from __future__ import annotations
+
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.optim import AdamW, Optimizer
+
+import onecopy
+from onecopy.bench.variants import LR
+from onecopy.layout import ParamSpec, bucket_shards_of, element_shards_of, extend
+
+PARAMETERS = (10, 100, 1000, 10_000, 100_000)
+RANKS = (1, 16, 256, 4096, 16_384)
+TENSORS = (10, 100, 1000, 5000)
+BUCKET_BYTES = 8 << 20
+
+
+def specs_of(count: int) -> list[ParamSpec]:
+    """As in a transformer: a few large matrices among many vectors."""
+    shapes = ((4096, 1024), (1024,), (1024, 1024), (1024,), (4096,))
+    return [
+        ParamSpec(index, f"p{index}", shape, (shape[-1], 1) if len(shape) == 2 else (1,), torch.float32)
+        for index, shape in ((index, shapes[index % len(shapes)]) for index in range(count))
+    ]
+
+
+def planning() -> list[dict[str, Any]]:
+    """Seconds to plan: all owners for ``parameter``, one rank's shards for ``element`` and ``bucket``; no processes."""
+    rows = []
+    for count in PARAMETERS:
+        specs = specs_of(count)
+        order = list(reversed(range(count)))
+        for ranks in RANKS:
+            plans: dict[str, Callable[[], object]] = {
+                "parameter": lambda specs=specs, ranks=ranks: extend(None, specs, ranks, "parameter", True),  # type: ignore[misc]
+                "element": lambda specs=specs, ranks=ranks: element_shards_of(specs, ranks, ranks // 2),  # type: ignore[misc]
+                "bucket": lambda specs=specs, order=order, ranks=ranks: bucket_shards_of(  # type: ignore[misc]
+                    specs, order, ranks, ranks // 2, BUCKET_BYTES
+                ),
+            }
+            for policy, plan in plans.items():
+                start = time.perf_counter()
+                plan()
+                seconds = time.perf_counter() - start
+                rows.append(
+                    {"kind": "planning", "policy": policy, "parameters": count, "ranks": ranks, "seconds": seconds}
+                )
+    return rows
+
+
+class Stopwatch:
+    """The processor time of this thread inside a function: waiting is not in it."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Measure a block."""
+        start = time.thread_time()
+        try:
+            yield
+        finally:
+            self.seconds += time.thread_time() - start
+
+    def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The same function, measured."""
+
+        def measured(*arguments: Any, **options: Any) -> Any:
+            with self.running():
+                return function(*arguments, **options)
+
+        return measured
+
+
+def step_overhead(rounds: int) -> list[dict[str, Any]]:
+    """Processor time of ``step()`` less that of the inner optimizer's, for many small parameters, on two ranks."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
+    rows = []
+    for count in TENSORS:
+        contenders = {
+            "torch's class, bucket views": _contender(TorchZero, count, views=True),
+            "onecopy": _contender(onecopy.ZeroRedundancyOptimizer, count, views=False),
+            "onecopy, bucket views": _contender(onecopy.ZeroRedundancyOptimizer, count, views=True),
+        }
+        for _ in range(2):
+            for step in contenders.values():
+                step()
+        found: dict[str, list[float]] = {name: [] for name in contenders}
+        for _ in range(rounds):
+            for name, step in contenders.items():
+                found[name].append(step())
+        rows += [
+            {"kind": "overhead", "variant": name, "tensors": count, "seconds": statistics.median(seconds)}
+            for name, seconds in found.items()
+        ]
+    return rows
+
+
+def _contender(cls: Any, count: int, views: bool) -> Callable[[], float]:
+    """A function that makes one step and returns its overhead."""
+    params = [torch.nn.Parameter(torch.full((64,), float(index))) for index in range(count)]
+    zero = cls(params, AdamW, parameters_as_bucket_view=views, lr=LR, fused=True)
+    for param in params:
+        param.grad = torch.ones_like(param)
+    inner = Stopwatch()
+    optimizer: Optimizer = zero.optim
+    if isinstance(zero, onecopy.ZeroRedundancyOptimizer):
+        local = zero.engine.local
+        local.run_inner = inner.around(local.run_inner)
+    else:
+        optimizer.step = inner.around(optimizer.step)  # type: ignore[method-assign]
+
+    def step() -> float:
+        inner.seconds = 0.0
+        whole = Stopwatch()
+        with whole.running():
+            zero.step()
+        return whole.seconds - inner.seconds
+
+    return step

@@ -1,0 +1,82 @@
+"""Starts ranks with torchrun: in a network namespace of their own if the machine allows it, on a shaped link if asked.
+
+In such a namespace the loopback's counters count this run alone, and ``tc`` can limit its rate, as a real link would.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+COUNTED = "ONECOPY_BENCH_COUNTED"
+"""Set in the ranks if the loopback belongs to them alone."""
+
+
+@functools.cache
+def has_namespaces() -> bool:
+    """Whether this machine lets us make a network namespace."""
+    probe = ["unshare", "--net", "--map-root-user", "sh", "-c", "ip link set lo up"]
+    try:
+        return subprocess.run(probe, capture_output=True, check=False).returncode == 0  # noqa: S603 - our own command
+    except FileNotFoundError:
+        return False
+
+
+def run(ranks: int, arguments: Sequence[str], link: str | None = None) -> tuple[list[dict[str, Any]], str]:
+    """Run the worker on so many ranks; return the rows that they wrote, and what was printed if there are none."""
+    with tempfile.TemporaryDirectory() as folder:
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
+        worker = [f"--nproc-per-node={ranks}", "-m", "onecopy.bench.worker", *arguments, "--folder", folder]
+        command = [*torchrun, *worker]
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "GLOO_SOCKET_IFNAME": "lo",
+            "TP_SOCKET_IFNAME": "lo",
+            "DS_ACCELERATOR": "cpu",
+            "TORCH_CPP_LOG_LEVEL": "ERROR",
+        }
+        if has_namespaces():
+            environment[COUNTED] = "1"
+            inside = f"{_prepare(link)} && exec {shlex.join(command)}"
+            command = ["unshare", "--net", "--map-root-user", "sh", "-c", inside]
+        elif link:
+            return [], f"a link of {link} needs a network namespace, which this machine does not allow"
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)  # noqa: S603
+        rows = [
+            json.loads(line) for file in sorted(Path(folder).glob("*.jsonl")) for line in file.read_text().splitlines()
+        ]
+        errors = [line.partition("]: ")[2] or line for line in done.stderr.splitlines() if "Error" in line]
+        return rows, (errors or done.stderr.splitlines() or [""])[0 if errors else -1]
+
+
+def _prepare(link: str | None) -> str:
+    if not link:
+        return "ip link set lo up"
+    shape = f"tc qdisc add dev lo root tbf rate {shlex.quote(link)} burst 256kb latency 100ms"
+    return f"ip link set lo up mtu 1500 && {shape}"
+
+
+def loopback_bytes() -> int:
+    """What has been sent over this namespace's loopback so far, headers included."""
+    for line in Path("/proc/net/dev").read_text().splitlines():
+        name, _, numbers = line.partition(":")
+        if name.strip() == "lo":
+            return int(numbers.split()[8])
+    return 0
+
+
+def free_bytes() -> int:
+    """Memory that processes can have."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return 8 << 30

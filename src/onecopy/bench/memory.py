@@ -1,0 +1,87 @@
+"""Bytes of tensors on one rank, by kind, between steps and at the peak of one; each variant in processes of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import resource
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from onecopy.bench.models import Sizes
+from onecopy.bench.timing import iterate
+from onecopy.bench.variants import MEMORY_ONLY, VARIANTS
+
+KINDS = ("parameters", "gradients", "state", "other")
+
+
+def measure(name: str, sizes: Sizes) -> dict[str, Any]:
+    """Train a few steps and count. Gradients are left until the next step, as they are in most scripts."""
+    trained = {**VARIANTS, **MEMORY_ONLY}[name](sizes.make())
+    for number in range(3):
+        iterate(trained, sizes, number)
+    growth = peak_growth(lambda: iterate(trained, sizes, 3))
+    trained.finish()
+    gc.collect()
+    everything = storages(thing for thing in gc.get_objects() if isinstance(thing, Tensor))
+    params = storages(trained.model.parameters())
+    grads = storages(param.grad for param in trained.model.parameters() if param.grad is not None)
+    state = storages(tensors_in(list(trained.state())))
+    state = {address: size for address, size in state.items() if address not in params}
+    known = params.keys() | grads.keys() | state.keys()
+    other = sum(size for address, size in everything.items() if address not in known)
+    found = [sum(kind.values()) for kind in (params, grads, state)] + [other]
+    return {
+        "kind": "memory",
+        "variant": name,
+        "rank": dist.get_rank(),
+        **dict(zip(KINDS, found, strict=True)),
+        "peak": sum(found) + growth,
+        "resident": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    }
+
+
+def held_by(tensor: Tensor) -> Tensor:
+    """What a rank really holds of a tensor."""
+    inner = getattr(tensor, "_local_tensor", tensor)  # DTensor
+    held: Tensor = getattr(inner, "local", inner)  # ShardGrad
+    return held
+
+
+def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
+    """Bytes of distinct memory, by address."""
+    found = {}
+    for tensor in tensors:
+        with contextlib.suppress(RuntimeError, NotImplementedError):  # no memory of its own
+            storage = held_by(tensor).untyped_storage()
+            found[storage.data_ptr()] = storage.nbytes()
+    found.pop(0, None)
+    return found
+
+
+def tensors_in(tree: Any) -> Iterable[Tensor]:
+    """All tensors in nested containers."""
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, dict):
+        for value in tree.values():
+            yield from tensors_in(value)
+    elif isinstance(tree, (list, tuple)):
+        for value in tree:
+            yield from tensors_in(value)
+
+
+def peak_growth(run: Callable[[], object]) -> int:
+    """By how many bytes the tensors alive during ``run`` exceed those before it, at most."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        run()
+    events = [event for event in recorded.profiler.kineto_results.events() if event.name() == "[memory]"]
+    now = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        now += event.nbytes()
+        peak = max(peak, now)
+    return peak

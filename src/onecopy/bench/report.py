@@ -1,0 +1,239 @@
+"""Rows of a run into tables: for the terminal, and as Markdown for the page."""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from onecopy.bench.models import Sizes
+from onecopy.bench.timing import ratios
+from onecopy.bench.variants import ALONE, THEIRS, YARDSTICK
+from onecopy.estimate import Job, Machine, Way, step_seconds
+
+Row = dict[str, Any]
+MB = 1e6
+
+
+def machine() -> str:
+    """This machine in one line."""
+    memory = 0
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemTotal:"):
+            memory = int(line.split()[1]) // 1_000_000
+    cpu = next(
+        (line.partition(": ")[2] for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
+        platform.machine(),
+    )
+    return f"{os.cpu_count()} cores ({cpu}), {memory} GB, no GPU, Linux {platform.release()}, torch {torch.__version__}"
+
+
+def runs_in(rows: Iterable[Row]) -> list[tuple[str, int, str]]:
+    """Model, number of ranks and link of each timed run."""
+    found = dict.fromkeys((row["model"], row["ranks"], row["link"]) for row in rows if row["kind"] == "time")
+    return list(found)
+
+
+def select(rows: Iterable[Row], kind: str, run: tuple[str, int, str] | None = None) -> list[Row]:
+    """Rows of one kind, of one run."""
+    return [
+        row for row in rows if row["kind"] == kind and (run is None or (row["model"], row["ranks"], row["link"]) == run)
+    ]
+
+
+def elements_of(sizes: dict[str, int]) -> list[int]:
+    """Elements of each parameter of a model."""
+    with torch.device("meta"):
+        return [param.numel() for param in Sizes(**sizes).make().parameters()]
+
+
+def summaries(rows: Sequence[Row], run: tuple[str, int, str]) -> list[Row]:
+    """One row per variant of a timed run: ratios within its heat, parts, wire, difference."""
+    found = []
+    timed = select(rows, "time", run)
+    by_heat: dict[int, dict[str, Row]] = {}
+    for row in timed:
+        by_heat.setdefault(row["heat"], {})[row["variant"]] = row
+    seen: set[str] = set()
+    for row in timed:
+        if row["variant"] in seen:
+            continue
+        seen.add(row["variant"])
+        if row["error"]:
+            found.append({"variant": row["variant"], "error": row["error"]})
+            continue
+        heat = by_heat[row["heat"]]
+        low, middle, high = ratios(row["seconds"], heat[YARDSTICK]["seconds"])
+        unit = 4 * sum(elements_of(row["sizes"])) * max(1, run[1] - 1)
+        found.append(
+            {
+                "variant": row["variant"],
+                "error": "",
+                "ms": 1e3 * statistics.median(row["seconds"]),
+                "backward_ms": 1e3 * statistics.median(row["backward"]),
+                "step_ms": 1e3 * statistics.median(row["step"]),
+                "to_ddp": middle,
+                "quartiles": [low, high],
+                "to_torch": ratios(row["seconds"], heat[THEIRS]["seconds"])[1],
+                "wire": statistics.median(row["wire"]) / unit if row["wire"] else None,
+                "difference": row["difference"],
+            }
+        )
+    return found
+
+
+def bound(rows: Sequence[Row], run: tuple[str, int, str]) -> float:
+    """Seconds that no way with 1/N of the update can beat, from what was measured in the same run.
+
+    On a loopback sending takes the cores that compute, so everything adds up; on a link the slower of both decides.
+    """
+    alone = next(row for row in select(rows, "time", run) if row["variant"] == ALONE)
+    moved = primitive(rows, run, "reduce to owners") + primitive(rows, run, "share")
+    computed = statistics.median(alone["backward"]) + statistics.median(alone["step"]) / run[1]
+    return float(max(computed, moved) if run[2] else computed + moved)
+
+
+def primitive(rows: Sequence[Row], run: tuple[str, int, str], name: str) -> float:
+    """The median time of a primitive in a run."""
+    found = [seconds for row in select(rows, "primitive", run) if row["name"] == name for seconds in row["seconds"]]
+    return float(statistics.median(found))
+
+
+WAYS = {
+    YARDSTICK: Way.DDP,
+    THEIRS: Way.TORCH,
+    "onecopy": Way.LEVEL_ONE,
+    "onecopy, reduce-scatter hook": Way.REDUCE_SCATTER,
+    "onecopy, ShardedDataParallel": Way.SHARDED,
+    "onecopy, ShardedDataParallel, overlap_forward": Way.SHARDED_OVERLAP,
+}
+
+
+def predictions(rows: Sequence[Row], run: tuple[str, int, str]) -> list[Row]:
+    """The time model's step times next to the measured ones; its inputs are what was measured without communication."""
+    alone = next(row for row in select(rows, "time", run) if row["variant"] == ALONE)
+    counts = elements_of(alone["sizes"])
+    job = Job(sum(counts), max(counts), statistics.median(alone["backward"]), statistics.median(alone["step"]))
+    sent = job.model_bytes * (run[1] - 1) / run[1]
+    found = []
+    for summary in summaries(rows, run):
+        way = WAYS.get(summary["variant"])
+        if way is None or summary["error"]:
+            continue
+        ours = way not in (Way.DDP, Way.TORCH, Way.LEVEL_ONE)
+        speed = sent / primitive(rows, run, "share") if ours else 2 * sent / primitive(rows, run, "all-reduce")
+        predicted = step_seconds(way, job, Machine(run[1], speed, busy_cores=not run[2]))
+        measured = summary["ms"] / 1e3
+        found.append(
+            {"variant": summary["variant"], "measured": measured, "predicted": predicted, "off": predicted / measured}
+        )
+    return found
+
+
+def title_of(run: tuple[str, int, str]) -> str:
+    """A run in words."""
+    model, ranks, link = run
+    return f"{model} model, {ranks} ranks, {link or 'plain loopback'}"
+
+
+def time_cells(summary: Row) -> list[str]:
+    """One variant's cells in the table of a timed run."""
+    if summary["error"]:
+        return [summary["variant"], summary["error"]]
+    low, high = summary["quartiles"]
+    wire = "" if summary["wire"] is None else f"{summary['wire']:.2f}"
+    return [
+        summary["variant"],
+        f"{summary['ms']:.1f}",
+        f"{summary['backward_ms']:.1f}",
+        f"{summary['step_ms']:.1f}",
+        f"{summary['to_ddp']:.3f}",
+        f"{low:.2f}-{high:.2f}",
+        f"{summary['to_torch']:.3f}",
+        wire,
+        f"{summary['difference']:.0e}" if summary["difference"] else "0",
+    ]
+
+
+TIME_COLUMNS = ("variant", "ms", "backward", "step", "x DDP", "quartiles", "x torch", "wire", "difference")
+MEMORY_COLUMNS = ("variant", "parameters", "gradients", "state", "other", "peak", "resident", "max/mean state")
+
+
+def memory_rows(rows: Sequence[Row], ranks: int) -> list[list[str]]:
+    """For each variant MB by kind on the rank with the highest peak, and how uneven the state is."""
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        if row["kind"] == "memory" and row["ranks"] == ranks:
+            found.setdefault(row["variant"], []).append(row)
+    cells = []
+    for variant, each in found.items():
+        if each[0].get("error"):
+            cells.append([variant, each[0]["error"]])
+            continue
+        largest = max(each, key=lambda row: row["peak"])
+        states = [row["state"] for row in each]
+        kinds = [f"{largest[kind] / MB:.1f}" for kind in ("parameters", "gradients", "state", "other", "peak")]
+        uneven = max(states) * len(states) / sum(states) if sum(states) else 1.0
+        cells.append([variant, *kinds, f"{largest['resident'] / MB:.0f}", f"{uneven:.3f}"])
+    return cells
+
+
+def save_rows(rows: Sequence[Row]) -> list[list[str]]:
+    """For each variant the seconds to gather the state, and to save."""
+    cells = []
+    for row in select(rows, "save"):
+        if row["error"]:
+            cells.append([row["variant"], row["error"]])
+            continue
+        parts = [f"{row[part]:.2f}" if part in row else "" for part in ("consolidate", "save")]
+        cells.append([row["variant"], *parts])
+    return cells
+
+
+def print_tables(rows: Sequence[Row], console: Console) -> None:
+    """Everything, for the terminal."""
+    for run in runs_in(rows):
+        console.print(_table(title_of(run), TIME_COLUMNS, [time_cells(each) for each in summaries(rows, run)]))
+        console.print(f"bound from primitives: {1e3 * bound(rows, run):.1f} ms")
+        model = [
+            [each["variant"], f"{1e3 * each['measured']:.1f}", f"{1e3 * each['predicted']:.1f}", f"{each['off']:.2f}"]
+            for each in predictions(rows, run)
+        ]
+        console.print(_table("time model", ("variant", "measured ms", "predicted ms", "ratio"), model))
+    for ranks in sorted({row["ranks"] for row in rows if row["kind"] == "memory"}):
+        console.print(_table(f"MB on the largest of {ranks} ranks", MEMORY_COLUMNS, memory_rows(rows, ranks)))
+    if select(rows, "save"):
+        console.print(_table("seconds", ("variant", "gather the state", "save"), save_rows(rows)))
+    for kind, columns in (
+        ("planning", ("policy", "parameters", "ranks", "seconds")),
+        ("overhead", ("variant", "tensors", "seconds")),
+    ):
+        cells = [[_number(row[column]) for column in columns] for row in rows if row["kind"] == kind]
+        if cells:
+            console.print(_table(kind, columns, cells))
+
+
+def _number(value: Any) -> str:
+    return f"{value:.5f}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def _table(title: str, columns: Sequence[str], cells: Iterable[Sequence[str]]) -> Table:
+    table = Table(title=title)
+    for column in columns:
+        table.add_column(column, justify="left" if column in ("variant", "policy") else "right")
+    for row in cells:
+        table.add_row(*row)
+    return table
+
+
+def markdown(columns: Sequence[str], cells: Iterable[Sequence[str]]) -> str:
+    """A table as Markdown."""
+    lines = [columns, ["---"] * len(columns), *(list(row) + [""] * (len(columns) - len(row)) for row in cells)]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)

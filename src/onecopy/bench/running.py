@@ -1,0 +1,111 @@
+"""A whole benchmark: which measurements are made, in which processes, and what becomes of the rows."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from onecopy.bench import growth, launching
+from onecopy.bench.models import MODELS, Sizes
+from onecopy.bench.report import Row, elements_of
+from onecopy.bench.variants import ALONE, MEMORY_ONLY, THEIRS, YARDSTICK
+
+ALWAYS = (ALONE, YARDSTICK, THEIRS)
+"""Variants that run in every heat, because the others are compared with them."""
+
+BYTES_PER_ELEMENT = 30
+"""What a variant needs at most on a rank: parameters, gradients, state, buffers, activations."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to measure."""
+
+    names: Sequence[str]
+    ranks: Sequence[int] = (2, 4)
+    models: Sequence[str] = ("reference",)
+    links: Sequence[str] = ("",)
+    rounds: int = 20
+    parts: Sequence[str] = ("time", "memory", "growth", "save")
+    sizes: dict[str, int] = field(default_factory=dict)
+
+    def sizes_of(self, model: str) -> Sizes:
+        """A model's sizes, with those that were given instead."""
+        return Sizes(**{**asdict(MODELS[model]), **self.sizes})
+
+
+def heats(names: Sequence[str], ranks: int, sizes: Sizes) -> list[list[str]]:
+    """The variants in as many groups as memory asks for; each has those that all are compared with."""
+    each = BYTES_PER_ELEMENT * sum(elements_of(asdict(sizes))) * ranks
+    room = max(len(ALWAYS) + 1, int(0.75 * launching.free_bytes() / each))
+    others = [name for name in names if name not in ALWAYS]
+    size = max(1, room - len(ALWAYS))
+    groups = [others[start : start + size] for start in range(0, len(others), size)] or [[]]
+    return [[*ALWAYS, *group] for group in groups]
+
+
+def run(plan: Plan, tell: Callable[[str], object]) -> Iterator[Row]:
+    """Measure everything, one row after the other; ``tell`` hears what comes next."""
+    if "time" in plan.parts:
+        yield from _times(plan, tell)
+    if "memory" in plan.parts:
+        yield from _memories(plan, tell)
+    if "save" in plan.parts:
+        tell("gathering the state and saving")
+        model = plan.models[0]
+        arguments = ["save", *_about(plan, model, plan.names), "--rounds", "3"]
+        rows, error = launching.run(plan.ranks[0], arguments)
+        yield from ({**row, "model": model} for row in rows or [_failed("save", "all", plan.ranks[0], error)])
+    if "growth" in plan.parts:
+        tell("planning")
+        yield from growth.planning()
+        tell("the Python of a step")
+        rows, error = launching.run(2, ["overhead", "--rounds", str(plan.rounds)])
+        yield from rows or [_failed("overhead", "all", 2, error)]
+
+
+def _about(plan: Plan, model: str, names: Sequence[str]) -> list[str]:
+    return ["--names", json.dumps(list(names)), "--sizes", json.dumps(asdict(plan.sizes_of(model)))]
+
+
+def _failed(kind: str, variant: str, ranks: int, error: str) -> Row:
+    return {"kind": kind, "variant": variant, "ranks": ranks, "error": error or "no output", "failed": True}
+
+
+def _times(plan: Plan, tell: Callable[[str], object]) -> Iterator[Row]:
+    for model in plan.models:
+        for link in plan.links:
+            for ranks in plan.ranks:
+                groups = heats(plan.names, ranks, plan.sizes_of(model))
+                for number, names in enumerate(groups):
+                    tell(f"step times: {model}, {ranks} ranks, {link or 'loopback'}, heat {number + 1}/{len(groups)}")
+                    arguments = ["time", *_about(plan, model, names), "--rounds", str(plan.rounds)]
+                    rows, error = launching.run(ranks, arguments, link or None)
+                    about = {"model": model, "link": link, "heat": number}
+                    for row in rows or [_failed("failed heat", ", ".join(names), ranks, error)]:
+                        yield {**about, **row}
+
+
+def _memories(plan: Plan, tell: Callable[[str], object]) -> Iterator[Row]:
+    model = plan.models[0]
+    names = [name for name in plan.names if name != ALONE] + list(MEMORY_ONLY)
+    for ranks in plan.ranks:
+        for name in names:
+            tell(f"memory: {name}, {ranks} ranks")
+            rows, error = launching.run(ranks, ["memory", *_about(plan, model, [name])])
+            for row in rows or [_failed("memory", name, ranks, error)]:
+                yield {**row, "model": model}
+
+
+def read(path: Path) -> list[Row]:
+    """The rows of an earlier run."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def write(row: dict[str, Any], path: Path) -> None:
+    """Add a row to a file."""
+    with path.open("a") as file:
+        file.write(json.dumps(row) + "\n")

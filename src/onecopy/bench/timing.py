@@ -1,0 +1,159 @@
+"""Step times of many variants in one run, taking turns, with bytes on the wire and the primitives beneath them."""
+
+from __future__ import annotations
+
+import copy
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from onecopy.bench.launching import COUNTED, loopback_bytes
+from onecopy.bench.models import Sizes
+from onecopy.bench.variants import VARIANTS, YARDSTICK, Trained, difference
+from onecopy.engine.collectives import Collectives
+
+TIMED = 2
+"""Steps that are timed in a turn."""
+
+COMPARED = 10
+"""Steps after which parameters are compared with those of DDP; also the warm-up."""
+
+
+@dataclass(slots=True)
+class Timed:
+    """A variant and what was measured of it."""
+
+    name: str
+    trained: Trained | None = None
+    error: str = ""
+    difference: float = 0.0
+    seconds: list[float] = field(default_factory=list)
+    backward: list[float] = field(default_factory=list)
+    step: list[float] = field(default_factory=list)
+    wire: list[float] = field(default_factory=list)
+
+
+def iterate(trained: Trained, sizes: Sizes, number: int) -> tuple[float, float]:
+    """One iteration; when its forward and backward, and its step, have ended."""
+    tokens = sizes.tokens(dist.get_rank(), number)
+    trained.zero()
+    trained.forward_backward(tokens)
+    middle = time.perf_counter()
+    trained.step()
+    return middle, time.perf_counter()
+
+
+def turn(timed: Timed, sizes: Sizes, number: int) -> None:
+    """A few steps in a row, with the clock around all but the first and the byte counter around all.
+
+    What a step leaves under way for the next one (``overlap_forward``) is thus paid for inside the timed steps.
+    """
+    assert timed.trained is not None
+    dist.barrier()
+    sent, first, backward = loopback_bytes(), (1 + TIMED) * number, 0.0
+    _, start = iterate(timed.trained, sizes, first)
+    last = start
+    for count in range(TIMED):
+        middle, end = iterate(timed.trained, sizes, first + 1 + count)
+        backward += middle - last
+        last = end
+    timed.seconds.append((last - start) / TIMED)
+    timed.backward.append(backward / TIMED)
+    timed.step.append((last - start - backward) / TIMED)
+    timed.trained.finish()
+    dist.barrier()
+    timed.wire.append((loopback_bytes() - sent) / (1 + TIMED))
+
+
+def prepare(names: Sequence[str], sizes: Sizes) -> list[Timed]:
+    """Make all variants from the same weights, train each a little, and compare it with DDP."""
+    origin = sizes.make()
+    found = []
+    reference: list[torch.Tensor] = []
+    for name in sorted(names, key=lambda name: name != YARDSTICK):
+        timed = Timed(name)
+        found.append(timed)
+        try:
+            timed.trained = VARIANTS[name](copy.deepcopy(origin))
+            for number in range(COMPARED):
+                iterate(timed.trained, sizes, number)
+            timed.trained.finish()
+            values = timed.trained.parameters()
+            reference = reference or [value.detach().clone() for value in values]
+            timed.difference = difference(values, reference)
+        except Exception as error:
+            timed.trained = None
+            timed.error = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+    return sorted(found, key=lambda timed: list(VARIANTS).index(timed.name))
+
+
+def measure(names: Sequence[str], sizes: Sizes, rounds: int) -> list[dict[str, Any]]:
+    """All variants in turns; rows for this rank's own report."""
+    everything = prepare(names, sizes)
+    running = [timed for timed in everything if timed.trained is not None]
+    before = primitives(sizes)
+    for number in range(rounds):
+        # Every round begins with another variant, so that no one always follows the same neighbour.
+        for position in range(len(running)):
+            turn(running[(position + number) % len(running)], sizes, 10 + number)
+    after = primitives(sizes)
+    counted = bool(os.environ.get(COUNTED))
+    rows = [
+        {
+            "kind": "time",
+            "variant": timed.name,
+            "error": timed.error,
+            "difference": timed.difference,
+            "seconds": timed.seconds,
+            "backward": timed.backward,
+            "step": timed.step,
+            "wire": timed.wire if counted else [],
+        }
+        for timed in everything
+    ]
+    rows += [
+        {"kind": "primitive", "name": name, "seconds": [*seconds, *after[name]]} for name, seconds in before.items()
+    ]
+    return rows
+
+
+def primitives(sizes: Sizes, repeats: int = 5) -> dict[str, list[float]]:
+    """What moving the model's bytes costs by itself: all-reduced whole, reduced to its owners, and shared by them."""
+    collectives = Collectives()
+    ranks = collectives.world_size
+    count = sum(param.numel() for param in sizes.make().parameters()) // ranks * ranks
+    flat = torch.zeros(count)
+    parts = list(flat.view(ranks, -1))
+    rows = [torch.empty_like(parts[0]) for _ in range(ranks)]
+
+    def share() -> None:
+        works = [collectives.broadcast(part, owner) for owner, part in enumerate(parts)]
+        for work in works:
+            work.wait()
+
+    actions: dict[str, Callable[[], object]] = {
+        "all-reduce": lambda: dist.all_reduce(flat),
+        "reduce to owners": lambda: collectives.exchange(parts, rows).wait(),
+        "share": share,
+    }
+    found: dict[str, list[float]] = {}
+    for name, action in actions.items():
+        for _ in range(1 + repeats):
+            dist.barrier()
+            start = time.perf_counter()
+            action()
+            found.setdefault(name, []).append(time.perf_counter() - start)
+        del found[name][0]
+    return found
+
+
+def ratios(one: Sequence[float], other: Sequence[float]) -> tuple[float, float, float]:
+    """Lower quartile, median and upper quartile of the ratios of two variants, round by round."""
+    low, middle, high = statistics.quantiles([a / b for a, b in zip(one, other, strict=True)], n=4)
+    return low, middle, high

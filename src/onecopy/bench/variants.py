@@ -1,0 +1,257 @@
+"""Every way to train that is compared, made from one model with the same options."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import AdamW, Optimizer
+
+import onecopy
+from onecopy.bench.models import GPT, loss_of
+
+LR = 3e-4
+YARDSTICK = "DDP fused, bucket views"
+THEIRS = "torch's class, bucket views, fused"
+ALONE = "no communication"
+
+
+def nothing() -> None:
+    """Nothing is left under way after a step."""
+
+
+@dataclass(slots=True)
+class Trained:
+    """A model that can be stepped, and where to look for what it holds.
+
+    ``zero``, ``forward_backward`` and ``step`` are the parts of one iteration; ``finish`` ends what it has left.
+    """
+
+    model: nn.Module
+    zero: Callable[[], object]
+    forward_backward: Callable[[Tensor], object]
+    step: Callable[[], object]
+    state: Callable[[], Iterable[Any]]
+    finish: Callable[[], object] = nothing
+    optimizer: Any = None
+    parameters: Callable[[], list[Tensor]] = field(default=list)
+
+
+Make = Callable[[GPT], Trained]
+
+
+def ordinary(model: nn.Module, optimizer: Optimizer, state: Callable[[], Iterable[Any]]) -> Trained:
+    """The usual loop."""
+
+    def forward_backward(tokens: Tensor) -> None:
+        loss_of(model, tokens).backward()
+
+    return Trained(
+        model,
+        optimizer.zero_grad,
+        forward_backward,
+        optimizer.step,
+        state,
+        optimizer=optimizer,
+        parameters=lambda: list(model.parameters()),
+    )
+
+
+def alone(model: GPT) -> Trained:
+    """What computing costs by itself: every rank for itself, with a whole update."""
+    optimizer = AdamW(model.parameters(), lr=LR, fused=True)
+    return ordinary(model, optimizer, lambda: optimizer.state.values())
+
+
+def ddp(views: bool = False, foreach: bool | None = None, fused: bool | None = None) -> Make:
+    """DDP with the plain optimizer."""
+
+    def make(model: GPT) -> Trained:
+        wrapped = DistributedDataParallel(model, gradient_as_bucket_view=views)
+        optimizer = AdamW(wrapped.parameters(), lr=LR, foreach=foreach, fused=fused)
+        return ordinary(wrapped, optimizer, lambda: optimizer.state.values())
+
+    return make
+
+
+def torch_zero(views: bool, fused: bool) -> Make:
+    """torch.distributed.optim's class."""
+
+    def make(model: GPT) -> Trained:
+        with warnings.catch_warnings():
+            # Importing it compiles TorchScript, which warns that TorchScript is deprecated. Nothing of ours.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            from torch.distributed.optim import ZeroRedundancyOptimizer
+        wrapped = DistributedDataParallel(model, gradient_as_bucket_view=views)
+        zero = ZeroRedundancyOptimizer(wrapped.parameters(), AdamW, parameters_as_bucket_view=views, lr=LR, fused=fused)
+        return ordinary(wrapped, zero, lambda: zero.optim.state.values())
+
+    return make
+
+
+def level_one(hook: str = "", views: bool = False, shard_by: Any = "parameter") -> Make:
+    """Level 1 with DDP, and one of the hooks."""
+
+    def make(model: GPT) -> Trained:
+        wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
+        overlaps = hook in ("after", "interleaved")
+        zero = onecopy.ZeroRedundancyOptimizer(
+            wrapped.parameters(),
+            AdamW,
+            parameters_as_bucket_view=views,
+            overlap_with_ddp=overlaps,
+            shard_by=shard_by,
+            lr=LR,
+            fused=True,
+        )
+        if hook == "after":
+            wrapped.register_comm_hook(None, onecopy.hook_with_zero_step(allreduce_hook, wrapped, zero))
+        elif hook == "interleaved":
+            wrapped.register_comm_hook(None, onecopy.hook_with_zero_step_interleaved(allreduce_hook, wrapped, zero))
+        elif hook == "reduce-scatter":
+            wrapped.register_comm_hook(zero, onecopy.reduce_scatter_hook)
+        return ordinary(wrapped, zero, lambda: zero.optim.state.values())
+
+    return make
+
+
+def sharded(overlap_forward: bool = False, bf16: bool = False) -> Make:
+    """Our ShardedDataParallel."""
+
+    def make(model: GPT) -> Trained:
+        zero = onecopy.ZeroRedundancyOptimizer(model.parameters(), AdamW, lr=LR, fused=True)
+        policy = onecopy.MixedPrecision(param_dtype=torch.bfloat16) if bf16 else None
+        wrapped = onecopy.ShardedDataParallel(model, zero, overlap_forward=overlap_forward, mixed_precision=policy)
+
+        def state() -> Iterable[Any]:
+            masters = [owned.tensor for owned in zero.engine.local.owned if owned.home is not None]
+            return [*zero.optim.state.values(), {"masters": masters}]
+
+        made = ordinary(wrapped, zero, state)
+        made.finish = wrapped.wait
+        return made
+
+    return make
+
+
+def fsdp2(reshard: bool) -> Make:
+    """FSDP2, a group for each block, the embedding and the head."""
+
+    def make(model: GPT) -> Trained:
+        from torch.distributed.fsdp import fully_shard
+
+        for block in (*model.blocks, model.embed, model.head):
+            fully_shard(block, reshard_after_forward=reshard)
+        fully_shard(model, reshard_after_forward=reshard)
+        optimizer = AdamW(model.parameters(), lr=LR, fused=True)
+        made = ordinary(model, optimizer, lambda: optimizer.state.values())
+        made.parameters = lambda: [param.full_tensor() for param in model.parameters()]  # type: ignore[attr-defined]
+        return made
+
+    return make
+
+
+def deepspeed(stage: int) -> Make:
+    """DeepSpeed's engine, with clipping switched off, which it does at 1.0 by default."""
+
+    def make(model: GPT) -> Trained:
+        import deepspeed  # type: ignore[import-not-found]
+
+        config = {
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_clipping": 0.0,
+            "zero_optimization": {"stage": stage},
+            "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,
+        }
+        optimizer = AdamW(model.parameters(), lr=LR, fused=True)
+        engine, zero, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+
+        def forward_backward(tokens: Tensor) -> None:
+            engine.backward(loss_of(engine, tokens))
+
+        def state() -> Iterable[Any]:
+            return [*optimizer.state.values(), {"masters": zero.single_partition_of_fp32_groups}]
+
+        return Trained(
+            engine,
+            nothing,
+            forward_backward,
+            engine.step,
+            state,
+            optimizer=optimizer,
+            parameters=lambda: list(model.parameters()),
+        )
+
+    return make
+
+
+def fairscale(sharded_ddp: bool) -> Make:
+    """OSS with DDP, or with its own wrapper, whose gradients must be zeroed through the model."""
+
+    def make(model: GPT) -> Trained:
+        from fairscale.nn.data_parallel import ShardedDataParallel  # type: ignore[import-not-found]
+        from fairscale.optim.oss import OSS  # type: ignore[import-not-found]
+
+        oss = OSS(model.parameters(), optim=AdamW, lr=LR, fused=True)
+        wrapped = (
+            ShardedDataParallel(model, oss)
+            if sharded_ddp
+            else DistributedDataParallel(model, gradient_as_bucket_view=True)
+        )
+        made = ordinary(wrapped, oss, lambda: oss.optim.state.values())
+        made.zero = wrapped.zero_grad
+        made.parameters = lambda: list(model.parameters())
+        return made
+
+    return make
+
+
+VARIANTS: dict[str, Make] = {
+    ALONE: alone,
+    "DDP": ddp(),
+    "DDP foreach": ddp(foreach=True),
+    "DDP fused": ddp(fused=True),
+    YARDSTICK: ddp(views=True, fused=True),
+    "torch's class": torch_zero(views=False, fused=False),
+    "torch's class, fused": torch_zero(views=False, fused=True),
+    THEIRS: torch_zero(views=True, fused=True),
+    "onecopy": level_one(),
+    "onecopy, bucket views": level_one(views=True),
+    "onecopy, reduce-scatter hook": level_one("reduce-scatter", shard_by="element"),
+    "onecopy, hook_with_zero_step": level_one("after"),
+    "onecopy, interleaved": level_one("interleaved"),
+    "onecopy, ShardedDataParallel": sharded(),
+    "onecopy, ShardedDataParallel, overlap_forward": sharded(overlap_forward=True),
+    "FSDP2, no resharding": fsdp2(reshard=False),
+    "FSDP2, resharding": fsdp2(reshard=True),
+    "DeepSpeed ZeRO-1": deepspeed(1),
+    "DeepSpeed ZeRO-2": deepspeed(2),
+    "fairscale OSS, DDP": fairscale(sharded_ddp=False),
+    "fairscale OSS, ShardedDDP": fairscale(sharded_ddp=True),
+}
+
+MEMORY_ONLY: dict[str, Make] = {"onecopy, ShardedDataParallel, bf16 + masters": sharded(bf16=True)}
+"""Not comparable in time: bf16 on a CPU."""
+
+PEERS = {"DeepSpeed": "deepspeed", "fairscale": "fairscale"}
+"""Variants that need a package which is not a dependency, by how their names begin."""
+
+
+def chosen(pattern: str) -> list[str]:
+    """Variants whose names contain one of some texts, separated by semicolons, beside those all are compared with."""
+    texts = [text.strip() for text in pattern.split(";") if text.strip()]
+    always = (ALONE, YARDSTICK, THEIRS)
+    return [name for name in VARIANTS if not texts or name in always or any(text in name for text in texts)]
+
+
+def difference(one: Iterable[Tensor], other: Iterable[Tensor]) -> float:
+    """The largest difference between two models' parameters."""
+    pairs = zip(one, other, strict=True)
+    return max((a.detach().float() - b.detach().float()).abs().max().item() for a, b in pairs)

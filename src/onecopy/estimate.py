@@ -1,0 +1,111 @@
+"""How long a step takes and how much memory a rank needs, on machines that are not here: pure arithmetic.
+
+Traffic is exact. Time is a model: what is reduced hides behind the backward pass and what is shared behind the next
+forward pass or the update, where the way of training allows it and communication does not take the cores that compute.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+FORWARD = 1 / 3
+"""The forward pass's part of a forward and a backward pass."""
+
+
+class Way(Enum):
+    """A way of training."""
+
+    DDP = "DDP"
+    TORCH = "torch's class"
+    LEVEL_ONE = "onecopy"
+    REDUCE_SCATTER = "onecopy, reduce-scatter hook"
+    SHARDED = "onecopy, ShardedDataParallel"
+    SHARDED_OVERLAP = "onecopy, ShardedDataParallel, overlap_forward"
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What is trained.
+
+    Attributes:
+        elements: the number of parameters.
+        largest: elements of the largest parameter.
+        bytes_per_element: of a parameter and of its gradient.
+        state_bytes: of the optimizer's state for one parameter (Adam in float32: 8).
+        compute: seconds that a forward and a backward pass take on one rank.
+        update: seconds that updating all parameters takes on one rank.
+        bucket_bytes: of a bucket, at least.
+    """
+
+    elements: int
+    largest: int
+    compute: float
+    update: float
+    bytes_per_element: int = 4
+    state_bytes: int = 8
+    bucket_bytes: int = 8 << 20
+
+    @property
+    def model_bytes(self) -> int:
+        """Of all parameters."""
+        return self.elements * self.bytes_per_element
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What it is trained on.
+
+    Attributes:
+        ranks: the number of ranks.
+        bandwidth: bytes that a rank can send in a second while it receives as many.
+        latency: seconds before the first byte of a message arrives.
+        busy_cores: whether sending takes time of the cores that compute, as on a loopback.
+    """
+
+    ranks: int
+    bandwidth: float
+    latency: float = 0.0
+    busy_cores: bool = False
+
+
+def sent_bytes(way: Way, job: Job, machine: Machine) -> tuple[float, float]:
+    """What one rank sends in a step: to reduce gradients, and to share parameters."""
+    part = job.model_bytes * (machine.ranks - 1) / machine.ranks
+    reduced = 2 * part if way in (Way.DDP, Way.TORCH, Way.LEVEL_ONE) else part
+    return reduced, 0.0 if way is Way.DDP else part
+
+
+def step_seconds(way: Way, job: Job, machine: Machine) -> float:
+    """The time of one step."""
+    reduced, shared = (
+        (bytes_ / machine.bandwidth + (job.model_bytes / job.bucket_bytes) * machine.latency if bytes_ else 0.0)
+        for bytes_ in sent_bytes(way, job, machine)
+    )
+    update = job.update if way is Way.DDP else job.update / machine.ranks
+    if machine.busy_cores:
+        return job.compute + reduced + update + shared
+    forward, backward = FORWARD * job.compute, (1 - FORWARD) * job.compute
+    late = max(0.0, reduced - backward)
+    if way in (Way.SHARDED, Way.SHARDED_OVERLAP):  # buckets are updated while others are on their way
+        hidden = update + (forward if way is Way.SHARDED_OVERLAP else 0.0)
+        return job.compute + late + update + max(0.0, shared - hidden)
+    return job.compute + late + update + shared
+
+
+def memory_bytes(way: Way, job: Job, machine: Machine) -> dict[str, float]:
+    """Bytes of tensors on the largest rank by kind, activations not counted."""
+    whole, share = float(job.model_bytes), 1 / machine.ranks
+    # torch's class does not cut parameters: the rank with the largest one may hold more than its share.
+    state_share = {
+        Way.DDP: 1.0,
+        Way.TORCH: max(share, job.largest / job.elements),
+    }.get(way, share)
+    sharded = way in (Way.SHARDED, Way.SHARDED_OVERLAP)
+    bucket = max(job.bucket_bytes, job.largest * job.bytes_per_element)
+    return {
+        "parameters": whole,
+        "gradients": whole * (share if sharded else 1.0),
+        "state": job.elements * job.state_bytes * state_share,
+        "buffers": 2.0 * bucket if sharded else 0.0,
+    }

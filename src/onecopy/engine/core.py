@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from operator import is_
 from typing import Any
 
 import torch
@@ -90,7 +91,6 @@ class Engine:
         self.params[:] = params
         self.layout = layout
         self._layout_digest = layout.digest()
-        self._identities = [id(param) for param in self.params]
         self._probe_params = shared_params(layout)
         self.storage = self._storage_class(self.params, layout)
         self.local.repoint(self.storage.flats)
@@ -145,7 +145,8 @@ class Engine:
         """Raise if no step may be made, or if someone has changed which parameters the groups hold."""
         if self.refusal is not None:
             raise self.refusal
-        if [id(param) for group in groups for param in group["params"]] != self._identities:
+        given = [param for group in groups for param in group["params"]]
+        if len(given) != len(self.params) or not all(map(is_, given, self.params)):
             raise RuntimeError(
                 "the parameters of param_groups were edited by hand; use add_param_group() or construct a new optimizer"
             )

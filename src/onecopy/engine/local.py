@@ -151,6 +151,7 @@ class LocalOptimizer:
     def _set_owned(self, owned: list[Owned]) -> None:
         self.owned = owned
         self.tensor_of: dict[Any, Tensor] = {entry.param: entry.tensor for entry in owned}
+        self._aliases = [entry for entry in owned if entry.is_alias]
         self.copies = MasterCopies([Master(entry.tensor, entry.home) for entry in owned if entry.home is not None])
 
     def _local_group(self, group: Group, position: int, layout: Layout) -> Group:
@@ -181,11 +182,11 @@ class LocalOptimizer:
         """Give the stepped tensors their gradients: the parameters' own, or flat ranges lent for this step only."""
         if lent is not None:
             self._set_aside = [(owned.tensor, owned.tensor.grad) for owned in self.owned if not owned.is_alias]
-        for owned in self.owned:
-            if lent is not None:
+            for owned in self.owned:
                 owned.bind(lent.get(owned.shard.param))
-            elif owned.is_alias:
-                owned.tensor.grad = self._own_range(owned, layout)
+            return
+        for owned in self._aliases:
+            owned.tensor.grad = self._own_range(owned, layout)
 
     def _own_range(self, owned: Owned, layout: Layout) -> Tensor | None:
         gradient = owned.param.grad
@@ -214,9 +215,8 @@ class LocalOptimizer:
 
     def release_gradients(self) -> None:
         """Let go of what :meth:`bind_gradients` took, and put back what it set aside."""
-        for owned in self.owned:
-            if owned.is_alias:
-                owned.tensor.grad = None
+        for owned in self._aliases:
+            owned.tensor.grad = None
         for tensor, gradient in self._set_aside:
             tensor.grad = gradient
         self._set_aside = []

@@ -298,6 +298,13 @@ def test_state_that_groups_of_ranks_replicate_is_written_once(world_size: int, t
         assert_same_tree(mine, state_of(plain), "state")
 
 
+@pytest.fixture
+def fresh_processes() -> None:
+    """Processes in which no earlier test has left groups that only some of them are in."""
+    pools.close()
+
+
+@pytest.mark.usefixtures("fresh_processes")
 @distributed(3)
 def test_some_of_the_ranks_save_and_load(world_size: int, tmp_path: Path) -> None:
     group = dist.new_group([1, 2])

@@ -148,19 +148,21 @@ class Collectives:
         """Another group of the same ranks, made once for each purpose; None if torch cannot make one.
 
         torch names a group that is made by its members alone after how many groups each of them is in. So all of them
-        must be in as many, and a group is never destroyed before its parent.
+        must be in as many, and a group is never destroyed before its parent. A group of all processes needs no such
+        name.
         """
         key = (purpose, self.process_group.group_name)
         known = _companions.get(key)
         if known is None or known[0] is not self.process_group:
-            counts = self.all_gather_words([number_of_groups()])
+            everyone = self.world_size == dist.get_world_size()
+            counts = self.all_gather_words([0 if everyone else number_of_groups()])
             if any(count != counts[0] for count in counts):
                 return None
             group = dist.new_group(
                 dist.get_process_group_ranks(self.process_group),
                 timeout=timeout_of(self.process_group, self.control_device),
                 backend=backend or dist.get_backend_config(self.process_group),
-                use_local_synchronization=True,
+                use_local_synchronization=not everyone,
             )
             assert isinstance(group, dist.ProcessGroup)
             known = _companions[key] = (self.process_group, group)

@@ -64,9 +64,10 @@ def main() -> None:
     torch.manual_seed(1 + rank)  # dropout of its own on every rank
 
     first, losses = 0, []
-    resumed = checkpoint.latest(arguments.root) is not None
-    if resumed:
-        first, extra = checkpoint.load(arguments.root, model=model, optimizer=optimizer)
+    loaded = checkpoint.load(arguments.root, model=model, optimizer=optimizer, missing_ok=True)
+    resumed = loaded is not None
+    if loaded is not None:
+        first, extra = loaded
         checkpoint.restore(extra, scheduler=scheduler)
         losses = extra["losses"]
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from onecopy import Layout, ParamSpec
 from onecopy.data_parallel import BUCKET_BYTES
-from onecopy.layout import CUT_MULTIPLE, BucketPlan, plan_buckets
+from onecopy.layout import CUT_MULTIPLE, BucketPlan, bucket_shards_of, plan_buckets
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 
@@ -92,3 +92,12 @@ def test_whole_parameters_lie_in_the_order_of_their_owners() -> None:
     owners = [layout.shards_of(index)[0].owner for index in plan.params]
     assert owners == sorted(owners)
     assert set(owners) == {0, 1, 2}
+
+
+@settings(max_examples=100, deadline=None)
+@given(models(), st.integers(1, 9), st.sampled_from([1, 500, 5000, BUCKET_BYTES]))
+def test_one_ranks_shards_are_found_without_the_others(specs: list[ParamSpec], world_size: int, size: int) -> None:
+    order = list(reversed(range(len(specs))))
+    layout, _ = plan_buckets(specs, order, world_size, True, size)
+    for group_rank in range(world_size):
+        assert tuple(bucket_shards_of(specs, order, world_size, group_rank, size)) == layout.owned_by(group_rank)

@@ -15,7 +15,7 @@ except ImportError as error:
     raise SystemExit(f"the command line needs more packages ({error.name}): pip install 'onecopy[cli]'") from None
 
 from onecopy.bench.cli import app as bench
-from onecopy.checkpoint import converting, loading
+from onecopy.checkpoint import converting, folders
 from onecopy.checkpoint.manifest import Manifest
 from onecopy.errors import OnecopyError
 
@@ -40,8 +40,8 @@ def inspect(path: Source) -> None:
     """Show what is in a checkpoint: names, shapes, types, sizes, and which ranks wrote them."""
 
     def show() -> None:
-        folder = loading.candidates_in(path)[0]
-        _show(Console(), folder, loading.read_manifest(folder))
+        folder = folders.candidates_in(path)[0]
+        _show(Console(), folder, folders.read_manifest(folder))
 
     _guarded(show)
 
@@ -51,8 +51,8 @@ def verify(path: Source) -> None:
     """Read every byte and compare it with its checksum."""
 
     def check() -> None:
-        folder = loading.candidates_in(path)[0]
-        Console().print(f"{folder}: {_size(loading.verify(folder))}, all as written")
+        folder = folders.candidates_in(path)[0]
+        Console().print(f"{folder}: {_size(folders.verify(folder))}, all as written")
 
     _guarded(check)
 
@@ -62,7 +62,7 @@ def convert(
     path: Annotated[Path, typer.Argument(help="A checkpoint; for --to native a file written by torch.save.")],
     target: Annotated[Path, typer.Argument(help="The file to write; for --to native the directory for checkpoints.")],
     to: Annotated[Form, typer.Option(help="torch: one torch.save file; safetensors: model weights only.")],
-    step: Annotated[int, typer.Option(help="For --to native: the number to save under.")] = 0,
+    step: Annotated[int | None, typer.Option(help="For --to native: the number to save under.")] = None,
 ) -> None:
     """Convert to one file that everyone reads, or from one."""
 
@@ -83,7 +83,7 @@ def _guarded(action: Callable[[], None]) -> None:
     """Run a command; what a user can do something about is one line, not a traceback."""
     try:
         action()
-    except (OnecopyError, OSError, TypeError, ValueError) as error:
+    except (OnecopyError, OSError, TypeError, ValueError, KeyError, RuntimeError) as error:
         Console(stderr=True).print(f"error: {error}", style="red", highlight=False, markup=False)
         raise typer.Exit(1) from None
 

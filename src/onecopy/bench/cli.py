@@ -76,6 +76,22 @@ def draw(path: Rows, folder: Annotated[Path, typer.Argument(help="Where the pict
 
 
 @app.command()
+def page(
+    paths: Annotated[list[Path], typer.Argument(help="Files of rows, of one machine.")],
+    target: Annotated[Path, typer.Option(help="The page; pictures go beside it.")] = Path("docs/benchmarks.md"),
+    after: Annotated[Path | None, typer.Option(help="A file whose text follows what is written.")] = None,
+) -> None:
+    """Write the page of results and draw its pictures."""
+    from onecopy.bench.page import page as page_of
+    from onecopy.bench.pictures import draw as draw_pictures
+
+    rows = [row for path in paths for row in running.read(path)]
+    text = page_of(rows, machine(), draw_pictures(rows, target.parent))
+    target.write_text(text + ("\n" + after.read_text() if after is not None else ""))
+    Console().print(f"wrote {target}")
+
+
+@app.command()
 def record(path: Rows, target: Annotated[Path, typer.Argument(help="The file of recorded ratios.")]) -> None:
     """Keep the ratios of a run, for ``check``."""
     checking.record(running.read(path), target)

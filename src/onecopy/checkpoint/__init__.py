@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, overload
 
 from torch import nn
 
-from onecopy.checkpoint import loading, saving
+from onecopy.checkpoint import folders, loading, saving
 from onecopy.checkpoint.background import Background
 from onecopy.checkpoint.contents import PerRank
-from onecopy.checkpoint.loading import Loaded, verify
+from onecopy.checkpoint.folders import verify
+from onecopy.checkpoint.loading import Loaded
 from onecopy.checkpoint.resuming import capture, restore
 from onecopy.checkpoint.state_dicts import get_optimizer_state_dict, set_optimizer_state_dict
 from onecopy.checkpoint.subjects import Optimizers
@@ -68,12 +69,36 @@ def save(
     if blocking:
         return job.run()
     _background.start(job)
-    return saving.folder_of(Path(root), step)
+    return folders.folder_of(Path(root), step)
 
 
 def wait() -> None:
     """Wait for a save in the background; raise what went wrong in it."""
     _background.finish()
+
+
+@overload
+def load(
+    source: str | os.PathLike[str],
+    *,
+    model: nn.Module | None = None,
+    optimizer: Optimizers = None,
+    strict: bool = True,
+    missing_ok: Literal[False] = False,
+    process_group: Any = None,
+) -> Loaded: ...
+
+
+@overload
+def load(
+    source: str | os.PathLike[str],
+    *,
+    model: nn.Module | None = None,
+    optimizer: Optimizers = None,
+    strict: bool = True,
+    missing_ok: bool,
+    process_group: Any = None,
+) -> Loaded | None: ...
 
 
 def load(
@@ -82,8 +107,9 @@ def load(
     model: nn.Module | None = None,
     optimizer: Optimizers = None,
     strict: bool = True,
+    missing_ok: bool = False,
     process_group: Any = None,
-) -> Loaded:
+) -> Loaded | None:
     """Load a checkpoint that any number of ranks saved; all ranks make this call together.
 
     Nothing changes before every rank has read and checked every byte it needs.
@@ -93,6 +119,7 @@ def load(
         model: what to load the model's state into; None leaves it out.
         optimizer: what to load the optimizers' state into, in the order in which they were saved; None leaves it out.
         strict: whether the model's names must all be in the checkpoint, and no others.
+        missing_ok: return None on all ranks if rank 0 sees no checkpoint, as in a run that has just begun.
         process_group: the ranks that load (default: all; without torch.distributed, this process).
 
     Returns:
@@ -103,7 +130,7 @@ def load(
         CheckpointMismatchError: if it does not fit; the message names the parameter.
     """
     _background.finish()
-    return loading.load(source, model, optimizer, strict, process_group)
+    return loading.load(source, model, optimizer, strict, missing_ok, process_group)
 
 
 def latest(root: str | os.PathLike[str]) -> Path | None:
@@ -112,5 +139,5 @@ def latest(root: str | os.PathLike[str]) -> Path | None:
     Args:
         root: the directory that was given to :func:`save`.
     """
-    found = saving.committed(Path(root))
+    found = folders.committed(Path(root))
     return found[0] if found else None

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 
 from torch import Tensor
 
 from onecopy.checkpoint.saving import Job
+
+logger = logging.getLogger(__name__)
 
 
 class Background:
@@ -31,16 +34,18 @@ class Background:
             try:
                 job.run()
             except Exception as error:
+                logger.warning("saving in the background failed: %s", error)
                 self._failure = error
 
-        self._thread = threading.Thread(target=run, name="onecopy checkpoint")
-        self._thread.start()
+        thread = threading.Thread(target=run, name="onecopy checkpoint")
+        thread.start()
+        self._thread = thread
 
     def finish(self) -> None:
         """Wait for the save under way; raise what went wrong in it."""
-        thread, self._thread = self._thread, None
-        if thread is not None:
-            thread.join()
+        if self._thread is not None:
+            self._thread.join()
+        self._thread = None
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure

@@ -49,12 +49,18 @@ class Contents:
     signature: list[str] = field(default_factory=list)
 
     def fingerprint(self) -> str:
-        """Of everything that must be the same on all ranks."""
+        """Of the model's names, shapes and types, and the optimizers' classes, parameters and groups."""
         text = hashlib.blake2b(digest_size=16)
         text.update("\0".join(self.signature).encode())
         for optimizer in self.optimizers:
-            text.update(repr(asdict(replace(optimizer, state={}))).encode())
+            members = [group["params"] for group in optimizer.groups]
+            text.update(repr((optimizer.kind, asdict(replace(optimizer, state={}, groups=())), members)).encode())
         return text.hexdigest()
+
+    def options(self) -> str:
+        """Of the groups' options, which change from step to step."""
+        trees = [group["options"] for optimizer in self.optimizers for group in optimizer.groups]
+        return hashlib.blake2b(repr(trees).encode(), digest_size=8).hexdigest()
 
     def described(self) -> list[Any]:
         """What rank 0 needs to know, as JSON data, beside the pieces."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from onecopy.checkpoint import disk
 from onecopy.checkpoint.contents import Contents, add_extra, entry_of, model_trees, name_of
 from onecopy.checkpoint.files import LivePiece, Reader, check_storable, whole_tensor
-from onecopy.checkpoint.loading import candidates_in, read_manifest
+from onecopy.checkpoint.folders import candidates_in, read_manifest
 from onecopy.checkpoint.manifest import Manifest, SavedOptimizer, SavedParam, keys_in, names_of_tensors, with_keys
 from onecopy.checkpoint.ranks import Ranks
 from onecopy.checkpoint.saving import Job
@@ -81,7 +81,7 @@ def to_safetensors(source: str | os.PathLike[str], target: str | os.PathLike[str
             save_file(weights, temporary, metadata={"format": "pt"})
 
 
-def from_torch(source: str | os.PathLike[str], root: str | os.PathLike[str], step: int) -> Path:
+def from_torch(source: str | os.PathLike[str], root: str | os.PathLike[str], step: int | None = None) -> Path:
     """Make a checkpoint of a ``torch.save`` file, such as one with a consolidated state dict of torch's class.
 
     The file holds a dict with ``model`` and ``optimizer`` state dicts (or one of them), or one such state dict itself.
@@ -91,7 +91,7 @@ def from_torch(source: str | os.PathLike[str], root: str | os.PathLike[str], ste
     Args:
         source: the file; it is loaded with ``weights_only=True``.
         root: the directory for checkpoints.
-        step: the number to save under.
+        step: the number to save under; by default the file's own, or 0.
     """
     content = torch.load(source, weights_only=True, map_location="cpu", mmap=True)
     if not isinstance(content, dict):
@@ -108,7 +108,8 @@ def from_torch(source: str | os.PathLike[str], root: str | os.PathLike[str], ste
     for number, state_dict in enumerate(given if isinstance(given, list) else [given]):
         contents.optimizers.append(_named_form(state_dict, number, replicated))
         contents.owners.append(dict.fromkeys(contents.optimizers[-1].state, (0, 0)))
-    content.pop("step", None)
+    given_step = content.pop("step", 0)
+    step = given_step if step is None else step
     extra = content.pop("extra", {})
     add_extra(contents, {**content, **extra} if isinstance(extra, dict) else {**content, "extra": extra}, 0)
     for key, tensor in replicated:
@@ -194,9 +195,8 @@ def _named_form(state_dict: Mapping[str, Any], number: int, replicated: list[tup
 
 
 def _param_from(tree: Any, tensors: Mapping[str, Tensor]) -> SavedParam:
-    """What the state of a parameter tells of it; its shape is unknown if there is none of that shape."""
-    for key in keys_in(tree):
-        if tensors[key].dim() > 0:
-            tensor = tensors[key]
-            return SavedParam(tuple(tensor.shape), tuple(tensor.stride()), name_of(tensor.dtype))
-    return SavedParam(None, (), "")
+    """What the state of a parameter tells of it; its shape is unknown if tensors of the state have several."""
+    found = [tensors[key] for key in keys_in(tree) if tensors[key].dim() > 0]
+    if not found or any(tensor.shape != found[0].shape for tensor in found):
+        return SavedParam(None, (), "")
+    return SavedParam(tuple(found[0].shape), tuple(found[0].stride()), name_of(found[0].dtype))

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import logging
 import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+
+logger = logging.getLogger(__name__)
 
 
 def make_directory(path: Path) -> None:
@@ -67,7 +70,10 @@ def claimed(path: Path) -> Iterator[None]:
     """Hold a lock on a directory, which ends with the process at the latest."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        except OSError as error:  # some network file systems lock no directories
+            logger.warning("%s cannot be locked, so what a save that dies leaves will not be removed: %s", path, error)
         yield
     finally:
         os.close(descriptor)
@@ -81,7 +87,7 @@ def is_claimed(path: Path) -> bool:
         return True  # it has just been renamed or removed by whoever holds it
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    except OSError:  # locked, or on a file system that cannot tell
         return True
     finally:
         os.close(descriptor)

@@ -22,12 +22,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from onecopy.checkpoint import manifest as manifests
 from onecopy.checkpoint.files import Reader, whole_tensor
+from onecopy.checkpoint.folders import candidates_in, read_manifest
 from onecopy.checkpoint.manifest import Manifest, keys_in
 from onecopy.checkpoint.progress import bar
 from onecopy.checkpoint.ranks import Ranks, as_checkpoint_error
-from onecopy.checkpoint.saving import committed
 from onecopy.checkpoint.subjects import Optimizers, Subject, subjects_of, unwrapped, wait_for
 from onecopy.checkpoint.targets import Copy, ModelPlan, OptimizerPlan, options_of, plan_model, plan_optimizer
 from onecopy.engine import codec
@@ -61,48 +60,6 @@ class Loaded:
         return iter((self.step, self.extra))
 
 
-def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a checkpoint; raise if it is not one."""
-    path = folder / manifests.NAME
-    try:
-        text = path.read_bytes()
-    except FileNotFoundError:
-        raise CorruptCheckpointError(f"{path} is missing: {folder} is not a complete checkpoint") from None
-    return manifests.parse(text, str(path))
-
-
-def candidates_in(source: str | os.PathLike[str]) -> list[Path]:
-    """The checkpoint that a path is, or those under it, the newest first."""
-    path = Path(source)
-    if (path / manifests.NAME).exists() or path.name.startswith("step-"):
-        return [path]
-    found = committed(path)
-    if not found:
-        raise FileNotFoundError(f"{path} is not a checkpoint, and there is none in it")
-    return found
-
-
-def verify(source: str | os.PathLike[str]) -> int:
-    """Check every byte of a checkpoint (of the newest one, if there are several); return how many there are.
-
-    Args:
-        source: a checkpoint, or the directory that holds them.
-
-    Raises:
-        CorruptCheckpointError: if something is damaged, missing or cut short; the message names the file.
-    """
-    folder = candidates_in(source)[0]
-    found = read_manifest(folder)
-    total = sum(entry.nbytes for entry in found.tensors.values())
-    with Reader(folder, found.files) as reader, bar("checking", total) as advance:
-        for name in found.files:
-            reader.check_file(name)
-        for key, entry in found.tensors.items():
-            for _, _, part in reader.blocks(key, entry, 0, entry.numel):
-                advance(part.numel() * part.element_size())
-    return sum(file.size for file in found.files.values()) + (folder / manifests.NAME).stat().st_size
-
-
 @dataclass(slots=True)
 class _Plan:
     """Everything that one rank takes from a checkpoint."""
@@ -127,8 +84,9 @@ def load(
     model: nn.Module | None,
     optimizer: Optimizers,
     strict: bool,
+    missing_ok: bool,
     process_group: Any,
-) -> Loaded:
+) -> Loaded | None:
     """Load on all ranks together; see :func:`onecopy.checkpoint.load`."""
     ranks = Ranks(process_group)
     failure: Exception | None = None
@@ -139,9 +97,13 @@ def load(
         wait_for(subjects, model)
         if ranks.rank == 0:
             paths = [str(path) for path in candidates_in(source)]
+    except FileNotFoundError as error:
+        failure = None if missing_ok else error
     except Exception as error:
         failure = error
     paths = ranks.vote("loading a checkpoint", failure, paths)[0]
+    if not paths:
+        return None
     for position, path in enumerate(paths):
         loaded = _load_from(Path(path), model, subjects, strict, ranks, last=position == len(paths) - 1)
         if loaded is not None:
@@ -259,7 +221,7 @@ def _refuse_to_step(optimizers: Sequence[Optimizer], folder: Path) -> None:
 def _let_step(optimizers: Sequence[Optimizer]) -> None:
     for optimizer in optimizers:
         if isinstance(optimizer, ZeroRedundancyOptimizer):
-            optimizer.engine.refusal = None
+            optimizer.engine.permit()
         handle = _refusing.pop(optimizer, None)
         if handle is not None:
             handle.remove()

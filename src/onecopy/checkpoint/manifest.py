@@ -26,6 +26,9 @@ NAME = "manifest.json"
 BLOCK_BYTES = 4 << 20
 """A piece has one checksum for each block of this size, so that a part of it can be checked without the rest."""
 
+DICTS = ("dict", "Counter", "OrderedDict")
+"""Kinds of dicts in a tree."""
+
 _SEAL = re.compile(rb'^\{"crc32":"([0-9a-f]{8})"')
 _BLANK = b"0" * 8
 
@@ -211,7 +214,7 @@ def keys_in(tree: Any) -> Iterator[str]:
         kind, content = tree
         if kind == "tensor":
             yield content
-        elif kind in ("dict", "Counter"):
+        elif kind in DICTS:
             for key, item in content:
                 yield from keys_in(key)
                 yield from keys_in(item)
@@ -227,7 +230,7 @@ def with_keys(tree: Any, keys: Sequence[str]) -> Any:
     kind, content = tree
     if kind == "tensor":
         return [kind, keys[content]]
-    if kind in ("dict", "Counter"):
+    if kind in DICTS:
         return [kind, [[with_keys(key, keys), with_keys(item, keys)] for key, item in content]]
     return tree if kind == "float" else [kind, [with_keys(item, keys) for item in content]]
 
@@ -235,7 +238,7 @@ def with_keys(tree: Any, keys: Sequence[str]) -> Any:
 def names_of_tensors(tree: Any, count: int) -> list[str]:
     """A name for each of the tensors in a tree: the key under which it lies in a dict of strings, or its number."""
     names = [f"#{number}" for number in range(count)]
-    if isinstance(tree, list) and tree[0] == "dict":
+    if isinstance(tree, list) and tree[0] in DICTS:
         for key, item in tree[1]:
             if isinstance(key, str) and isinstance(item, list) and item[0] == "tensor":
                 names[item[1]] = key

@@ -29,30 +29,16 @@ from torch import nn
 from onecopy.checkpoint import disk, manifest
 from onecopy.checkpoint.contents import Contents, collect
 from onecopy.checkpoint.files import write_file
+from onecopy.checkpoint.folders import committed, folder_of, step_of, verify
 from onecopy.checkpoint.manifest import Entry, File, Manifest, Piece, SavedOptimizer
 from onecopy.checkpoint.ranks import Ranks, as_checkpoint_error
 from onecopy.checkpoint.subjects import Optimizers, Subject, subjects_of, wait_for
 from onecopy.engine.agreement import Fact
-from onecopy.errors import CheckpointError
+from onecopy.errors import CheckpointError, CorruptCheckpointError
 
 logger = logging.getLogger(__name__)
 
-DIGITS = 8
-_COMMITTED = re.compile(r"step-(\d{8,})")
 _UNFINISHED = re.compile(r"\.(step-\d{8,}|pruned)\.[0-9a-f]{8}\.tmp")
-
-
-def folder_of(root: Path, step: int) -> Path:
-    """Where the checkpoint of a step lies."""
-    return root / f"step-{step:0{DIGITS}d}"
-
-
-def committed(root: Path) -> list[Path]:
-    """All checkpoints under a root, the newest first."""
-    if not root.is_dir():
-        return []
-    found = [(int(match[1]), path) for path in root.iterdir() if (match := _COMMITTED.fullmatch(path.name))]
-    return [path for _, path in sorted(found, reverse=True) if (path / manifest.NAME).is_file()]
 
 
 @dataclass(slots=True)
@@ -78,7 +64,7 @@ class Job:
                     shutil.rmtree(temporary, ignore_errors=True)
                 raise
         if self.ranks.rank == 0 and self.keep is not None:
-            _prune(self.root, self.keep)
+            _prune(self.root, self.keep, self.step)
         return final
 
     def _open(self, final: Path, stack: contextlib.ExitStack) -> Path:
@@ -90,7 +76,7 @@ class Job:
                 disk.make_directory(self.root)
                 disk.flush_directory(self.root.parent)
                 if final.exists():
-                    raise FileExistsError(f"{final} exists already, and a checkpoint is never overwritten")
+                    _set_damaged_aside(final)
                 _clear_leftovers(self.root)
                 disk.make_directory(self.root / name)
                 stack.enter_context(disk.claimed(self.root / name))
@@ -157,11 +143,13 @@ def prepare(
     """Describe what is to be saved, on all ranks together; nothing is written yet."""
     ranks = Ranks(process_group)
     failure: Exception | None = None
+    folder = Path()
     contents = Contents()
     subjects: list[Subject] = []
     groups: list[list[int]] = []
     try:
         _check_arguments(step, keep)
+        folder = Path(root).absolute()  # the working directory may change while a save is under way
         subjects = subjects_of(model, optimizer)
         groups = [_members(subject, ranks) for subject in subjects]
         wait_for(subjects, model)
@@ -175,9 +163,10 @@ def prepare(
     except Exception as error:
         failure = error
     facts = [Fact("step", str(step)), Fact("keep", str(keep))]
-    facts += [Fact("model, optimizers and their options", contents.fingerprint())]
+    facts += [Fact("model and optimizers", contents.fingerprint())]
+    facts += [Fact("options of the optimizers", contents.options())]
     ranks.agree("saving a checkpoint", facts, failure)
-    return Job(ranks, Path(root), step, keep, contents)
+    return Job(ranks, folder, step, keep, contents)
 
 
 def _check_arguments(step: int, keep: int | None) -> None:
@@ -268,10 +257,25 @@ def _clear_leftovers(root: Path) -> None:
             disk.remove(path)
 
 
-def _prune(root: Path, keep: int) -> None:
-    """Remove all but the newest checkpoints. Each loses its name first, so that none is ever seen in part."""
+def _set_damaged_aside(final: Path) -> None:
+    """Make room if what is there is damaged, so that a run that had to go back past it can save again."""
     try:
-        for path in committed(root)[keep:]:
+        verify(final)
+    except CorruptCheckpointError as error:
+        aside = final.with_name(f"damaged-{final.name}.{secrets.token_hex(4)}")
+        logger.warning("%s is damaged, and is now %s: %s", final, aside.name, error)
+        disk.rename(final, aside)
+        return
+    raise FileExistsError(f"{final} exists already, and a checkpoint is never overwritten")
+
+
+def _prune(root: Path, keep: int, step: int) -> None:
+    """Remove all but the newest checkpoints up to this step, those of later steps (of an abandoned run) not counted.
+
+    Each loses its name first, so that none is ever seen in part.
+    """
+    try:
+        for path in [path for path in committed(root) if step_of(path) <= step][keep:]:
             hidden = root / f".pruned.{secrets.token_hex(4)}.tmp"
             disk.rename(path, hidden)
             disk.remove(hidden)

@@ -10,7 +10,7 @@ from torch.distributed.checkpoint import state_dict as torchs
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.optim import Optimizer
 
-from onecopy.checkpoint.subjects import Subject, subjects_of
+from onecopy.checkpoint.subjects import Held, Subject, subjects_of
 from onecopy.engine import codec, masters
 from onecopy.engine.agreement import agree
 from onecopy.engine.collectives import Collectives
@@ -29,7 +29,7 @@ def get_optimizer_state_dict(
     submodules: set[nn.Module] | None = None,
     options: StateDictOptions | None = None,
 ) -> StateDict:
-    """The state of one or several optimizers by the model's names; asking for it changes nothing.
+    """The state of one or several optimizers by the model's names; asking a sharded one for it changes nothing.
 
     By default each rank gets what it owns, as tensors that ``torch.distributed.checkpoint`` saves and loads with any
     number of ranks. Parameters without state get memory to load it into. With ``full_state_dict`` every rank gets
@@ -82,8 +82,11 @@ def set_optimizer_state_dict(
     options = options or StateDictOptions()
     given = (optimizers,) if isinstance(optimizers, Optimizer) else tuple(optimizers)
     subjects = subjects_of(model, given)
+    if all(subject.zero is None for subject in subjects):
+        torchs.set_optimizer_state_dict(model, given, dict(optim_state_dict), options=options)
+        return
     state_dict = dict(optim_state_dict)
-    if options.broadcast_from_rank0 and any(subject.zero is not None for subject in subjects):
+    if options.broadcast_from_rank0:
         state_dict = _broadcast(Collectives(), state_dict)
     if "param_groups" not in state_dict:
         state_dict = _unflattened(state_dict, subjects)
@@ -99,9 +102,7 @@ def _sharded(subject: Subject, on_cpu: bool) -> StateDict:
     zero = subject.zero
     assert zero is not None
     zero.wait()
-    found = sharded_state_dict(
-        zero.engine.local, zero.layout, zero.param_groups, subject.names, to_load=not zero.engine.local.has_state
-    )
+    found = sharded_state_dict(zero.engine.local, zero.layout, zero.param_groups, subject.names, to_load=True)
 
     def moved(tensor: Tensor) -> Tensor:
         if isinstance(tensor, ShardedState):
@@ -144,7 +145,7 @@ def _set(subject: Subject, state_dict: StateDict) -> None:
         state = {name: values for name, values in state_dict["state"].items() if name in names}
     except Exception as error:
         failure = error
-    full = _is_full(state, subject)
+    full = failure is None and _is_full(state, subject)
     if agree(zero.engine.collectives, "set_optimizer_state_dict()", [], failure, flag=full):
         zero.load_state_dict(_plain_form(subject, state, options))
         return
@@ -155,10 +156,10 @@ def _set(subject: Subject, state_dict: StateDict) -> None:
     except Exception as error:
         failure = error
     has_state = agree(zero.engine.collectives, "set_optimizer_state_dict()", [], failure, flag=bool(states))
-    for held in subject.held():
-        if held.index in copies and held.home is not None:
-            held.tensor.detach().copy_(copies[held.index].view(held.tensor.shape))
     try:
+        for held in subject.held():
+            if held.index in copies and held.home is not None:
+                held.tensor.detach().copy_(copies[held.index].view(held.tensor.shape))
         subject.install(states, options, set(copies), has_state)
     except Exception as error:
         failure = error
@@ -224,12 +225,25 @@ def _owned_states(
                     "into what get_optimizer_state_dict() returns for this optimizer"
                 )
         values = local_values(state[name])
+        _check_shapes(values, name, held, subject.params[held.index])
         master = values.pop(masters.KEY, None)
         if master is not None:
             copies[held.index] = master
         if values:
             states[held.index] = values
     return states, copies
+
+
+def _check_shapes(values: Mapping[str, Any], name: str, held: Held, param: Tensor) -> None:
+    """Raise if a tensor that must be per element is not of the size that this rank owns."""
+    for key, value in values.items():
+        wrong = isinstance(value, Tensor) and key == masters.KEY and value.numel() != held.stop - held.start
+        cut = held.stop - held.start != param.numel()
+        if wrong or (cut and isinstance(value, Tensor) and value.dim() > 0 and value.numel() != held.stop - held.start):
+            raise CheckpointMismatchError(
+                f"state {key!r} of parameter {name!r} has {value.numel()} elements, but this rank owns "
+                f"{held.stop - held.start}"
+            )
 
 
 def _plain_form(subject: Subject, state: Mapping[str, Any], options: Sequence[dict[str, Any]]) -> StateDict:

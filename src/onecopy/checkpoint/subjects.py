@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from onecopy.data_parallel import ShardedDataParallel
 from onecopy.engine import masters
-from onecopy.engine.loading import load_owned
+from onecopy.engine.loading import keep_as_saved, load_owned
 from onecopy.engine.local import NOT_OPTIONS
 from onecopy.engine.torch_private import uncompiled
 from onecopy.optimizer import ZeroRedundancyOptimizer
@@ -40,6 +40,11 @@ def list_of(optimizer: Optimizers) -> list[Optimizer]:
     for each in found:
         if not isinstance(each, Optimizer):
             raise TypeError(f"optimizer must be an optimizer or a list of them, got {type(each).__qualname__}")
+        if type(each).__module__ == "torch.distributed.optim.zero_redundancy_optimizer":
+            raise TypeError(
+                "torch's ZeroRedundancyOptimizer keeps its state where nobody else finds it: use "
+                "onecopy.ZeroRedundancyOptimizer, which takes the same arguments, or save a plain optimizer"
+            )
     return found
 
 
@@ -126,7 +131,8 @@ class Subject:
         """Whether some rank steps a finer copy of this parameter."""
         if self.zero is None:
             return False
-        return self.zero.engine.local.wanted_masters.wanted_for(self.params[index])
+        wanted = self.zero.engine.local.wanted_masters
+        return wanted.precise and wanted.wanted_for(self.params[index]) and self.params[index].dtype.itemsize < 4
 
     def install(
         self,
@@ -141,6 +147,7 @@ class Subject:
         """
         if self.zero is not None:
             load_owned(self.zero.engine.local, self.zero.param_groups, states, options, mastered, has_state)
+            self.zero.engine.permit()
             return
         position, groups = 0, []
         for group, values in zip(self.optimizer.param_groups, options, strict=True):
@@ -148,6 +155,8 @@ class Subject:
             groups.append({**values, "params": list(range(position, position + count))})
             position += count
         self.optimizer.load_state_dict({"state": states, "param_groups": groups})
+        for index, state in states.items():
+            keep_as_saved(self.optimizer.state[self.params[index]], state)
 
 
 def subjects_of(model: nn.Module | None, optimizer: Optimizers) -> list[Subject]:

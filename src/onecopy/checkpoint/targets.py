@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,9 +13,12 @@ from torch import Tensor, nn
 from onecopy.checkpoint.files import Reader, whole_tensor
 from onecopy.checkpoint.manifest import Entry, Manifest, SavedOptimizer, keys_in
 from onecopy.checkpoint.subjects import Held, Subject, unwrapped
+from onecopy.data_parallel import ShardedDataParallel
 from onecopy.engine import codec, masters
 from onecopy.engine.flat import flat_like, flat_view, is_dense
 from onecopy.errors import CheckpointMismatchError
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +115,7 @@ def plan_model(manifest: Manifest, model: nn.Module, subjects: Sequence[Subject]
     live = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers(remove_duplicate=False))
     # A tied parameter has several names; an optimizer knows it by the first.
     first = {id(param): name for name, param in module.named_parameters()}
+    converts = isinstance(model, ShardedDataParallel) and model.mixed_precision.param_dtype is not None
     mastered = {
         subject.names[index]
         for subject in subjects
@@ -126,15 +131,23 @@ def plan_model(manifest: Manifest, model: nn.Module, subjects: Sequence[Subject]
             plan.late_keys.update(keys_in(tree))
             continue
         known = first.get(id(live.get(name)), name)
-        key, entry = _source_for(manifest, name, known, tree[1], value, known in mastered)
-        same = name in live and live[name].data_ptr() == value.data_ptr()
-        if not same:  # something between the module and its state dict converts it
+        rounds = converts or known in mastered
+        key, entry = _source_for(manifest, name, known, tree[1], value, rounds)
+        if not _is_same(value, live.get(name)):  # something between the module and its state dict converts it
             plan.late[name] = tree
             plan.late_keys.add(tree[1])
             continue
         target = live[name].detach()
         plan.copies.append(Copy(key, entry, 0, entry.numel, target, _ordered(target)))
     return plan
+
+
+def _is_same(value: Tensor, live: Tensor | None) -> bool:
+    """Whether a state dict's tensor is the module's own, not a copy or another view of it."""
+    if live is None:
+        return False
+    one, other = ((each.data_ptr(), each.shape, each.stride(), each.dtype) for each in (value, live))
+    return one == other
 
 
 def _ordered(tensor: Tensor) -> Tensor:
@@ -144,22 +157,22 @@ def _ordered(tensor: Tensor) -> Tensor:
     return torch.empty_strided(tensor.shape, _row_major(tensor.shape), dtype=tensor.dtype, device="meta")
 
 
-def _source_for(
-    manifest: Manifest, name: str, known: str, key: str, value: Tensor, mastered: bool
-) -> tuple[str, Entry]:
+def _source_for(manifest: Manifest, name: str, known: str, key: str, value: Tensor, rounds: bool) -> tuple[str, Entry]:
     """The saved tensor for one of the model's: its own, or the finer master weight where the model is that fine."""
     entry = manifest.tensors[key]
     if entry.shape != tuple(value.shape):
         raise CheckpointMismatchError(
             f"{name!r} has shape {entry.shape} in the checkpoint and {tuple(value.shape)} in the model"
         )
-    if entry.torch_dtype == value.dtype or (mastered and entry.torch_dtype.is_floating_point):
+    if entry.torch_dtype == value.dtype:
         return key, entry
     for number, optimizer in enumerate(manifest.optimizers):
         finer = f"optimizer.{number}/{known}/{masters.KEY}"
         found = manifest.tensors.get(finer) if known in optimizer.params else None
         if found is not None and found.torch_dtype == value.dtype:
             return finer, found
+    if rounds and entry.torch_dtype.is_floating_point and value.is_floating_point():
+        return key, entry
     raise CheckpointMismatchError(
         f"{name!r} is {entry.dtype} in the checkpoint and {str(value.dtype).removeprefix('torch.')} in the model: "
         "convert the model before loading or after it, or use an optimizer with master weights"
@@ -169,8 +182,10 @@ def _source_for(
 def plan_optimizer(manifest: Manifest, number: int, subject: Subject) -> OptimizerPlan:
     """Match class, names, shapes and groups of one optimizer; raise if they do not fit."""
     saved = manifest.optimizers[number]
-    if saved.kind and saved.kind != subject.kind:
+    if saved.kind and saved.kind.rpartition(".")[2] != subject.kind.rpartition(".")[2]:
         raise CheckpointMismatchError(f"optimizer {number} is a {subject.kind}, but the checkpoint has a {saved.kind}")
+    if saved.kind not in ("", subject.kind):
+        logger.warning("the checkpoint has a %s, which is taken for a %s", saved.kind, subject.kind)
     if saved.named and not subject.named:
         raise CheckpointMismatchError("the checkpoint names parameters as the model does: pass model= with optimizer=")
     names = subject.names if saved.named else subject.positions
@@ -260,7 +275,7 @@ def _target(entry: Entry, name: str, held: Held, param: Tensor, current: Any) ->
             f"of {tuple(param.shape)}; keep parameters whole with elementwise=False"
         )
     elif entry.shape == tuple(param.shape) and entry.shape:
-        stride = tuple(param.stride())
+        stride = tuple(_ordered(param.detach()).stride())
     fits = isinstance(current, Tensor) and (tuple(current.shape), current.dtype) == (shape, entry.torch_dtype)
     if fits and is_dense(shape, current.stride()) and _same_order(shape, stride, current.stride()):
         there: Tensor = current.detach()
@@ -272,8 +287,8 @@ def _target(entry: Entry, name: str, held: Held, param: Tensor, current: Any) ->
 def _copy_to(manifest: Manifest, key: str, name: str, held: Held, param: Tensor, target: Tensor) -> Copy:
     entry = manifest.tensors[key]
     if entry.shape == tuple(param.shape) and target.numel() == held.stop - held.start:
-        like = param if entry.shape else target
-        return Copy(key, entry, held.start, held.stop, target, like.detach())
+        like = _ordered(param.detach()) if entry.shape else target
+        return Copy(key, entry, held.start, held.stop, target, like)
     if entry.shape != tuple(target.shape):
         raise CheckpointMismatchError(f"{key!r} does not fit parameter {name!r}: {entry.shape}, {tuple(param.shape)}")
     return Copy(key, entry, 0, entry.numel, target, target)
@@ -281,4 +296,12 @@ def _copy_to(manifest: Manifest, key: str, name: str, held: Held, param: Tensor,
 
 def options_of(plan: OptimizerPlan, tensors: Mapping[str, Tensor]) -> list[dict[str, Any]]:
     """The options of all groups, with their tensors."""
-    return [codec.decode(tree, tensors) for tree in plan.options]  # type: ignore[arg-type]
+    found = []
+    for tree, group in zip(plan.options, plan.subject.optimizer.param_groups, strict=True):
+        options = codec.decode(tree, tensors)  # type: ignore[arg-type]
+        for key, value in options.items():
+            current = group.get(key)
+            if isinstance(value, Tensor) and isinstance(current, Tensor):
+                options[key] = value.to(current.device)  # a capturable learning rate
+        found.append(options)
+    return found

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import json
 import math
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+
+_DICTS: dict[str, Callable[..., dict[Any, Any]]] = {"dict": dict, "Counter": Counter, "OrderedDict": OrderedDict}
+"""Kinds of dicts, by the name they are written with."""
 
 
 def encode(value: object, tensors: list[Tensor], where: str) -> Any:
@@ -39,7 +42,7 @@ def encode(value: object, tensors: list[Tensor], where: str) -> Any:
     if isinstance(value, (tuple, list)) and kind in (tuple, list):
         items = [encode(item, tensors, f"{where}[{position}]") for position, item in enumerate(value)]
         return [kind.__name__, items]
-    if isinstance(value, dict) and kind in (dict, Counter):
+    if isinstance(value, dict) and kind in _DICTS.values():
         return [
             kind.__name__,
             [
@@ -62,9 +65,9 @@ def decode(data: Any, tensors: Sequence[Any]) -> Any:
         return tensors[content]
     if kind == "float":
         return float(content)
-    if kind in ("dict", "Counter"):
+    if kind in _DICTS:
         pairs = {decode(key, tensors): decode(item, tensors) for key, item in content}
-        return Counter(pairs) if kind == "Counter" else pairs
+        return pairs if kind == "dict" else _DICTS[kind](pairs)
     items = [decode(item, tensors) for item in content]
     return tuple(items) if kind == "tuple" else items
 
@@ -75,7 +78,7 @@ def map_tensors(value: Any, function: Callable[[Tensor], Any]) -> Any:
         return function(value)
     if isinstance(value, dict):
         mapped = {key: map_tensors(item, function) for key, item in value.items()}
-        return Counter(mapped) if type(value) is Counter else mapped
+        return mapped if type(value) is dict else _DICTS.get(type(value).__name__, dict)(mapped)
     if type(value) in (tuple, list):
         return type(value)(map_tensors(item, function) for item in value)
     return value

@@ -212,6 +212,11 @@ class Engine:
         facts = StepFacts(self.layout, self._layout_digest, has_gradient, groups)
         self._status.exchange(facts, factor, failure)
 
+    def permit(self) -> None:
+        """Note that a load has succeeded: steps may be made again, and no old failure is heard of any more."""
+        self.refusal = None
+        self._status.forget()
+
     def forget_status(self) -> None:
         """Note that all ranks have heard of a failure in this step."""
         self._status.forget()

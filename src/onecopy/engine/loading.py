@@ -55,6 +55,7 @@ def load(engine: Engine, groups: Sequence[Group], read: Callable[[], StateDict],
         local.inner.__setstate__(before)
         raise
     _finish(local, groups, deepcopy(state_dict["param_groups"]), has_state)
+    engine.permit()
     for owned in local.owned:
         if owned.home is not None:
             owned.tensor.detach().copy_(saved_masters.get(owned.shard.param, owned.home))
@@ -87,10 +88,24 @@ def load_owned(
         for values, group in zip(options, local.inner.param_groups, strict=True)
     ]
     _load_inner(local, {"state": state, "param_groups": param_groups})
+    for owned in local.owned:
+        if owned.shard.param in states:
+            keep_as_saved(local.inner.state[owned.tensor], states[owned.shard.param])
     _finish(local, groups, options, has_state)
     for owned in local.owned:
         if owned.home is not None and owned.shard.param not in mastered:
             owned.tensor.detach().copy_(owned.home)
+
+
+def keep_as_saved(state: dict[Any, Any], saved: Mapping[Any, Any]) -> None:
+    """Undo what torch's ``load_state_dict`` makes of state: it rounds it to the parameter's type, and breaks text."""
+    for key, value in saved.items():
+        current = state.get(key)
+        if isinstance(value, Tensor) and isinstance(current, Tensor):
+            if value.dtype != current.dtype:
+                state[key] = value.to(current.device)
+        elif key in state and not isinstance(value, Tensor):
+            state[key] = value
 
 
 def _finish(

@@ -20,7 +20,7 @@ from onecopy.engine import codec, masters
 from onecopy.engine.flat import flat_view
 from onecopy.engine.inputs import Group
 from onecopy.engine.local import NOT_OPTIONS, LocalOptimizer, Owned
-from onecopy.engine.torch_private import ALIASING, NEW_EMPTY, no_torch_function, tensor_without_memory
+from onecopy.engine.torch_private import ALIASING, NEW_EMPTY, bare_step, no_torch_function, tensor_without_memory
 from onecopy.layout import Layout, ParamSpec
 
 Rectangle = tuple[tuple[int, ...], tuple[int, ...]]
@@ -142,12 +142,13 @@ def sharded_state_dict(
         layout: who owns what.
         groups: the parameter groups that people see.
         names: the parameters' names.
-        to_load: give parameters that have no state yet memory for it. The optimizer itself is left as it is.
+        to_load: give parameters that need a gradient and have no state yet memory for it. The optimizer itself is left
+            as it is.
     """
     state = {}
     for owned in local.owned:
         values = dict(local.inner.state.get(owned.tensor, {}))
-        if not values and to_load:
+        if not values and to_load and owned.param.requires_grad:
             values = _first_state(local, owned, layout)
         if owned.home is not None:
             values[masters.KEY] = owned.tensor.detach()
@@ -176,7 +177,7 @@ def _first_state(local: LocalOptimizer, owned: Owned, layout: Layout) -> dict[An
     group = {key: codec.map_tensors(value, torch.clone) for key, value in options.items() if key not in NOT_OPTIONS}
     inner = local.optimizer_class([{**group, "params": [scratch]}], **local.defaults)
     scratch.grad = torch.zeros_like(scratch)
-    inner.step()
+    bare_step(inner)()
     state = dict(inner.state.get(scratch, {}))
     count = state.get("step")
     if isinstance(count, Tensor):

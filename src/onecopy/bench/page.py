@@ -1,0 +1,191 @@
+"""The page of results, written from the rows of a run: no figure on it is typed by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from onecopy.bench.report import (
+    MB,
+    MEMORY_COLUMNS,
+    TIME_COLUMNS,
+    Row,
+    bound,
+    markdown,
+    memory_rows,
+    predictions,
+    runs_in,
+    save_rows,
+    select,
+    summaries,
+    time_cells,
+    title_of,
+)
+from onecopy.bench.variants import THEIRS, YARDSTICK
+
+NOISE = 0.02
+
+HEAD = """# Benchmarks
+
+Written by `onecopy bench page` from the rows of `make bench`, on one machine: {machine}. One thread per rank, gloo.
+On a plain loopback communication is work for the same cores that compute, so it says little about clusters; the link,
+a loopback shaped to its rate in a network namespace of its own (MTU 1500), is closer. The reference model is a GPT of
+24M parameters, 69% of them in one embedding, batch 2 x 64 tokens; the deep one has 23M in 12 equal blocks, batch 8 x
+64. AdamW in float32, the same seeds, data and flags everywhere. Peers: `make bench-setup`.
+"""
+
+TIMES = """## Step time and bytes on the wire
+
+All variants of a table take turns, three steps each, of which two are timed. Ratios are medians of per-round ratios,
+with quartiles: "x DDP" to "{yardstick}", "x torch" to "{theirs}". "backward" and "step" are its parts in ms (stepping
+inside the backward pass leaves nothing for the second). "Wire" is what the loopback counted, headers included, in
+units of the model's bytes times (N-1). "Difference" is the largest of any parameter from DDP's after 10 steps. FSDP2
+and DeepSpeed send 3 units and more here because gloo has no reduce-scatter of its own; on NCCL it is 2 (3 with
+resharding).
+"""
+
+MODEL = """## The time model
+
+`onecopy.estimate` predicts a step from what was measured without communication and from the speed of moving the
+model's bytes by itself, in the same run; for machines that are not here, give it theirs. Ratios are predicted to
+measured.
+"""
+
+MEMORY = """## Memory
+
+Every variant in processes of its own, MB on the rank with the highest peak. Parameters to "other" are what tensors
+hold between steps; "peak" adds the most that was alive during a step, from torch's memory profiler, activations
+included. Resident size includes the profiler and the libraries. DeepSpeed runs with its defaults, which reserve
+buckets of up to 2 GB that this model never fills: look at its resident size instead.
+"""
+
+SAVING = """## Gathering the state, and saving
+
+Seconds on 2 ranks, medians of 3. Saving is `checkpoint.save` for onecopy, `save_checkpoint` for DeepSpeed,
+torch.distributed.checkpoint for FSDP2, and one `torch.save` file, flushed to the disk, for the others.
+"""
+
+GROWTH = """## Growth
+
+Seconds to plan who owns what, without processes: all owners for `parameter`, one rank's own shards for `element` and
+`bucket`. Then ms of processor time that `step()` takes beside the inner optimizer's, for many parameters of 64
+elements.
+"""
+
+
+def page(rows: Sequence[Row], machine: str, pictures: Sequence[Path]) -> str:
+    """The whole page."""
+    parts = [HEAD.format(machine=machine), *_times(rows), *_pictures(pictures, "frontier", "scaling")]
+    parts += _losses(rows)
+    parts += [MODEL, *_model(rows)]
+    if select(rows, "memory"):
+        parts += [MEMORY, *_memory(rows), *_pictures(pictures, "memory")]
+    if select(rows, "save"):
+        parts += [SAVING, markdown(("variant", "gather the state", "save"), save_rows(rows))]
+    if select(rows, "planning"):
+        parts += [GROWTH, *_growth(rows), *_pictures(pictures, "growth")]
+    return "\n\n".join(part.strip() for part in parts) + "\n"
+
+
+def _pictures(pictures: Sequence[Path], *kinds: str) -> Iterator[str]:
+    for picture in pictures:
+        if any(kind in picture.stem for kind in kinds):
+            yield f"![{picture.stem.removeprefix('bench-').replace('-', ' ')}]({picture.name})"
+
+
+def _times(rows: Sequence[Row]) -> Iterator[str]:
+    yield TIMES.format(yardstick=YARDSTICK, theirs=THEIRS)
+    for run in runs_in(rows):
+        rounds = len(next(row for row in select(rows, "time", run) if row["seconds"])["seconds"])
+        yield f"### {title_of(run).capitalize()}, {rounds} rounds"
+        yield markdown(TIME_COLUMNS, [time_cells(each) for each in summaries(rows, run)])
+        kind = "the slower of computing and moving" if run[2] else "computing and moving together"
+        yield (
+            f"Bound from primitives measured in the same run, for 1/N of the update and the least traffic "
+            f"({kind}): {1e3 * bound(rows, run):.1f} ms."
+        )
+
+
+def _losses(rows: Sequence[Row]) -> Iterator[str]:
+    """Every comparison that onecopy loses by more than noise."""
+    yield "## Where onecopy loses"
+    lines = []
+    for run in runs_in(rows):
+        for each in summaries(rows, run):
+            if each["error"] or not each["variant"].startswith("onecopy"):
+                continue
+            if each["to_torch"] > 1 + NOISE:
+                lines.append(f"- {title_of(run)}: {each['variant']} takes {each['to_torch']:.2f} x torch's class.")
+            if each["to_ddp"] > 1 + NOISE:
+                lines.append(f"- {title_of(run)}: {each['variant']} takes {each['to_ddp']:.2f} x DDP.")
+    for ranks in sorted({row["ranks"] for row in select(rows, "memory")}):
+        lines += _memory_losses(rows, ranks)
+    overhead = {
+        (row["variant"], row["tensors"]): row["seconds"] for row in select(rows, "overhead") if "tensors" in row
+    }
+    theirs = {tensors: seconds for (variant, tensors), seconds in overhead.items() if variant.startswith("torch")}
+    for (variant, tensors), seconds in overhead.items():
+        if variant.startswith("onecopy") and seconds > theirs[tensors]:
+            lines.append(
+                f"- The Python of a step with {tensors:,} parameters: {variant} {1e3 * seconds:.2f} ms, torch's class "
+                f"{1e3 * theirs[tensors]:.2f} ms."
+            )
+    yield "\n".join(lines) if lines else "Nowhere beyond noise in this run."
+    yield (
+        "Why: level 1 (`onecopy`, with or without bucket views) and the two overlap hooks all-reduce gradients and "
+        "then send parameters, 1.5 times what DDP sends, as torch's class does. On a loopback there is no core left "
+        "to overlap with, so the hooks can only cost. The Python of a step is what notices moved, replaced or missing "
+        "parameters and gradients on every rank before anything is sent; torch's class does not look."
+    )
+
+
+def _memory_losses(rows: Sequence[Row], ranks: int) -> Iterator[str]:
+    peaks: dict[str, float] = {}
+    for row in select(rows, "memory"):
+        if row["ranks"] == ranks and not row.get("error"):
+            peaks[row["variant"]] = max(row["peak"], peaks.get(row["variant"], 0.0))
+    for name, peak in peaks.items():
+        ours = peaks.get("onecopy, ShardedDataParallel")
+        if ours is not None and peak < ours and not name.startswith("onecopy, Sharded"):
+            yield (
+                f"- Peak memory with {ranks} ranks: ShardedDataParallel {ours / MB:.0f} MB, {name} {peak / MB:.0f} MB."
+            )
+
+
+def _model(rows: Sequence[Row]) -> Iterator[str]:
+    cells = [
+        [
+            title_of(run),
+            each["variant"],
+            f"{1e3 * each['measured']:.0f}",
+            f"{1e3 * each['predicted']:.0f}",
+            f"{each['off']:.2f}",
+        ]
+        for run in runs_in(rows)
+        for each in predictions(rows, run)
+    ]
+    yield markdown(("run", "variant", "measured ms", "predicted ms", "ratio"), cells)
+
+
+def _memory(rows: Sequence[Row]) -> Iterator[str]:
+    for ranks in sorted({row["ranks"] for row in select(rows, "memory")}):
+        yield f"### {ranks} ranks"
+        yield markdown(MEMORY_COLUMNS, memory_rows(rows, ranks))
+
+
+def _growth(rows: Sequence[Row]) -> Iterator[str]:
+    planning = select(rows, "planning")
+    ranks = sorted({row["ranks"] for row in planning})
+    seconds = {(row["policy"], row["parameters"], row["ranks"]): row["seconds"] for row in planning}
+    cells = [
+        [policy, f"{count:,}", *(f"{seconds[policy, count, number]:.4f}" for number in ranks)]
+        for policy, count in dict.fromkeys((row["policy"], row["parameters"]) for row in planning)
+    ]
+    yield markdown(("policy", "parameters", *(f"{number:,} ranks" for number in ranks)), cells)
+    overhead = [row for row in select(rows, "overhead") if "tensors" in row]
+    tensors = sorted({row["tensors"] for row in overhead})
+    by_variant: dict[str, list[float]] = {}
+    for row in sorted(overhead, key=lambda row: row["tensors"]):
+        by_variant.setdefault(row["variant"], []).append(1e3 * row["seconds"])
+    cells = [[variant, *(f"{value:.2f}" for value in values)] for variant, values in by_variant.items()]
+    yield markdown(("variant", *(f"{count:,} parameters" for count in tensors)), cells)

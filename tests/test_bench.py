@@ -1,0 +1,203 @@
+"""The benchmark: its arithmetic on made-up rows, and one small run of the real thing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from onecopy import estimate
+from onecopy.bench import checking, launching, report, running
+from onecopy.bench.models import MODELS, Sizes
+from onecopy.bench.page import page
+from onecopy.bench.pictures import draw
+from onecopy.bench.variants import ALONE, THEIRS, VARIANTS, YARDSTICK, chosen
+from onecopy.cli import app
+from onecopy.estimate import Job, Machine, Way
+
+TINY = {"vocabulary": 64, "width": 16, "head": 32, "depth": 1, "batch": 1, "length": 4}
+RUN = ("reference", 2, "")
+
+
+def timed(variant: str, seconds: list[float], wire: float = 0.0, error: str = "", heat: int = 0) -> dict[str, Any]:
+    half = [value / 2 for value in seconds]
+    return {
+        "kind": "time",
+        "variant": variant,
+        "model": "reference",
+        "ranks": 2,
+        "link": "",
+        "heat": heat,
+        "sizes": TINY,
+        "error": error,
+        "difference": 0.0,
+        "seconds": seconds,
+        "backward": half,
+        "step": half,
+        "wire": [wire] * len(seconds),
+    }
+
+
+def rows_of_a_run(ours: float = 0.9) -> list[dict[str, Any]]:
+    """Four rounds in which every other one is twice as slow for everybody."""
+    noise = [1.0, 2.0, 1.0, 2.0]
+    unit = 4.0 * sum(report.elements_of(TINY))
+    found = [
+        timed(ALONE, [0.5 * each for each in noise]),
+        timed(YARDSTICK, noise, 2 * unit),
+        timed(THEIRS, [1.2 * each for each in noise], 3 * unit),
+        timed("onecopy, ShardedDataParallel", [ours * each for each in noise], 2 * unit),
+        timed("DeepSpeed ZeRO-2", [], error="ModuleNotFoundError: No module named 'deepspeed'"),
+    ]
+    for name, seconds in (("all-reduce", 0.2), ("reduce to owners", 0.1), ("share", 0.1)):
+        about = {"model": "reference", "ranks": 2, "link": "", "heat": 0}
+        found.append({"kind": "primitive", "name": name, "seconds": [seconds] * 3, **about})
+    return found
+
+
+def test_ratios_are_taken_round_by_round_so_that_common_noise_cancels() -> None:
+    summary = {each["variant"]: each for each in report.summaries(rows_of_a_run(), RUN)}
+    ours = summary["onecopy, ShardedDataParallel"]
+    assert ours["to_ddp"] == pytest.approx(0.9)
+    assert ours["to_torch"] == pytest.approx(0.75)
+    assert ours["quartiles"] == pytest.approx([0.9, 0.9])
+    assert ours["wire"] == pytest.approx(2.0)
+    assert "deepspeed" in summary["DeepSpeed ZeRO-2"]["error"]
+
+
+def test_the_bound_is_the_work_that_is_left_with_a_share_of_the_update() -> None:
+    """Forward and backward 0.375 (median), half of an update of 0.375, and 0.2 for moving."""
+    assert report.bound(rows_of_a_run(), RUN) == pytest.approx(0.375 + 0.375 / 2 + 0.2)
+
+
+def test_the_guard_lets_noise_pass_and_names_a_loss(tmp_path: Path) -> None:
+    recorded = tmp_path / "recorded.json"
+    checking.record(rows_of_a_run(0.90), recorded)
+    assert checking.losses(rows_of_a_run(0.92), recorded) == []
+    (loss,) = checking.losses(rows_of_a_run(0.99), recorded)
+    assert loss.variant == "onecopy, ShardedDataParallel"
+    assert loss.recorded == pytest.approx(0.9)
+    assert loss.now == pytest.approx(0.99)
+
+
+def test_heats_fit_into_memory_and_each_has_what_others_are_compared_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    names, sizes = list(VARIANTS), MODELS["reference"]
+    monkeypatch.setattr(launching, "free_bytes", lambda: 20 << 30)
+    found = running.heats(names, 4, sizes)
+    assert len(found) > 1
+    assert all(set(running.ALWAYS) <= set(heat) for heat in found)
+    assert {name for heat in found for name in heat} == set(names)
+    monkeypatch.setattr(launching, "free_bytes", lambda: 500 << 30)
+    assert len(running.heats(names, 4, sizes)) == 1
+
+
+def test_variants_are_chosen_by_parts_of_their_names() -> None:
+    assert set(chosen("FSDP2;fairscale")) > {"FSDP2, resharding", "fairscale OSS, DDP", YARDSTICK, THEIRS}
+    assert "DDP" not in chosen("FSDP2")
+    assert chosen("") == list(VARIANTS)
+
+
+def test_the_reference_model_is_the_one_of_the_page() -> None:
+    sizes = report.elements_of({})
+    assert 24e6 < sum(sizes) < 24.3e6
+    assert max(sizes) / sum(sizes) == pytest.approx(0.695, abs=0.005)
+    deep = report.elements_of({"vocabulary": 2048, "width": 384, "head": 2048, "depth": 12, "batch": 8})
+    assert max(deep) / sum(deep) < 0.05
+
+
+# The time model
+
+
+def job(**changes: float) -> Job:
+    return Job(**{"elements": 1_000_000, "largest": 600_000, "compute": 0.3, "update": 0.1, **changes})  # type: ignore[arg-type]
+
+
+def test_traffic_is_exact() -> None:
+    machine = Machine(ranks=4, bandwidth=1e9)
+    sent = {way: sum(estimate.sent_bytes(way, job(), machine)) for way in Way}
+    assert sent[Way.DDP] == pytest.approx(2 * 4e6 * 3 / 4)
+    assert sent[Way.LEVEL_ONE] == sent[Way.TORCH] == pytest.approx(1.5 * sent[Way.DDP])
+    assert sent[Way.SHARDED] == sent[Way.REDUCE_SCATTER] == pytest.approx(sent[Way.DDP])
+
+
+def test_on_busy_cores_everything_adds_up_and_on_a_link_the_backward_pass_hides_reductions() -> None:
+    busy = Machine(ranks=2, bandwidth=40e6, busy_cores=True)  # 4 MB, half of it: 0.05 s each way
+    assert estimate.step_seconds(Way.DDP, job(), busy) == pytest.approx(estimate.CONTENTION * (0.3 + 0.1 + 0.1))
+    assert estimate.step_seconds(Way.SHARDED, job(), busy) == pytest.approx(estimate.CONTENTION * 0.45)
+    link = Machine(ranks=2, bandwidth=40e6)
+    assert estimate.step_seconds(Way.DDP, job(), link) == pytest.approx(0.3 + 0.1)
+    slow = Machine(ranks=2, bandwidth=4e6)  # 0.5 s each way
+    assert estimate.step_seconds(Way.DDP, job(), slow) == pytest.approx(0.3 + (1.0 - 0.2) + 0.1)
+    waits, hides = (estimate.step_seconds(way, job(), slow) for way in (Way.SHARDED, Way.SHARDED_OVERLAP))
+    assert waits - hides == pytest.approx(0.1), "the forward pass hides a third of the computing time"
+
+
+def test_memory_by_kind_and_latency() -> None:
+    machine = Machine(ranks=4, bandwidth=1e9)
+    found = estimate.memory_bytes(Way.SHARDED, job(bucket_bytes=1000), machine)
+    assert found == {"parameters": 4e6, "gradients": 1e6, "state": 2e6, "buffers": 2 * 2.4e6}
+    assert estimate.memory_bytes(Way.TORCH, job(), machine)["state"] == pytest.approx(8e6 * 0.6)
+    slow = Machine(ranks=4, bandwidth=1e9, latency=1.0, busy_cores=True)
+    assert estimate.step_seconds(Way.DDP, job(), slow) > estimate.step_seconds(Way.DDP, job(), machine)
+
+
+# The real thing, small
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    out = tmp_path_factory.mktemp("bench") / "rows.jsonl"
+    sizes = [text for key, value in TINY.items() for text in ("--size", f"{key}={value}")]
+    options = ["--ranks", "2", "--rounds", "2", "--parts", "time", "--variants", "onecopy", "--out", str(out), *sizes]
+    result = CliRunner().invoke(app, ["bench", *options])
+    assert result.exit_code == 0, result.output
+    return [json.loads(line) for line in out.read_text().splitlines()]
+
+
+@pytest.mark.timeout(180)
+def test_a_small_run_measures_every_variant_and_all_equal_ddp(measured: list[dict[str, Any]]) -> None:
+    found = {row["variant"]: row for row in report.select(measured, "time")}
+    assert set(found) == set(chosen("onecopy"))
+    for name, row in found.items():
+        assert not row["error"], f"{name}: {row['error']}"
+        assert len(row["seconds"]) == 2
+        assert min(row["seconds"]) > 0
+        assert row["difference"] == 0.0 or name == ALONE, name
+    assert {row["name"] for row in report.select(measured, "primitive")} == {"all-reduce", "reduce to owners", "share"}
+
+
+def test_a_run_becomes_a_page_with_pictures(measured: list[dict[str, Any]], tmp_path: Path) -> None:
+    memory = [
+        {"kind": "memory", "variant": name, "rank": rank, "ranks": 2, "model": "reference", "sizes": TINY}
+        | {"parameters": 4e6, "gradients": 4e6, "state": 8e6 / 2, "other": 0, "peak": 2e7, "resident": 3e7}
+        for name in chosen("onecopy")
+        for rank in range(2)
+    ]
+    rows = measured + memory
+    pictures = draw(rows, tmp_path)
+    assert {picture.name for picture in pictures} == {"bench-memory-2.svg", "bench-frontier-reference-2-loopback.svg"}
+    assert all("<svg" in picture.read_text()[:500] for picture in pictures)
+    text = page(rows, "a machine", pictures)
+    for expected in (
+        "a machine",
+        "## Memory",
+        "## Where onecopy loses",
+        "onecopy, ShardedDataParallel",
+        "bench-memory-2.svg",
+    ):
+        assert expected in text
+    names = [line.split("|")[1].strip() for line in text.splitlines() if line.startswith("| onecopy")]
+    assert "onecopy, interleaved" in names
+
+
+def test_a_wrong_model_is_named() -> None:
+    result = CliRunner().invoke(app, ["bench", "--model", "huge"])
+    assert result.exit_code == 2
+    assert "huge" in result.output + result.stderr
+
+
+def test_sizes_are_options() -> None:
+    assert running.Plan(names=[], sizes={"depth": 5}).sizes_of("reference") == Sizes(depth=5)

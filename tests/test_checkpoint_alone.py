@@ -1,0 +1,212 @@
+"""Checkpoints of one process without a process group: odd models and optimizers, and runs that were taken back."""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from onecopy import CheckpointError
+from onecopy.checkpoint import capture, latest, load, restore, save, verify
+
+
+def flip(path: Path) -> None:
+    """Damage the last byte of a file."""
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+def steps_in(root: Path) -> list[int]:
+    return sorted(int(path.name.removeprefix("step-")) for path in root.glob("step-*"))
+
+
+def test_keeping_a_few_never_removes_the_one_just_saved(tmp_path: Path) -> None:
+    """A run was taken back from step 30: later steps are of the past, and count for nothing."""
+    model = nn.Linear(2, 2)
+    for step in (10, 20, 30):
+        save(tmp_path, step, model=model)
+    assert save(tmp_path, 15, model=model, keep=1).is_dir()
+    assert steps_in(tmp_path) == [15, 20, 30]
+    save(tmp_path, 40, model=model, keep=2)
+    assert steps_in(tmp_path) == [30, 40]
+
+
+def test_a_run_that_went_back_past_a_damaged_checkpoint_can_save_its_step_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = nn.Linear(2, 2)
+    save(tmp_path, 1, model=model)
+    flip(save(tmp_path, 2, model=model) / "rank-00000.safetensors")
+    with caplog.at_level(logging.WARNING):
+        assert load(tmp_path, model=model).step == 1
+        assert verify(save(tmp_path, 2, model=model)) > 0
+    assert "is damaged" in caplog.text
+    assert len(list(tmp_path.glob("damaged-step-00000002.*"))) == 1, "it is kept for whoever wants to look at it"
+    with pytest.raises(CheckpointError, match="never overwritten"):
+        save(tmp_path, 2, model=model)
+
+
+def test_a_parameter_with_holes_in_its_memory(tmp_path: Path) -> None:
+    memory = torch.arange(80.0)
+    param = nn.Parameter(memory.as_strided((4, 10), (20, 1)))
+    optimizer = torch.optim.AdamW([param], lr=0.1)
+    param.grad = torch.randn(4, 10)
+    optimizer.step()
+    expected = {key: value.clone() for key, value in optimizer.state[param].items()}
+    save(tmp_path, 1, optimizer=optimizer)
+    for fresh in (True, False):
+        target = torch.optim.AdamW([param], lr=0.1) if fresh else optimizer
+        if not fresh:
+            param.grad = torch.randn(4, 10)
+            optimizer.step()
+        load(tmp_path, optimizer=target)
+        for key, value in expected.items():
+            assert torch.equal(target.state[param][key], value), key
+
+
+class Transposed(nn.Module):
+    """Shows its square weight transposed in its state dict, and takes it back that way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 3))
+        self.register_state_dict_post_hook(_transpose)
+        self.register_load_state_dict_pre_hook(_transpose_back)
+
+
+def _transpose(module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
+    state[prefix + "weight"] = state[prefix + "weight"].t()
+
+
+def _transpose_back(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    state[prefix + "weight"] = state[prefix + "weight"].t()
+
+
+def test_a_state_dict_that_shows_another_view_of_a_parameter(tmp_path: Path) -> None:
+    model, other = Transposed(), Transposed()
+    save(tmp_path, 1, model=model)
+    load(tmp_path, model=other)
+    assert torch.equal(other.weight, model.weight)
+
+
+@pytest.mark.filterwarnings("ignore:.*TorchScript.*:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+def test_torchs_own_class_is_refused_by_name(tmp_path: Path) -> None:
+    """Its state would be found nowhere, and nothing saved."""
+    import torch.distributed as dist
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        zero = ZeroRedundancyOptimizer(nn.Linear(2, 2).parameters(), torch.optim.SGD, lr=0.1)
+        with pytest.raises(TypeError, match=r"use onecopy\.ZeroRedundancyOptimizer"):
+            save(tmp_path / "run", 1, optimizer=zero)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_state_that_is_finer_than_its_parameter_stays_so(tmp_path: Path) -> None:
+    """NAdam keeps a float32 product beside bf16 moments; torch's load_state_dict would round it."""
+    torch.manual_seed(0)
+
+    def stepped(count: int, start: Tensor) -> tuple[nn.Parameter, torch.optim.NAdam]:
+        param = nn.Parameter(start.clone())
+        optimizer = torch.optim.NAdam([param], lr=0.1)
+        return param, go_on(param, optimizer, range(count))
+
+    def go_on(param: nn.Parameter, optimizer: torch.optim.NAdam, steps: range) -> torch.optim.NAdam:
+        for step in steps:
+            param.grad = torch.full_like(param, 0.1 * (step + 1))
+            optimizer.step()
+        return optimizer
+
+    origin = torch.randn(9, dtype=torch.bfloat16)
+    param, optimizer = stepped(3, origin)
+    model = nn.ParameterDict({"w": param})
+    save(tmp_path, 3, model=model, optimizer=optimizer)
+    other, fresh = stepped(0, origin)
+    load(tmp_path, model=nn.ParameterDict({"w": other}), optimizer=fresh)
+    assert fresh.state[other]["mu_product"].dtype is torch.float32
+    go_on(param, optimizer, range(3, 6))
+    go_on(other, fresh, range(3, 6))
+    assert torch.equal(other, param)
+    assert torch.equal(fresh.state[other]["mu_product"], optimizer.state[param]["mu_product"])
+
+
+class WithText(torch.optim.SGD):
+    """Keeps text and nested data in its state."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for param in group["params"]:
+                self.state[param].update(mode="fast", seen=OrderedDict(a=(1, 2)))
+        return super().step(closure)
+
+
+def test_text_and_nested_data_in_the_state_come_back(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = WithText(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    save(tmp_path, 1, model=model, optimizer=optimizer)
+    fresh = WithText(model.parameters(), lr=0.1, momentum=0.9)
+    load(tmp_path, model=model, optimizer=fresh)
+    assert fresh.state[model.weight]["mode"] == "fast"
+    assert fresh.state[model.weight]["seen"] == OrderedDict(a=(1, 2))
+    assert type(fresh.state[model.weight]["seen"]) is OrderedDict
+
+
+def test_a_tensor_learning_rate_comes_back_as_a_tensor(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.25))
+    save(tmp_path, 1, model=model, optimizer=optimizer)
+    fresh = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.5))
+    load(tmp_path, model=model, optimizer=fresh)
+    assert torch.equal(fresh.param_groups[0]["lr"], torch.tensor(0.25))
+
+
+def test_a_state_dict_of_an_average_can_be_extra(tmp_path: Path) -> None:
+    average = torch.optim.swa_utils.AveragedModel(nn.Linear(2, 2))
+    save(tmp_path, 1, extra={"average": average.state_dict()})
+    found = load(tmp_path).extra["average"]
+    assert type(found) is OrderedDict
+    assert all(torch.equal(found[key], value) for key, value in average.state_dict().items())
+
+
+def test_a_class_that_has_moved_to_another_module_is_taken_for_the_same(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = nn.Linear(2, 2)
+    save(tmp_path, 1, model=model, optimizer=WithText(model.parameters(), lr=0.1))
+    monkeypatch.setattr(WithText, "__module__", "train")
+    with caplog.at_level(logging.WARNING):
+        load(tmp_path, model=model, optimizer=WithText(model.parameters(), lr=0.2))
+    assert "is taken for a train.WithText" in caplog.text
+
+
+def test_nothing_to_load_is_none_if_that_is_all_right(tmp_path: Path) -> None:
+    assert load(tmp_path / "run", missing_ok=True) is None
+    with pytest.raises(FileNotFoundError, match="is not a checkpoint"):
+        load(tmp_path / "run")
+    save(tmp_path / "run", 1, extra=capture(position=7))
+    found = load(tmp_path / "run", missing_ok=True)
+    assert found is not None
+    assert restore(found.extra) == 7
+    assert latest(tmp_path / "run") == found.path
+
+
+def test_a_relative_root_survives_a_change_of_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from onecopy.checkpoint import wait
+
+    monkeypatch.chdir(tmp_path)
+    save("run", 1, model=nn.Linear(2, 2), blocking=False)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    wait()
+    assert verify(tmp_path / "run") > 0

@@ -12,7 +12,7 @@ LINK ?= loopback,4gbit
 VARIANTS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test bench bench-setup bench-check bench-checkpoints bench-consolidation soak faults lint types clean
+.PHONY: help setup demo test test-all bench bench-setup bench-check bench-checkpoints bench-consolidation soak faults lint types clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -39,6 +39,9 @@ bench-checkpoints: setup ## time saving and loading, beside torch's class, torch
 
 faults: setup ## kill ranks at COUNT points of a save, and check that the newest checkpoint always loads
 	$(BIN)/python benchmarks/faults.py $(COUNT)
+
+test-all: setup ## the test suite with every case of its tables on every number of ranks
+	ONECOPY_ALL_CASES=1 $(BIN)/python -m pytest
 
 bench: setup ## compare with every peer in one run (30 minutes and more): RANKS_LIST=2,4 LINK=loopback,4gbit VARIANTS= ROUNDS=20
 	$(BIN)/onecopy bench --ranks $(RANKS_LIST) --link $(LINK) --variants '$(VARIANTS)' --rounds $(ROUNDS) --out bench.jsonl

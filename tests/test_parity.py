@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,8 +22,9 @@ from harness import distributed
 from models import Everything, assert_equal, assert_replicas_equal, assert_same_tree, everything_inputs, values
 from onecopy import ZeroRedundancyOptimizer
 
-STEPS = {2: 20, 3: 8, 4: 8}
-"""By number of ranks."""
+STEPS = 20
+EVERYTHING = bool(os.environ.get("ONECOPY_ALL_CASES"))
+"""Whether every case is run with 3 and with 4 ranks (``make test-all``), or each with one of them."""
 
 WHOLE = ("parameter",)
 BOTH = ("parameter", "element")
@@ -105,8 +107,8 @@ class Run:
     optimizers: list[Optimizer]
 
 
-def train(case: Case, make: Make, count: int) -> Run:
-    """Train the model for some steps, from the same weights and on the same data every time."""
+def train(case: Case, make: Make) -> Run:
+    """Train the model for ``STEPS`` steps, from the same weights and on the same data every time."""
     torch.manual_seed(11)
     model = Everything()
     ddp = DistributedDataParallel(model, find_unused_parameters=True)
@@ -120,8 +122,8 @@ def train(case: Case, make: Make, count: int) -> Run:
         ]
     steps = []
     switch_mode(case, optimizers, "train")
-    for step in range(count):
-        if step == count // 2:
+    for step in range(STEPS):
+        if step == STEPS // 2:
             model.frozen_later.weight.requires_grad_(False)
             switch_mode(case, optimizers, "eval")
             switch_mode(case, optimizers, "train")
@@ -175,13 +177,13 @@ def test_training_equals_ddp_with_the_plain_optimizer(world_size: int, case: Cas
     assert_parity(world_size, case)
 
 
-@pytest.mark.parametrize("case", CASES[::2], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", CASES if EVERYTHING else CASES[::2], ids=lambda case: case.name)
 @distributed(3)
 def test_training_with_three_ranks(world_size: int, case: Case) -> None:
     assert_parity(world_size, case)
 
 
-@pytest.mark.parametrize("case", CASES[1::2], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", CASES if EVERYTHING else CASES[1::2], ids=lambda case: case.name)
 @distributed(4)
 def test_training_with_four_ranks(world_size: int, case: Case) -> None:
     assert_parity(world_size, case)
@@ -189,10 +191,9 @@ def test_training_with_four_ranks(world_size: int, case: Case) -> None:
 
 def assert_parity(world_size: int, case: Case) -> None:
     """Bit by bit with two ranks, within rounding with more."""
-    count = STEPS[world_size]
-    plain = train(case, make_plain, count)
+    plain = train(case, make_plain)
     assert not torch.equal(plain.steps[0][0], plain.steps[-1][0]), "the reference does not train"
-    assert torch.equal(plain.steps[count // 2][5], plain.steps[-1][5]) or case.schedule_free
+    assert torch.equal(plain.steps[STEPS // 2][5], plain.steps[-1][5]) or case.schedule_free
     tolerance = 0.0 if world_size == 2 else case.tolerance
     for policy, bucket_view in variants(case, world_size):
         what = f"{case.name}, {world_size} ranks, shard_by={policy!r}, parameters_as_bucket_view={bucket_view}"
@@ -213,7 +214,7 @@ def assert_parity(world_size: int, case: Case) -> None:
                 **options,
             )
 
-        ours = train(case, make, count)
+        ours = train(case, make)
         first = ours.optimizers[0]
         assert isinstance(first, ZeroRedundancyOptimizer)
         assert bool(first.layout.cut_params) == case.cuts, f"{what}: cut parameters are {first.layout.cut_params}"

@@ -63,7 +63,7 @@ class Machine:
         ranks: the number of ranks.
         bandwidth: bytes that a rank can send in a second while it receives as many.
         latency: seconds before the first byte of a message arrives.
-        busy_cores: whether sending takes time of the cores that compute, as on a loopback.
+        busy_cores: whether sending takes time of the cores that compute: gloo with no more cores than ranks.
     """
 
     ranks: int

@@ -129,7 +129,9 @@ def predictions(rows: Sequence[Row], run: tuple[str, int, str]) -> list[Row]:
             continue
         ours = way not in (Way.DDP, Way.TORCH, Way.LEVEL_ONE)
         speed = sent / primitive(rows, run, "share") if ours else 2 * sent / primitive(rows, run, "all-reduce")
-        predicted = step_seconds(way, job, Machine(run[1], speed, busy_cores=not run[2]))
+        # gloo sends from threads of its own: with no core left for them, they take time from computing on a link too.
+        busy = run[1] >= (os.cpu_count() or 1)
+        predicted = step_seconds(way, job, Machine(run[1], speed, busy_cores=busy))
         measured = summary["ms"] / 1e3
         found.append(
             {"variant": summary["variant"], "measured": measured, "predicted": predicted, "off": predicted / measured}

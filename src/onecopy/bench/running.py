@@ -16,8 +16,8 @@ from onecopy.bench.variants import ALONE, MEMORY_ONLY, THEIRS, YARDSTICK
 ALWAYS = (ALONE, YARDSTICK, THEIRS)
 """Variants that run in every heat, because the others are compared with them."""
 
-BYTES_PER_ELEMENT = 30
-"""What a variant needs at most on a rank: parameters, gradients, state, buffers, activations."""
+BYTES_PER_ELEMENT = 16
+"""What a variant needs on a rank, on the average: parameters, gradients, state, buffers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class Plan:
 def heats(names: Sequence[str], ranks: int, sizes: Sizes) -> list[list[str]]:
     """The variants in as many groups as memory asks for; each has those that all are compared with."""
     each = BYTES_PER_ELEMENT * sum(elements_of(asdict(sizes))) * ranks
-    room = max(len(ALWAYS) + 1, int(0.75 * launching.free_bytes() / each))
+    room = max(len(ALWAYS) + 1, int(0.85 * launching.free_bytes() / each))
     others = [name for name in names if name not in ALWAYS]
     size = max(1, room - len(ALWAYS))
     groups = [others[start : start + size] for start in range(0, len(others), size)] or [[]]

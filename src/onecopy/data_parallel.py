@@ -123,7 +123,7 @@ class ShardedDataParallel(nn.Module, Joinable):
         for each in planned:
             engine = each.optimizer.engine
             taken.append(take_over(each, chosen, policy))
-            pipeline = Pipeline(engine, each.plans, overlap_forward, replicas)
+            pipeline = Pipeline(engine, each.plans, overlap_forward, len(planned) == 1, replicas)
             self._pipelines.append((each.optimizer, pipeline))
             each.optimizer.driver = pipeline.step
             each.optimizer.wrapped = pipeline.wait
@@ -160,12 +160,15 @@ class ShardedDataParallel(nn.Module, Joinable):
         if dtype is not None and self.mixed_precision.cast_inputs:
             inputs, kwargs = cast_floating(inputs, dtype), cast_floating(kwargs, dtype)
         output = self.module(*inputs, **kwargs)
+        self._hear()
         if torch.is_grad_enabled():
             self._watch(output)
         return output
 
     def _before_training_forward(self) -> None:
         self._reducer.attach()
+        if in_join_context(self) or (self.module.training and self._state.has_buffers_to_share):
+            self._hear()
         source = 0
         if in_join_context(self):
             Join.notify_join_context(self)
@@ -173,6 +176,11 @@ class ShardedDataParallel(nn.Module, Joinable):
         self._reducer.synchronises = self.require_backward_grad_sync
         if self.module.training:
             self._state.share_buffers(self._collectives, self._replicas, source)
+
+    def _hear(self) -> None:
+        """Before ranks exchange anything: raise if the last step has failed on one of them."""
+        for _, pipeline in self._pipelines:
+            pipeline.hear()
 
     def _watch(self, output: Any) -> None:
         """Let the reducer know when a backward pass begins, even if it reaches no parameter on this rank."""
@@ -274,8 +282,8 @@ class ShardedDataParallel(nn.Module, Joinable):
 
     def serve_backward(self) -> None:
         """Take part in a forward and backward pass of ranks that still have inputs."""
-        for _, pipeline in self._pipelines:
-            pipeline.wait()
+        self.wait()
+        self._hear()
         source, synchronises = self._exchange_join_flags(active=False, synchronises=False)
         self._state.share_buffers(self._collectives, self._replicas, source)
         if synchronises:

@@ -22,6 +22,11 @@ class ModuleState:
         self._module = module
         self._broadcast_buffers = broadcast_buffers
 
+    @property
+    def has_buffers_to_share(self) -> bool:
+        """Whether :meth:`share_buffers` sends anything."""
+        return self._broadcast_buffers and next(self._module.buffers(), None) is not None
+
     def share_all(self, shard: Collectives, replicas: Collectives | None) -> None:
         """Make parameters and buffers those of the first rank."""
         tensors = [*self._module.parameters(), *self._module.buffers()]

@@ -2,7 +2,7 @@
 
 1. Confirm: all ranks have gradients for the same parameters and the same options, and none has failed yet.
 2. Bucket by bucket, those that the next forward pass reads first in front: update, start sending.
-3. Confirm again, and wait for all of it; or leave that to the next forward pass (``overlap``), whose modules wait for
+3. Confirm again, and wait for all of it; or leave both to the next forward pass (``overlap``), whose modules wait for
    what they read.
 """
 
@@ -19,7 +19,7 @@ from torch.profiler import record_function
 
 from onecopy.engine.agreement import raise_together
 from onecopy.engine.arena import Arena
-from onecopy.engine.collectives import Collectives
+from onecopy.engine.collectives import Collectives, Work
 from onecopy.engine.core import Engine
 from onecopy.engine.inputs import Group
 from onecopy.engine.local import Owned, restore_options, snapshot_options
@@ -46,25 +46,26 @@ class Pipeline:
     """Steps one engine, whose storage is an :class:`~onecopy.engine.arena.Arena`."""
 
     def __init__(
-        self, engine: Engine, plans: Sequence[BucketPlan], overlap: bool, replicas: Collectives | None
+        self, engine: Engine, plans: Sequence[BucketPlan], overlap: bool, alone: bool, replicas: Collectives | None
     ) -> None:
         self._engine = engine
         self._plans = list(plans)
         self._overlap = overlap
+        # With another optimizer's step to come, ranks must know of a failure before it.
+        self._defers_word = overlap and alone and replicas is None
         self._storage: object = None
         self._segments: list[_Segment] = []
         self._flying: dict[int, tuple[InFlight, list[Tensor]]] = {}
         self._replicas = replicas
         self._unread: LateWord | None = None
+        self._arriving: Work | None = None
         self._plan()
 
     def step(
         self, engine: Engine, groups: Sequence[Group], closure: Callable[[], Any] | None, kwargs: dict[str, Any]
     ) -> Any:
         """One step, as every driver does it."""
-        unread, self._unread = self._unread, None
-        if unread is not None and unread.read()[0]:
-            raise PeerFailedError("the previous step() failed on another rank; see its own error")
+        self._hear_of_last_step()
         loss = None
         if callable(closure):
             with torch.enable_grad():
@@ -108,7 +109,15 @@ class Pipeline:
     def _end(self, failure: Exception | None) -> None:
         """Tell all ranks whether one has failed; then wait, or leave that for later."""
         words = [collectives for collectives in (self._engine.collectives, self._replicas) if collectives is not None]
-        word = word_on(words[0].control_device, [int(failure is not None)])
+        mine = 0 if failure is None else 1 + words[0].group_rank
+        word = word_on(words[0].control_device, [mine])
+        if self._defers_word and not words[0].reads_late:
+            # The word arrives behind the parameters, for which nobody waits here: it is read in the next forward pass.
+            self._arriving, self._unread = words[0].all_reduce(word, largest=True), LateWord(word)
+            if failure is not None:
+                self.wait()
+                raise failure
+            return
         for collectives in words:
             collectives.all_reduce(word, largest=True).wait()
         if words[0].reads_late:
@@ -122,6 +131,24 @@ class Pipeline:
             raise_together(words[0], "step()", failure)
         if not self._overlap:
             self.wait()
+
+    def hear(self) -> None:
+        """In a forward pass, before anything else is exchanged: raise if the last step has failed on a rank."""
+        if self._arriving is not None:
+            self._hear_of_last_step()
+
+    def _hear_of_last_step(self) -> None:
+        """Raise on all ranks if the update has failed on one of them in the last step."""
+        arriving, self._arriving = self._arriving, None
+        unread, self._unread = self._unread, None
+        if arriving is not None:
+            arriving.wait()
+        failed = unread.read()[0] if unread is not None else 0
+        if failed:
+            raise PeerFailedError(
+                f"rank {self._engine.collectives.group_rank}: the previous step() failed on rank {failed - 1}; see its "
+                "own error, and load a checkpoint before going on"
+            )
 
     def wait(self) -> None:
         """End everything that is under way."""

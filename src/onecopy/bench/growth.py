@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch.optim import AdamW, Optimizer
 
-import onecopy
 from onecopy.bench.variants import LR
 from onecopy.layout import ParamSpec, bucket_shards_of, element_shards_of, extend
+from onecopy.optimizer import ZeroRedundancyOptimizer
 
 PARAMETERS = (10, 100, 1000, 10_000, 100_000)
 RANKS = (1, 16, 256, 4096, 16_384)
@@ -89,8 +89,8 @@ def step_overhead(rounds: int) -> list[dict[str, Any]]:
     for count in TENSORS:
         contenders = {
             "torch's class, bucket views": _contender(TorchZero, count, views=True),
-            "onecopy": _contender(onecopy.ZeroRedundancyOptimizer, count, views=False),
-            "onecopy, bucket views": _contender(onecopy.ZeroRedundancyOptimizer, count, views=True),
+            "onecopy": _contender(ZeroRedundancyOptimizer, count, views=False),
+            "onecopy, bucket views": _contender(ZeroRedundancyOptimizer, count, views=True),
         }
         for _ in range(2):
             for step in contenders.values():
@@ -114,7 +114,7 @@ def _contender(cls: Any, count: int, views: bool) -> Callable[[], float]:
         param.grad = torch.ones_like(param)
     inner = Stopwatch()
     optimizer: Optimizer = zero.optim
-    if isinstance(zero, onecopy.ZeroRedundancyOptimizer):
+    if isinstance(zero, ZeroRedundancyOptimizer):
         local = zero.engine.local
         local.run_inner = inner.around(local.run_inner)
     else:

@@ -12,11 +12,12 @@ from typing import Any
 
 import torch.distributed as dist
 
-from onecopy import ZeroRedundancyOptimizer, checkpoint
+from onecopy import checkpoint
 from onecopy.bench.models import Sizes
 from onecopy.bench.timing import iterate
 from onecopy.bench.variants import VARIANTS, Trained
 from onecopy.checkpoint.converting import write_torch
+from onecopy.optimizer import ZeroRedundancyOptimizer
 
 FOLDER = "onecopy-bench-saving"
 

@@ -13,8 +13,11 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Optimizer
 
-import onecopy
 from onecopy.bench.models import GPT, loss_of
+from onecopy.data_parallel import ShardedDataParallel
+from onecopy.ddp_hooks import hook_with_zero_step, hook_with_zero_step_interleaved, reduce_scatter_hook
+from onecopy.optimizer import ZeroRedundancyOptimizer
+from onecopy.wrapping import MixedPrecision
 
 LR = 3e-4
 YARDSTICK = "DDP fused, bucket views"
@@ -87,9 +90,9 @@ def torch_zero(views: bool, fused: bool) -> Make:
         with warnings.catch_warnings():
             # Importing it compiles TorchScript, which warns that TorchScript is deprecated. Nothing of ours.
             warnings.simplefilter("ignore", DeprecationWarning)
-            from torch.distributed.optim import ZeroRedundancyOptimizer
+            from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
         wrapped = DistributedDataParallel(model, gradient_as_bucket_view=views)
-        zero = ZeroRedundancyOptimizer(wrapped.parameters(), AdamW, parameters_as_bucket_view=views, lr=LR, fused=fused)
+        zero = TorchZero(wrapped.parameters(), AdamW, parameters_as_bucket_view=views, lr=LR, fused=fused)
         return ordinary(wrapped, zero, lambda: zero.optim.state.values())
 
     return make
@@ -101,7 +104,7 @@ def level_one(hook: str = "", views: bool = False, shard_by: Any = "parameter") 
     def make(model: GPT) -> Trained:
         wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
         overlaps = hook in ("after", "interleaved")
-        zero = onecopy.ZeroRedundancyOptimizer(
+        zero = ZeroRedundancyOptimizer(
             wrapped.parameters(),
             AdamW,
             parameters_as_bucket_view=views,
@@ -111,11 +114,11 @@ def level_one(hook: str = "", views: bool = False, shard_by: Any = "parameter") 
             fused=True,
         )
         if hook == "after":
-            wrapped.register_comm_hook(None, onecopy.hook_with_zero_step(allreduce_hook, wrapped, zero))
+            wrapped.register_comm_hook(None, hook_with_zero_step(allreduce_hook, wrapped, zero))
         elif hook == "interleaved":
-            wrapped.register_comm_hook(None, onecopy.hook_with_zero_step_interleaved(allreduce_hook, wrapped, zero))
+            wrapped.register_comm_hook(None, hook_with_zero_step_interleaved(allreduce_hook, wrapped, zero))
         elif hook == "reduce-scatter":
-            wrapped.register_comm_hook(zero, onecopy.reduce_scatter_hook)
+            wrapped.register_comm_hook(zero, reduce_scatter_hook)
         return ordinary(wrapped, zero, lambda: zero.optim.state.values())
 
     return make
@@ -125,9 +128,9 @@ def sharded(overlap_forward: bool = False, bf16: bool = False) -> Make:
     """Our ShardedDataParallel."""
 
     def make(model: GPT) -> Trained:
-        zero = onecopy.ZeroRedundancyOptimizer(model.parameters(), AdamW, lr=LR, fused=True)
-        policy = onecopy.MixedPrecision(param_dtype=torch.bfloat16) if bf16 else None
-        wrapped = onecopy.ShardedDataParallel(model, zero, overlap_forward=overlap_forward, mixed_precision=policy)
+        zero = ZeroRedundancyOptimizer(model.parameters(), AdamW, lr=LR, fused=True)
+        policy = MixedPrecision(param_dtype=torch.bfloat16) if bf16 else None
+        wrapped = ShardedDataParallel(model, zero, overlap_forward=overlap_forward, mixed_precision=policy)
 
         def state() -> Iterable[Any]:
             masters = [owned.tensor for owned in zero.engine.local.owned if owned.home is not None]
@@ -196,14 +199,12 @@ def fairscale(sharded_ddp: bool) -> Make:
     """OSS with DDP, or with its own wrapper, whose gradients must be zeroed through the model."""
 
     def make(model: GPT) -> Trained:
-        from fairscale.nn.data_parallel import ShardedDataParallel  # type: ignore[import-not-found]
+        from fairscale.nn.data_parallel import ShardedDataParallel as ShardedDDP  # type: ignore[import-not-found]
         from fairscale.optim.oss import OSS  # type: ignore[import-not-found]
 
         oss = OSS(model.parameters(), optim=AdamW, lr=LR, fused=True)
         wrapped = (
-            ShardedDataParallel(model, oss)
-            if sharded_ddp
-            else DistributedDataParallel(model, gradient_as_bucket_view=True)
+            ShardedDDP(model, oss) if sharded_ddp else DistributedDataParallel(model, gradient_as_bucket_view=True)
         )
         made = ordinary(wrapped, oss, lambda: oss.optim.state.values())
         made.zero = wrapped.zero_grad

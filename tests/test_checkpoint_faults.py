@@ -27,7 +27,7 @@ from onecopy.checkpoint import disk
 from onecopy.errors import CheckpointError, OnecopyError, PeerFailedError
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "resume.py"
-KILLS = 14
+KILLS = 9
 NOBODY = 65534
 
 

@@ -576,7 +576,7 @@ def test_a_loop_with_step_is_not_warned(world_size: int, make_hook: MakeHook) ->
     assert not caught
 
 
-@HOOKS
+@pytest.mark.parametrize("make_hook", [hook_with_zero_step_interleaved])
 @distributed(2)
 def test_a_resnet_without_step_equals_plain_ddp_after_the_warm_up(world_size: int, make_hook: MakeHook) -> None:
     static_graph = make_hook is hook_with_zero_step

@@ -215,7 +215,6 @@ REFUSED: dict[str, tuple[object, str]] = {
     "a complex number": (1j, r"state of 'w' is of type builtins\.complex"),
     "an enum inside a list": ([0, Colour.RED], r"state of 'w'\[1\] is of type .*Colour"),
     "a named tuple inside a dict": ({"a": {2: Pair(1)}}, r"state of 'w'\['a'\]\[2\] is of type .*Pair"),
-    "an ordered dict": (collections.OrderedDict(), r"state of 'w' is of type collections\.OrderedDict"),
     "a default dict": ((collections.defaultdict(int),), r"state of 'w'\[0\] is of type collections\.defaultdict"),
     "a generator": ({"g": torch.Generator()}, r"state of 'w'\['g'\] is of type torch.*Generator"),
     "a dtype": ({"d": torch.float32}, r"state of 'w'\['d'\] is of type torch\.dtype"),

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 
 from onecopy.bench.models import Sizes
@@ -47,7 +48,7 @@ def measure(name: str, sizes: Sizes) -> dict[str, Any]:
 
 def held_by(tensor: Tensor) -> Tensor:
     """What a rank really holds of a tensor."""
-    inner = getattr(tensor, "_local_tensor", tensor)  # DTensor
+    inner = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     held: Tensor = getattr(inner, "local", inner)  # ShardGrad
     return held
 

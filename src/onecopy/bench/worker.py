@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
 import os
 import warnings
 from dataclasses import asdict
@@ -27,7 +26,6 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20)
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
-    logging.disable(logging.WARNING)
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     names, sizes = json.loads(arguments.names), Sizes(**json.loads(arguments.sizes))

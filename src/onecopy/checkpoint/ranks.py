@@ -53,15 +53,12 @@ class Ranks:
 
     def vote(self, what: str, failure: Exception | None, content: Any = None) -> list[Any]:
         """Raise on every rank if one has failed; else return what each has to say, as plain JSON data."""
-        text = b""
         try:
-            text = codec.dumps(content)
+            codec.dumps(content)  # what cannot be said must not stop one rank between the two exchanges
         except Exception as error:
             failure = failure or error
         self.agree(what, [], failure)
-        if self._collectives is None:
-            return [content]
-        return [codec.loads(other) for other in self._collectives.all_gather_bytes(text)]
+        return self.gather(content)
 
     def gather(self, content: Any) -> list[Any]:
         """What each has to say, as plain JSON data."""

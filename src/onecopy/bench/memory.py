@@ -25,8 +25,13 @@ def measure(name: str, sizes: Sizes) -> dict[str, Any]:
     trained = {**VARIANTS, **MEMORY_ONLY}[name](sizes.make())
     for number in range(3):
         iterate(trained, sizes, number)
-    growth = peak_growth(lambda: iterate(trained, sizes, 3))
     trained.finish()
+
+    def step() -> None:
+        iterate(trained, sizes, 3)
+        trained.finish()  # torch's profiler crashes if a collective outlives it
+
+    growth = peak_growth(step)
     gc.collect()
     everything = storages(thing for thing in gc.get_objects() if isinstance(thing, Tensor))
     params = storages(trained.model.parameters())

@@ -153,6 +153,8 @@ class Pipeline:
     def wait(self) -> None:
         """End everything that is under way."""
         self._drain(list(self._flying))
+        if self._arriving is not None:
+            self._arriving.wait()  # what it says is for the next forward pass
 
     @property
     def under_way(self) -> bool:

@@ -77,7 +77,7 @@ def memory_picture(rows: Sequence[Row], ranks: int) -> Figure:
         )
     axes.set_xlim(0, 1.08 * min(limit, max(left)))
     axes.set_xlabel(f"MB of tensors on the largest of {ranks} ranks")
-    axes.legend(loc="lower center", bbox_to_anchor=(0.4, 1.0), ncols=5, frameon=False, fontsize=8)
+    figure.legend(loc="outside upper center", ncols=5, frameon=False, fontsize=8)
     _plain(axes)
     for text in axes.get_yticklabels():
         if text.get_text().startswith("onecopy"):

@@ -16,6 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 from onecopy.bench.models import Sizes
 from onecopy.bench.timing import iterate
 from onecopy.bench.variants import MEMORY_ONLY, VARIANTS
+from onecopy.engine.module_state import tensors_in
 
 KINDS = ("parameters", "gradients", "state", "other")
 
@@ -67,18 +68,6 @@ def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
             found[storage.data_ptr()] = storage.nbytes()
     found.pop(0, None)
     return found
-
-
-def tensors_in(tree: Any) -> Iterable[Tensor]:
-    """All tensors in nested containers."""
-    if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, dict):
-        for value in tree.values():
-            yield from tensors_in(value)
-    elif isinstance(tree, (list, tuple)):
-        for value in tree:
-            yield from tensors_in(value)
 
 
 def peak_growth(run: Callable[[], object]) -> int:

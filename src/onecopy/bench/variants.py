@@ -241,9 +241,6 @@ VARIANTS: dict[str, Make] = {
 MEMORY_ONLY: dict[str, Make] = {"onecopy, ShardedDataParallel, bf16 + masters": sharded(bf16=True)}
 """Not comparable in time: bf16 on a CPU."""
 
-PEERS = {"DeepSpeed": "deepspeed", "fairscale": "fairscale"}
-"""Variants that need a package which is not a dependency, by how their names begin."""
-
 
 def chosen(pattern: str) -> list[str]:
     """Variants whose names contain one of some texts, separated by semicolons, beside those all are compared with."""

@@ -36,7 +36,8 @@ a loopback shaped to its rate in a network namespace of its own (MTU 1500), is c
 
 TIMES = """## Step time and bytes on the wire
 
-All variants of a table take turns, three steps each, of which two are timed. Ratios are medians of per-round ratios,
+Variants take turns, three steps each, of which two are timed; where memory does not hold all of a table at once, in
+heats, each with the variants that the others are compared with. Ratios are medians of per-round ratios,
 with quartiles: "x DDP" to "{yardstick}", "x torch" to "{theirs}". "backward" and "step" are its parts in ms (stepping
 inside the backward pass leaves nothing for the second). "Wire" is what the loopback counted, headers included, in
 units of the model's bytes times (N-1). "Difference" is the largest of any parameter from DDP's after 10 steps. FSDP2

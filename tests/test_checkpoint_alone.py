@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections import OrderedDict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from onecopy import CheckpointError
-from onecopy.checkpoint import capture, latest, load, restore, save, verify
+from onecopy.checkpoint import capture, disk, latest, load, restore, save, verify
 
 
 def flip(path: Path) -> None:
@@ -93,6 +96,59 @@ def test_a_state_dict_that_shows_another_view_of_a_parameter(tmp_path: Path) -> 
     save(tmp_path, 1, model=model)
     load(tmp_path, model=other)
     assert torch.equal(other.weight, model.weight)
+
+
+def _three_layers(wrap: Callable[[nn.Module], nn.Module]) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Sequential(wrap(nn.Linear(3, 4)), nn.BatchNorm1d(4), wrap(nn.Linear(4, 2)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for param in model.parameters():
+        param.grad = torch.randn_like(param)
+    optimizer.step()
+    return model, optimizer
+
+
+def compiled(module: nn.Module) -> nn.Module:
+    return torch.compile(module, backend="eager")  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("wrap", [compiled, checkpoint_wrapper])
+def test_names_are_the_same_inside_compiled_and_recomputed_modules(
+    tmp_path: Path, wrap: Callable[[nn.Module], nn.Module]
+) -> None:
+    wrapped, plain, back = _three_layers(wrap), _three_layers(lambda module: module), _three_layers(wrap)
+    save(tmp_path, 1, model=wrapped[0], optimizer=wrapped[1])
+    load(tmp_path, model=plain[0], optimizer=plain[1])
+    save(tmp_path, 2, model=plain[0], optimizer=plain[1])
+    load(tmp_path, model=back[0], optimizer=back[1])
+    for model, optimizer in (plain, back):
+        for one, other in zip(model.parameters(), wrapped[0].parameters(), strict=True):
+            assert torch.equal(one, other)
+            assert torch.equal(optimizer.state[one]["exp_avg"], wrapped[1].state[other]["exp_avg"])
+
+
+def test_the_disk_starts_early_and_its_errors_are_heard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long file is flushed while it is being written; the system tells of a failed flush only once."""
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
+    flush, flushed = disk.flush, []
+
+    def noted(descriptor: int) -> None:
+        flushed.append(threading.get_ident())
+        flush(descriptor)
+
+    monkeypatch.setattr(disk, "EARLY_BYTES", 20_000)
+    monkeypatch.setattr(disk, "flush", noted)
+    verify(save(tmp_path, 1, model=model))
+    assert set(flushed) > {threading.get_ident()}, "some by another thread, the last by this one"
+
+    def fails_elsewhere(descriptor: int) -> None:
+        if threading.get_ident() != threading.main_thread().ident:
+            raise OSError(5, "Input/output error")
+        flush(descriptor)
+
+    monkeypatch.setattr(disk, "flush", fails_elsewhere)
+    with pytest.raises(CheckpointError, match="Input/output error"):
+        save(tmp_path, 2, model=model)
+    assert steps_in(tmp_path) == [1]
 
 
 @pytest.mark.filterwarnings("ignore:.*TorchScript.*:DeprecationWarning")

@@ -235,7 +235,7 @@ def test_every_flipped_bit_is_found_by_verify(tmp_path: Path) -> None:
     pools.run(2, __name__, "save_plainly", {"root": tmp_path})
     path = tmp_path / "step-00000001"
     assert verify(tmp_path) == sum(file.stat().st_size for file in path.iterdir())
-    for file, position, bit in flips(path, 210, seed=1):
+    for file, position, bit in flips(path, 1000, seed=1):
         flip(file, position, bit)
         with pytest.raises(CorruptCheckpointError, match=file.name):
             verify(path)

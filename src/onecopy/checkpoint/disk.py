@@ -8,9 +8,14 @@ import logging
 import os
 import shutil
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from types import TracebackType
 
 logger = logging.getLogger(__name__)
+
+EARLY_BYTES = 64 << 20
+"""How much is written before the disk is told to begin with it."""
 
 
 def make_directory(path: Path) -> None:
@@ -35,6 +40,40 @@ def flush(descriptor: int) -> None:
     os.fsync(descriptor)
 
 
+class EarlyFlush:
+    """Flushes what has been written so far in a thread of its own, so that the disk is busy while more is prepared.
+
+    As a context: its end waits for that thread. What goes wrong there is raised here, at the next write or at the end;
+    the system tells of a failed flush only once.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._thread = ThreadPoolExecutor(1)
+        self._written = 0
+        self._running: Future[None] | None = None
+
+    def __enter__(self) -> EarlyFlush:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._thread.shutdown()
+        if error is None and self._running is not None:
+            self._running.result()
+
+    def wrote(self, nbytes: int) -> None:
+        """Note that more has been written."""
+        self._written += nbytes
+        if self._written < EARLY_BYTES or (self._running is not None and not self._running.done()):
+            return
+        if self._running is not None:
+            self._running.result()
+        self._running = self._thread.submit(flush, self._descriptor)
+        self._written = 0
+
+
 def flush_directory(path: Path) -> None:
     """Return when the names in a directory are on the disk."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
@@ -54,11 +93,11 @@ def remove(path: Path) -> None:
     shutil.rmtree(path)
 
 
-def read_into(descriptor: int, memory: bytearray, offset: int) -> int:
+def read_into(descriptor: int, memory: memoryview, offset: int) -> int:
     """Fill memory from a place of an open file; return how many bytes there were."""
     done = 0
     while done < len(memory):
-        count = os.preadv(descriptor, [memoryview(memory)[done:]], offset + done)
+        count = os.preadv(descriptor, [memory[done:]], offset + done)
         if count == 0:
             break
         done += count

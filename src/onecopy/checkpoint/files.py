@@ -92,8 +92,9 @@ def write_file(path: Path, pieces: Sequence[LivePiece]) -> tuple[File, list[Piec
     descriptor = disk.create(path)
     try:
         disk.write(descriptor, front)
-        for number in order:
-            checks[number] = tuple(_write_blocks(descriptor, pieces[number].flat))
+        with disk.EarlyFlush(descriptor) as early:
+            for number in order:
+                checks[number] = tuple(_write_blocks(descriptor, pieces[number].flat, early))
         disk.flush(descriptor)
     finally:
         os.close(descriptor)
@@ -105,11 +106,12 @@ def write_file(path: Path, pieces: Sequence[LivePiece]) -> tuple[File, list[Piec
     return file, described
 
 
-def _write_blocks(descriptor: int, flat: Tensor) -> Iterator[int]:
+def _write_blocks(descriptor: int, flat: Tensor, early: disk.EarlyFlush) -> Iterator[int]:
     for block in as_bytes(flat).split(BLOCK_BYTES) if flat.numel() else ():
         host = block.cpu()
         memory = memoryview((ctypes.c_char * host.numel()).from_address(host.data_ptr())).cast("B")
         disk.write(descriptor, memory)
+        early.wrote(host.numel())
         yield zlib.crc32(memory)
 
 
@@ -120,6 +122,7 @@ class Reader:
         self._folder = folder
         self._files = files
         self._open: dict[str, int] = {}
+        self._block = bytearray(BLOCK_BYTES)
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> Reader:
@@ -143,7 +146,7 @@ class Reader:
             if size != expected.size:
                 raise CorruptCheckpointError(f"{path} has {size} bytes, but {expected.size} were written")
             header = bytearray(expected.header)
-            disk.read_into(descriptor, header, 0)
+            disk.read_into(descriptor, memoryview(header), 0)
             if zlib.crc32(header) != expected.crc32:
                 raise CorruptCheckpointError(f"{path} is damaged: the checksum of its header does not match")
             self._open[name] = descriptor
@@ -156,7 +159,7 @@ class Reader:
     def blocks(self, key: str, entry: Entry, start: int, stop: int) -> Iterator[tuple[int, int, Tensor]]:
         """Elements ``[start, stop)`` of a tensor in memory order, as parts that were read and checked one by one.
 
-        Yields where each part begins and ends, and its values.
+        Yields where each part begins and ends, and its values, which the next part overwrites.
         """
         for piece in entry.pieces:
             if piece.start < stop and piece.stop > start:
@@ -172,7 +175,7 @@ class Reader:
             low = piece.start + number * per_block
             high = min(low + per_block, piece.stop)
             nbytes = (high - low) * dtype.itemsize
-            content = bytearray(nbytes)
+            content = memoryview(self._block)[:nbytes]
             count = disk.read_into(descriptor, content, piece.offset + (low - piece.start) * dtype.itemsize)
             if count != nbytes or zlib.crc32(content) != piece.crc32[number]:
                 raise CorruptCheckpointError(

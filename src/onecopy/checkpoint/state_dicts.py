@@ -70,7 +70,8 @@ def set_optimizer_state_dict(
 ) -> None:
     """Put back what :func:`get_optimizer_state_dict` returned, or torch's function for plain optimizers.
 
-    All ranks make this call together. If one refuses, all raise and nothing has changed.
+    All ranks make this call together. If one refuses, all raise and that optimizer has not changed; of several, those
+    before it have.
 
     Args:
         model: the model.

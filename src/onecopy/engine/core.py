@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from operator import is_
 from typing import Any
 
@@ -95,6 +96,9 @@ class Engine:
         self.storage = self._storage_class(self.params, layout)
         self.local.repoint(self.storage.flats)
         self.sharing = Sharing(self.collectives, self.storage.pieces, self.storage.direct_bytes)
+        # All but those that the inner optimizer steps itself: autograd sees those change.
+        stepped = {id(owned.param) for owned in self.local.owned if not owned.is_alias}
+        self._written_unseen = [param for param in self.params if id(param) not in stepped]
         self._watch = ReplacementWatch(self.params, [spec.name for spec in layout.params])
 
     def take_over(
@@ -145,8 +149,9 @@ class Engine:
         """Raise if no step may be made, or if someone has changed which parameters the groups hold."""
         if self.refusal is not None:
             raise self.refusal
-        given = [param for group in groups for param in group["params"]]
-        if len(given) != len(self.params) or not all(map(is_, given, self.params)):
+        count = sum(len(group["params"]) for group in groups)
+        given = chain.from_iterable(group["params"] for group in groups)
+        if count != len(self.params) or not all(map(is_, given, self.params)):
             raise RuntimeError(
                 "the parameters of param_groups were edited by hand; use add_param_group() or construct a new optimizer"
             )
@@ -234,11 +239,10 @@ class Engine:
         self.sharing.share(None if everything else has_gradient)
         # Received values and aliases are written behind autograd's back. The version counter makes a backward pass
         # that still needs the old values raise, as it does after a plain optimizer's step.
-        changed = (
-            self.params
-            if everything or has_gradient is None
-            else [param for param, has in zip(self.params, has_gradient, strict=True) if has]
-        )
+        changed = self._written_unseen
+        if not (everything or has_gradient is None):
+            touched = {id(param) for param, has in zip(self.params, has_gradient, strict=True) if has}
+            changed = [param for param in changed if id(param) in touched]
         if changed:
             increment_version(changed)
 

@@ -32,6 +32,9 @@ LIMIT = 60.0
 COLLECTIVE_LIMIT = 30.0
 """Seconds after which gloo gives up on a collective, so that a hang comes with a traceback."""
 
+EVERYTHING = bool(os.environ.get("ONECOPY_ALL_CASES"))
+"""Whether every case of every table is to be run."""
+
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 # The process that workers are forked from finds what it preloads through the environment only.

@@ -16,11 +16,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from harness import distributed
+from harness import EVERYTHING, distributed
 from models import Everything, assert_equal, assert_replicas_equal, everything_inputs, values
 from onecopy import ShardedDataParallel, ZeroRedundancyOptimizer
 from onecopy.engine import pipeline
-from test_parity import CASES, EVERYTHING, Case, Run, compare, make_plain, switch_mode
+from test_parity import CASES, Case, Run, compare, make_plain, switch_mode
 
 Model = ShardedDataParallel | DistributedDataParallel
 Hook = Callable[[Any, Any], Future[Tensor]]
@@ -177,8 +177,8 @@ FEWER = PLACED if EVERYTHING else PLACED[1::6]
 @pytest.mark.parametrize(("case", "overlap"), PLACED, ids=[case.name for case in CASES])
 @distributed(2)
 def test_training_equals_ddp_with_the_plain_optimizer(world_size: int, case: Case, overlap: bool) -> None:
-    """50 steps with two ranks, bit by bit."""
-    compare_runs(case, 50, overlap, in_order=False, tolerance=0.0)
+    """20 steps (or 50) with two ranks, bit by bit."""
+    compare_runs(case, 50 if EVERYTHING else 20, overlap, in_order=False, tolerance=0.0)
 
 
 @pytest.mark.parametrize(("case", "overlap"), FEWER, ids=[case.name for case, _ in FEWER])
@@ -190,13 +190,14 @@ def test_training_with_three_ranks(world_size: int, case: Case, overlap: bool) -
 
 @pytest.mark.parametrize(
     ("case", "in_order"),
-    [*((case, True) for case in CASES[::5]), *((case, False) for case in CASES[:5])],
+    [*((case, True) for case in (CASES if EVERYTHING else CASES[::5])), *((case, False) for case in CASES[:5])],
     ids=lambda value: getattr(value, "name", "in order" if value else "plain"),
 )
 @distributed(4)
 def test_training_with_four_ranks(world_size: int, case: Case, in_order: bool) -> None:
-    """10 steps: bit by bit if DDP adds up in the same order, within rounding if it adds up in its own."""
-    compare_runs(case, 10, overlap=not in_order, in_order=in_order, tolerance=0.0 if in_order else case.tolerance)
+    """10 steps (or 50): bit by bit if DDP adds up in the same order; 10 within rounding if it adds up in its own."""
+    steps = 50 if EVERYTHING and in_order else 10
+    compare_runs(case, steps, overlap=not in_order, in_order=in_order, tolerance=0.0 if in_order else case.tolerance)
 
 
 def compare_runs(case: Case, steps: int, overlap: bool, in_order: bool, tolerance: float) -> None:

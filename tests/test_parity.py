@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,13 +17,11 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from harness import distributed
+from harness import EVERYTHING, distributed
 from models import Everything, assert_equal, assert_replicas_equal, assert_same_tree, everything_inputs, values
 from onecopy import ZeroRedundancyOptimizer
 
 STEPS = 20
-EVERYTHING = bool(os.environ.get("ONECOPY_ALL_CASES"))
-"""Whether every case is run with 3 and with 4 ranks (``make test-all``), or some with each of them."""
 
 WHOLE = ("parameter",)
 BOTH = ("parameter", "element")

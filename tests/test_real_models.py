@@ -16,7 +16,7 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from harness import distributed
+from harness import EVERYTHING, distributed
 from models import assert_equal, assert_replicas_equal, values
 from models_resnet import Bottleneck, convolution
 from onecopy import MixedPrecision, ShardedDataParallel, ZeroRedundancyOptimizer
@@ -242,7 +242,8 @@ def test_averages_of_the_weights_equal_those_under_ddp(world_size: int, make: Ma
 # What master weights are for
 
 
-TOKENS, WIDTH, SENTENCES, LENGTH, STEPS = 256, 64, 4, 8, 300
+TOKENS, WIDTH, SENTENCES, LENGTH = 256, 64, 4, 8
+STEPS = 300 if EVERYTHING else 150
 
 
 class Block(nn.Module):
@@ -313,4 +314,4 @@ def test_master_weights_learn_like_float32_where_bf16_alone_does_not(world_size:
     coarse = final_loss(sentences, MixedPrecision(param_dtype=torch.bfloat16, master_weights=False))
     print(f"float32 {fine:.3f}, bf16 with masters {mixed:.3f}, bf16 {coarse:.3f}")
     assert mixed == pytest.approx(fine, rel=0.01)
-    assert coarse > 1.1 * fine
+    assert coarse > (1.1 if EVERYTHING else 1.05) * fine

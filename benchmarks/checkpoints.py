@@ -20,7 +20,7 @@ import statistics
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -198,18 +198,18 @@ def bytes_in(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
-def measure(size: str, rounds: int, root: Path) -> dict[str, dict[str, Any]]:
+def measure(names: Sequence[str], size: str, rounds: int, root: Path) -> dict[str, dict[str, Any]]:
     """All contenders in turns; an error takes a contender out, with its text."""
-    found: dict[str, dict[str, Any]] = {name: {} for name in RUNS}
+    found: dict[str, dict[str, Any]] = {name: {} for name in names}
     for number in range(rounds):
-        for name, run in RUNS.items():
+        for name in names:
             if "error" in found[name]:
                 continue
             folder = root / f"{number}-{list(RUNS).index(name)}"
             folder.mkdir(exist_ok=True)
             timer = Timer()
             try:
-                run(size, folder, timer)
+                RUNS[name](size, folder, timer)
             except Exception as error:
                 found[name]["error"] = f"{type(error).__name__}: {error}".splitlines()[0][:100]
                 continue
@@ -230,6 +230,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--size", choices=SIZES, default="25M")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--without", default="", help="leave out contenders whose names contain this")
     parser.add_argument("--root", type=Path, default=Path(tempfile.gettempdir()))
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -238,14 +239,15 @@ def main() -> None:
     dist.init_process_group("gloo")
     root = arguments.root / "onecopy-bench-checkpoints"
     root.mkdir(exist_ok=True)
-    found = measure(arguments.size, arguments.rounds, root)
+    names = [name for name in RUNS if not arguments.without or arguments.without not in name]
+    found = measure(names, arguments.size, arguments.rounds, root)
     console = Console(quiet=dist.get_rank() != 0, width=150)
     table = Table(title=f"{arguments.size} parameters, AdamW, {dist.get_world_size()} ranks, {arguments.rounds} rounds")
     for column in ("contender", "save", "load", "stall", "written", "x torch's class", "x DCP"):
         table.add_column(column, justify="left" if column == "contender" else "right")
 
     def median(name: str, part: str) -> float | None:
-        seconds = found[name].get(part)
+        seconds = found.get(name, {}).get(part)
         return statistics.median(seconds) if seconds else None
 
     others = list(RUNS)[3:5]

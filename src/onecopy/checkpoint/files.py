@@ -109,10 +109,16 @@ def write_file(path: Path, pieces: Sequence[LivePiece]) -> tuple[File, list[Piec
 def _write_blocks(descriptor: int, flat: Tensor, early: disk.EarlyFlush) -> Iterator[int]:
     for block in as_bytes(flat).split(BLOCK_BYTES) if flat.numel() else ():
         host = block.cpu()
-        memory = memoryview((ctypes.c_char * host.numel()).from_address(host.data_ptr())).cast("B")
+        memory = _memory_of(host)
         disk.write(descriptor, memory)
         early.wrote(host.numel())
         yield zlib.crc32(memory)
+
+
+def _memory_of(flat: Tensor) -> memoryview:
+    """The bytes of contiguous memory on the CPU; the tensor must outlive it."""
+    nbytes = flat.numel() * flat.element_size()
+    return memoryview((ctypes.c_char * nbytes).from_address(flat.data_ptr())).cast("B")
 
 
 class Reader:
@@ -164,6 +170,23 @@ class Reader:
         for piece in entry.pieces:
             if piece.start < stop and piece.stop > start:
                 yield from self._blocks_of(piece, key, entry, max(start, piece.start), min(stop, piece.stop))
+
+    def fill(self, flat: Tensor, key: str, entry: Entry, start: int, stop: int) -> None:
+        """Read elements ``[start, stop)`` of a tensor, which have been checked before, into flat memory."""
+        dtype = entry.torch_dtype
+        direct = flat.device.type == "cpu" and flat.dtype == dtype
+        for piece in entry.pieces:
+            low, high = max(start, piece.start), min(stop, piece.stop)
+            step = high - low if direct else BLOCK_BYTES // dtype.itemsize
+            for first in range(low, high, step or 1):
+                target = flat[first - start : min(first + step, high) - start]
+                nbytes = target.numel() * dtype.itemsize
+                memory = _memory_of(target) if direct else memoryview(self._block)[:nbytes]
+                offset = piece.offset + (first - piece.start) * dtype.itemsize
+                if disk.read_into(self._descriptor(piece.file), memory, offset) != nbytes:
+                    raise CorruptCheckpointError(f"{self._folder / piece.file} ends within {key!r}")
+                if not direct:
+                    target.copy_(torch.frombuffer(memory, dtype=dtype))
 
     def _blocks_of(
         self, piece: Piece, key: str, entry: Entry, start: int, stop: int

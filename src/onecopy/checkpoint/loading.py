@@ -2,9 +2,9 @@
 
 1. All ranks take the same checkpoint; each matches it with what it was given and reads and checks every byte it needs.
 2. All ranks vote; until here nothing has changed.
-3. Each copies from the files that it has kept open, reading and checking each block again, with no more memory than one
-   block (or one tensor that lies otherwise in memory). All vote again. If one failed here, what was given is partly
-   loaded, and its optimizers refuse to step until a load succeeds.
+3. Each reads from the files that it has kept open straight into place, with no more memory than one block (or one
+   tensor that lies otherwise in memory). All vote again. If one failed here, what was given is partly loaded, and its
+   optimizers refuse to step until a load succeeds.
 """
 
 from __future__ import annotations

@@ -55,9 +55,7 @@ class Copy:
             whole = flat_like(whole_tensor(reader, manifest, self.key), self.like)[self.start : self.stop]
             self.target.copy_(whole.as_strided(self.target.shape, _dense_stride(self.target)))
             return
-        flat = flat_view(self.target)
-        for first, last, part in reader.blocks(self.key, self.entry, self.start, self.stop):
-            flat[first - self.start : last - self.start].copy_(part)
+        reader.fill(flat_view(self.target), self.key, self.entry, self.start, self.stop)
 
 
 def _dense_stride(tensor: Tensor) -> tuple[int, ...]:

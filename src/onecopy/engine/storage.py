@@ -64,7 +64,7 @@ class InPlace:
 
     def moved(self) -> list[int]:
         """The parameters whose memory is no longer where it was."""
-        addresses = [param.data_ptr() for param in self._params]
+        addresses = list(map(Tensor.data_ptr, self._params))
         strides = [param.stride() for param in self._matrices]
         if addresses == self._addresses and strides == self._strides:
             return []

@@ -26,7 +26,7 @@ def bench(
     model: Annotated[str, typer.Option(help=f"One or several of {', '.join(MODELS)}.")] = "reference",
     link: Annotated[str, typer.Option(help="'loopback' or a rate such as 4gbit, separated by commas.")] = "loopback",
     rounds: Annotated[int, typer.Option(help="Turns of each variant.")] = 20,
-    parts: Annotated[str, typer.Option(help="What to measure.")] = "time,memory,growth,save",
+    parts: Annotated[str, typer.Option(help="What to measure.")] = "time,memory,sizes,growth,save",
     size: Annotated[list[str] | None, typer.Option(help="A size of the model instead, such as depth=4.")] = None,
     out: Annotated[Path, typer.Option(help="Where rows go, one JSON object per line.")] = Path("bench.jsonl"),
 ) -> None:

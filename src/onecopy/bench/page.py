@@ -8,6 +8,7 @@ from pathlib import Path
 from onecopy.bench.report import (
     MB,
     MEMORY_COLUMNS,
+    SIZE_COLUMNS,
     TIME_COLUMNS,
     Row,
     bound,
@@ -17,6 +18,7 @@ from onecopy.bench.report import (
     runs_in,
     save_rows,
     select,
+    size_rows,
     summaries,
     time_cells,
     title_of,
@@ -60,6 +62,12 @@ included. Resident size includes the profiler and the libraries. DeepSpeed runs 
 buckets of up to 2 GB that this model never fills: look at its resident size instead.
 """
 
+SIZES = """### Models of several sizes
+
+The reference model with more blocks, on 2 ranks: memory beside parameters, gradients and state, as it is between steps
+and at the peak of a step (activations included).
+"""
+
 SAVING = """## Gathering the state, and saving
 
 Seconds on 2 ranks, medians of 3. Saving is `checkpoint.save` for onecopy, `save_checkpoint` for DeepSpeed,
@@ -81,6 +89,8 @@ def page(rows: Sequence[Row], machine: str, pictures: Sequence[Path]) -> str:
     parts += [MODEL, *_model(rows)]
     if select(rows, "memory"):
         parts += [MEMORY, *_memory(rows), *_pictures(pictures, "memory")]
+    if select(rows, "size"):
+        parts += [SIZES, markdown(SIZE_COLUMNS, size_rows(rows))]
     if select(rows, "save"):
         parts += [SAVING, markdown(("variant", "gather the state", "save"), save_rows(rows))]
     if select(rows, "planning"):

@@ -187,6 +187,31 @@ def memory_rows(rows: Sequence[Row], ranks: int) -> list[list[str]]:
     return cells
 
 
+SIZE_COLUMNS = ("variant", "parameters", "between steps MB", "% of the model", "at the peak MB", "% of the model")
+
+
+def size_rows(rows: Sequence[Row]) -> list[list[str]]:
+    """For each variant and size, on the largest rank: memory beside parameters, gradients and state."""
+    found: dict[tuple[str, int], Row] = {}
+    for row in select(rows, "size"):
+        if row.get("error"):
+            continue
+        key = (row["variant"], sum(elements_of(row["sizes"])))
+        if key not in found or row["peak"] > found[key]["peak"]:
+            found[key] = row
+    cells = []
+    for (variant, count), row in found.items():
+        lasting = row["other"]
+        peak = row["peak"] - sum(row[kind] for kind in ("parameters", "gradients", "state"))
+        shares = [
+            f"{each / MB:.1f}" if unit == "MB" else f"{100 * each / (4 * count):.1f}"
+            for each in (lasting, peak)
+            for unit in ("MB", "%")
+        ]
+        cells.append([variant, f"{count:,}", *shares])
+    return cells
+
+
 def save_rows(rows: Sequence[Row]) -> list[list[str]]:
     """For each variant the seconds to gather the state, and to save."""
     cells = []
@@ -211,6 +236,8 @@ def print_tables(rows: Sequence[Row], console: Console) -> None:
         console.print(_table("time model", ("variant", "measured ms", "predicted ms", "ratio"), model))
     for ranks in sorted({row["ranks"] for row in rows if row["kind"] == "memory"}):
         console.print(_table(f"MB on the largest of {ranks} ranks", MEMORY_COLUMNS, memory_rows(rows, ranks)))
+    if select(rows, "size"):
+        console.print(_table("memory beside parameters, gradients and state", SIZE_COLUMNS, size_rows(rows)))
     if select(rows, "save"):
         console.print(_table("seconds", ("variant", "gather the state", "save"), save_rows(rows)))
     for kind, columns in (

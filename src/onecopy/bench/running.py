@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,9 @@ from onecopy.bench.variants import ALONE, MEMORY_ONLY, THEIRS, YARDSTICK
 
 ALWAYS = (ALONE, YARDSTICK, THEIRS)
 """Variants that run in every heat, because the others are compared with them."""
+
+GROWN = ("onecopy", "onecopy, bucket views", "onecopy, ShardedDataParallel")
+"""Variants whose memory is measured for models of several sizes."""
 
 BYTES_PER_ELEMENT = 16
 """What a variant needs on a rank, on the average: parameters, gradients, state, buffers."""
@@ -29,7 +32,7 @@ class Plan:
     models: Sequence[str] = ("reference",)
     links: Sequence[str] = ("",)
     rounds: int = 20
-    parts: Sequence[str] = ("time", "memory", "growth", "save")
+    parts: Sequence[str] = ("time", "memory", "sizes", "growth", "save")
     sizes: dict[str, int] = field(default_factory=dict)
 
     def sizes_of(self, model: str) -> Sizes:
@@ -59,6 +62,8 @@ def run(plan: Plan, tell: Callable[[str], object]) -> Iterator[Row]:
         arguments = ["save", *_about(plan, model, plan.names), "--rounds", "3"]
         rows, error = launching.run(plan.ranks[0], arguments)
         yield from ({**row, "model": model} for row in rows or [_failed("save", "all", plan.ranks[0], error)])
+    if "sizes" in plan.parts:
+        yield from _grown(plan, tell)
     if "growth" in plan.parts:
         tell("planning")
         yield from growth.planning()
@@ -98,6 +103,18 @@ def _memories(plan: Plan, tell: Callable[[str], object]) -> Iterator[Row]:
             rows, error = launching.run(ranks, ["memory", *_about(plan, model, [name])])
             for row in rows or [_failed("memory", name, ranks, error)]:
                 yield {**row, "model": model}
+
+
+def _grown(plan: Plan, tell: Callable[[str], object]) -> Iterator[Row]:
+    """Memory of models of growing depth."""
+    sizes = plan.sizes_of(plan.models[0])
+    for depth in (sizes.depth, 4 * sizes.depth, 16 * sizes.depth):
+        grown = replace(plan, sizes={**plan.sizes, "depth": depth})
+        for name in GROWN:
+            tell(f"memory: {name}, {depth} blocks")
+            rows, error = launching.run(2, ["memory", *_about(grown, plan.models[0], [name])])
+            for row in rows or [_failed("size", name, 2, error)]:
+                yield {**row, "kind": "size"}
 
 
 def read(path: Path) -> list[Row]:

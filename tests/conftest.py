@@ -14,12 +14,14 @@ settings.register_profile("onecopy", deadline=None, derandomize=True)
 settings.load_profile("onecopy")
 
 
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Of a test that runs for every combination of some values, run enough for each value to occur.
 
-    Not if a case was named on the command line, and not with ``make test-all``.
+    Not if cases were chosen on the command line, and not with ``make test-all``.
     """
-    if EVERYTHING or any("::" in argument for argument in config.args):
+    chosen = config.option.keyword or config.option.lf or any("::" in argument for argument in config.args)
+    if EVERYTHING or chosen:
         return
     tables = defaultdict(list)
     for item in items:
@@ -31,8 +33,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def covering(table: list[pytest.Item]) -> Iterator[pytest.Item]:
     """Cases in which every value of every parameter occurs: first those that have only new values, then the rest."""
-    if len(table) == 1:
-        yield table[0]
+    if len(table) == 1 or not hasattr(table[0], "callspec"):
+        yield from table
         return
     rows = [getattr(item, "callspec").params for item in table]  # noqa: B009 - typed as an item of any kind
     varying = [name for name in rows[0] if len({id(row[name]) for row in rows}) > 1]

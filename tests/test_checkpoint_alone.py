@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from onecopy import CheckpointError
 from onecopy.checkpoint import capture, disk, latest, load, restore, save, verify
@@ -98,32 +97,23 @@ def test_a_state_dict_that_shows_another_view_of_a_parameter(tmp_path: Path) -> 
     assert torch.equal(other.weight, model.weight)
 
 
-def _three_layers(wrap: Callable[[nn.Module], nn.Module]) -> tuple[nn.Module, torch.optim.Optimizer]:
-    model = nn.Sequential(wrap(nn.Linear(3, 4)), nn.BatchNorm1d(4), wrap(nn.Linear(4, 2)))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    for param in model.parameters():
-        param.grad = torch.randn_like(param)
-    optimizer.step()
-    return model, optimizer
+def test_loading_is_seen_by_autograd(tmp_path: Path) -> None:
+    """As after ``load_state_dict``: a backward pass that needs the old values raises."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+    save(tmp_path, 1, model=model)
+    loss = model(torch.ones(2, 3)).sum()
+    load(tmp_path, model=model)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
 
 
-def compiled(module: nn.Module) -> nn.Module:
-    return torch.compile(module, backend="eager")  # type: ignore[return-value]
-
-
-@pytest.mark.parametrize("wrap", [compiled, checkpoint_wrapper])
-def test_names_are_the_same_inside_compiled_and_recomputed_modules(
-    tmp_path: Path, wrap: Callable[[nn.Module], nn.Module]
-) -> None:
-    wrapped, plain, back = _three_layers(wrap), _three_layers(lambda module: module), _three_layers(wrap)
-    save(tmp_path, 1, model=wrapped[0], optimizer=wrapped[1])
-    load(tmp_path, model=plain[0], optimizer=plain[1])
-    save(tmp_path, 2, model=plain[0], optimizer=plain[1])
-    load(tmp_path, model=back[0], optimizer=back[1])
-    for model, optimizer in (plain, back):
-        for one, other in zip(model.parameters(), wrapped[0].parameters(), strict=True):
-            assert torch.equal(one, other)
-            assert torch.equal(optimizer.state[one]["exp_avg"], wrapped[1].state[other]["exp_avg"])
+def test_a_save_goes_on_when_the_interpreter_starts_no_more_threads(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    descriptor = disk.create(path)
+    with disk.EarlyFlush(descriptor) as early:
+        early._thread.shutdown()
+        early.wrote(disk.EARLY_BYTES)
+    os.close(descriptor)
 
 
 def test_the_disk_starts_early_and_its_errors_are_heard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

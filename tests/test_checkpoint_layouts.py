@@ -269,6 +269,33 @@ def saved_manifest(tmp_path: Path) -> Manifest:
     return write(tmp_path, tensors, layout_of(tensors, 3, "element"))
 
 
+@settings(max_examples=100)
+@given(
+    cuts=st.lists(st.integers(0, 200), max_size=5),
+    wanted=st.tuples(st.integers(0, 200), st.integers(0, 200)),
+    dtype=st.sampled_from([torch.float32, torch.float64]),
+)
+def test_any_range_is_read_from_the_pieces_that_have_it_and_no_others(
+    cuts: list[int], wanted: tuple[int, int], dtype: torch.dtype
+) -> None:
+    """Each piece is alone in its file, so that a read beyond it finds nothing."""
+    tensor, ends = torch.arange(200.0), [0, *sorted(cuts), 200]
+    entry, (start, stop) = entry_of(tensor), sorted(wanted)
+    with tempfile.TemporaryDirectory() as name:
+        written, pieces = {}, []
+        for number, (low, high) in enumerate(itertools.pairwise(ends)):
+            path = Path(name) / f"{number}"
+            written[path.name], described = write_file(path, [LivePiece("k", entry, low, high, tensor[low:high])])
+            pieces += described
+        for piece in pieces:
+            if min(stop, piece.stop) <= max(start, piece.start):
+                (Path(name) / piece.file).unlink()
+        target = torch.full((stop - start,), -1.0, dtype=dtype)
+        with Reader(Path(name), written) as reader:
+            reader.fill(target, "k", replace(entry, pieces=tuple(pieces)), start, stop)
+    assert torch.equal(target, tensor[start:stop].to(dtype))
+
+
 def test_a_manifest_comes_back_as_it_was(tmp_path: Path) -> None:
     made = saved_manifest(tmp_path)
     assert manifest.parse(manifest.dump(made), "here") == made

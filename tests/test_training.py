@@ -340,11 +340,13 @@ def test_with_a_gradient_scaler_all_ranks_skip_the_same_steps(world_size: int, c
     assert_parity(loop, torch.optim.AdamW, {"shard_by": "element"}, lr=1e-2, fused=fused)
 
 
+@pytest.mark.parametrize("fused", [False, True])
 @MODES
 @distributed(2)
-def test_a_step_makes_backward_through_an_older_graph_raise(world_size: int, mode: Modes) -> None:
+def test_a_step_makes_backward_through_an_older_graph_raise(world_size: int, mode: Modes, fused: bool) -> None:
+    """On all ranks alike, also where torch's fused kernels write unseen by autograd."""
     model = small_model()
-    optimizer = ours(model.parameters(), torch.optim.SGD, mode, lr=0.1)
+    optimizer = ours(model.parameters(), torch.optim.AdamW, mode, lr=0.1, fused=fused)
     old = [(param * torch.ones_like(param, requires_grad=True)).sum() for param in model.parameters()]
     fill_gradients(model.parameters())
     without = list(model.parameters())[-1]

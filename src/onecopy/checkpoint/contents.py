@@ -16,7 +16,6 @@ from onecopy.checkpoint.manifest import Entry, SavedOptimizer, SavedParam, names
 from onecopy.checkpoint.subjects import Held, Subject, is_per_element, state_with_master, unwrapped
 from onecopy.engine import codec
 from onecopy.engine.flat import dense_copy, flat_view, to_bytes
-from onecopy.engine.torch_private import plain_name
 from onecopy.layout import CUT_MULTIPLE
 
 
@@ -106,8 +105,7 @@ def collect(
     replicated: list[tuple[str, Tensor]] = []
     if model is not None:
         module = unwrapped(model)
-        state_dict = {plain_name(name): value for name, value in module.state_dict().items()}
-        contents.model = model_trees(state_dict, replicated)
+        contents.model = model_trees(module.state_dict(), replicated)
         contents.signature = [f"{key} {tensor.dtype} {tuple(tensor.shape)}" for key, tensor in replicated]
         # Ranks may have different buffers (running statistics); DDP goes on with those of rank 0.
         params = {param.data_ptr() for param in module.parameters()}

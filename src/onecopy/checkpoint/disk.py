@@ -70,7 +70,10 @@ class EarlyFlush:
             return
         if self._running is not None:
             self._running.result()
-        self._running = self._thread.submit(flush, self._descriptor)
+        try:
+            self._running = self._thread.submit(flush, self._descriptor)
+        except RuntimeError:  # the interpreter is ending and starts no threads any more: the last flush does it all
+            return
         self._written = 0
 
 

@@ -174,11 +174,13 @@ class Reader:
     def fill(self, flat: Tensor, key: str, entry: Entry, start: int, stop: int) -> None:
         """Read elements ``[start, stop)`` of a tensor, which have been checked before, into flat memory."""
         dtype = entry.torch_dtype
-        direct = flat.device.type == "cpu" and flat.dtype == dtype
+        direct = flat.device.type == "cpu" and flat.dtype == dtype and not (flat.is_conj() or flat.is_neg())
         for piece in entry.pieces:
             low, high = max(start, piece.start), min(stop, piece.stop)
+            if low >= high:
+                continue
             step = high - low if direct else BLOCK_BYTES // dtype.itemsize
-            for first in range(low, high, step or 1):
+            for first in range(low, high, step):
                 target = flat[first - start : min(first + step, high) - start]
                 nbytes = target.numel() * dtype.itemsize
                 memory = _memory_of(target) if direct else memoryview(self._block)[:nbytes]

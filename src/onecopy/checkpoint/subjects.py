@@ -16,7 +16,7 @@ from onecopy.data_parallel import ShardedDataParallel
 from onecopy.engine import masters
 from onecopy.engine.loading import keep_as_saved, load_owned
 from onecopy.engine.local import NOT_OPTIONS
-from onecopy.engine.torch_private import plain_name, uncompiled
+from onecopy.engine.torch_private import uncompiled
 from onecopy.optimizer import ZeroRedundancyOptimizer
 
 Optimizers = Optimizer | Sequence[Optimizer] | None
@@ -163,7 +163,7 @@ def subjects_of(model: nn.Module | None, optimizer: Optimizers) -> list[Subject]
     """All optimizers, with the model's names for their parameters if there is one."""
     names: dict[int, str] = {}
     if model is not None:
-        names = {id(param): plain_name(name) for name, param in unwrapped(model).named_parameters()}
+        names = {id(param): name for name, param in unwrapped(model).named_parameters()}
     return [Subject(each, names) for each in list_of(optimizer)]
 
 

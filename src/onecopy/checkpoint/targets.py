@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 
 from onecopy.checkpoint.files import Reader, whole_tensor
 from onecopy.checkpoint.manifest import Entry, Manifest, SavedOptimizer, keys_in
@@ -17,7 +17,6 @@ from onecopy.checkpoint.subjects import Held, Subject, unwrapped
 from onecopy.data_parallel import ShardedDataParallel
 from onecopy.engine import codec, masters
 from onecopy.engine.flat import flat_like, flat_view, is_dense
-from onecopy.engine.torch_private import plain_name
 from onecopy.errors import CheckpointMismatchError
 
 logger = logging.getLogger(__name__)
@@ -55,7 +54,10 @@ class Copy:
             whole = flat_like(whole_tensor(reader, manifest, self.key), self.like)[self.start : self.stop]
             self.target.copy_(whole.as_strided(self.target.shape, _dense_stride(self.target)))
             return
-        reader.fill(flat_view(self.target), self.key, self.entry, self.start, self.stop)
+        try:
+            reader.fill(flat_view(self.target), self.key, self.entry, self.start, self.stop)
+        finally:
+            increment_version(self.target)  # written behind autograd's back
 
 
 def _dense_stride(tensor: Tensor) -> tuple[int, ...]:
@@ -103,9 +105,7 @@ def plan_model(manifest: Manifest, model: nn.Module, subjects: Sequence[Subject]
     module = unwrapped(model)
     if manifest.model is None:
         raise CheckpointMismatchError("the checkpoint was saved without a model")
-    state_dict = module.state_dict()
-    own_name = {plain_name(name): name for name in state_dict}
-    wanted = {plain: state_dict[name] for plain, name in own_name.items()}
+    wanted = module.state_dict()
     plan = ModelPlan()
     plan.missing = [name for name in wanted if name not in manifest.model]
     plan.unexpected = [name for name in manifest.model if name not in wanted]
@@ -114,10 +114,9 @@ def plan_model(manifest: Manifest, model: nn.Module, subjects: Sequence[Subject]
             f"the checkpoint is of another model: it lacks {plan.missing[:5]} and has {plan.unexpected[:5]}, which the "
             "model does not; strict=False loads what both have"
         )
-    members = chain(module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False))
-    live = {plain_name(name): tensor for name, tensor in members}
+    live = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers(remove_duplicate=False))
     # A tied parameter has several names; an optimizer knows it by the first.
-    first = {id(param): plain_name(name) for name, param in module.named_parameters()}
+    first = {id(param): name for name, param in module.named_parameters()}
     converts = isinstance(model, ShardedDataParallel) and model.mixed_precision.param_dtype is not None
     mastered = {
         subject.names[index]
@@ -130,14 +129,14 @@ def plan_model(manifest: Manifest, model: nn.Module, subjects: Sequence[Subject]
             continue
         tree = manifest.model[name]
         if not isinstance(value, Tensor) or tree[0] != "tensor":
-            plan.late[own_name[name]] = tree
+            plan.late[name] = tree
             plan.late_keys.update(keys_in(tree))
             continue
         known = first.get(id(live.get(name)), name)
         rounds = converts or known in mastered
         key, entry = _source_for(manifest, name, known, tree[1], value, rounds)
         if not _is_same(value, live.get(name)):  # something between the module and its state dict converts it
-            plan.late[own_name[name]] = tree
+            plan.late[name] = tree
             plan.late_keys.add(tree[1])
             continue
         target = live[name].detach()

@@ -96,9 +96,6 @@ class Engine:
         self.storage = self._storage_class(self.params, layout)
         self.local.repoint(self.storage.flats)
         self.sharing = Sharing(self.collectives, self.storage.pieces, self.storage.direct_bytes)
-        # All but those that the inner optimizer steps itself: autograd sees those change.
-        stepped = {id(owned.param) for owned in self.local.owned if not owned.is_alias}
-        self._written_unseen = [param for param in self.params if id(param) not in stepped]
         self._watch = ReplacementWatch(self.params, [spec.name for spec in layout.params])
 
     def take_over(
@@ -237,12 +234,13 @@ class Engine:
         # What is sent may depend on the gradients only where the ranks have already agreed on them.
         everything = has_gradient is None or self.local.moves_all or self._status.late or all(has_gradient)
         self.sharing.share(None if everything else has_gradient)
-        # Received values and aliases are written behind autograd's back. The version counter makes a backward pass
-        # that still needs the old values raise, as it does after a plain optimizer's step.
-        changed = self._written_unseen
-        if not (everything or has_gradient is None):
-            touched = {id(param) for param, has in zip(self.params, has_gradient, strict=True) if has}
-            changed = [param for param in changed if id(param) in touched]
+        # Received values and aliases are written behind autograd's back, and torch's fused optimizers write unseen. The
+        # version counter makes a backward pass that still needs the old values raise, on all ranks alike.
+        changed = (
+            self.params
+            if everything or has_gradient is None
+            else [param for param, has in zip(self.params, has_gradient, strict=True) if has]
+        )
         if changed:
             increment_version(changed)
 

@@ -198,14 +198,6 @@ def uncompiled(module: torch.nn.Module) -> torch.nn.Module:
     return inner if isinstance(inner, torch.nn.Module) else module
 
 
-_ADDED_BY_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
-
-
-def plain_name(name: str) -> str:
-    """A parameter's name without what compiling a module, or recomputing its activations, has put into it."""
-    return ".".join(part for part in name.split(".") if part not in _ADDED_BY_WRAPPERS)
-
-
 def asked_by_torchs_state_dicts() -> bool:
     """Whether the caller's caller is torch.distributed.checkpoint's own pair of functions for optimizer state."""
     frame = sys._getframe(2)

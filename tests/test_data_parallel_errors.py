@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Optimizer
 
 from harness import distributed
@@ -81,6 +82,11 @@ def other_group() -> Arguments:
     return {"module": module, "optimizer": optimizers}
 
 
+def in_ddp() -> Arguments:
+    module = Layers()
+    return {"module": DistributedDataParallel(module), "optimizer": zero(module)}
+
+
 def one_dimension() -> Arguments:
     return {**good(), "mesh": init_device_mesh("cpu", (dist.get_world_size(),))}
 
@@ -100,6 +106,7 @@ OVERLAP = {"overlap_forward": True}
 
 BAD = {
     "no module": Bad(changed(module=3), TypeError, "module must be a torch.nn.Module, got int"),
+    "in DDP": Bad(in_ddp, TypeError, "wrapped in DistributedDataParallel already"),
     "stepped": Bad(stepped, ValueError, "optimizer 0 has state already"),
     "wrapped": Bad(wrapped, ValueError, "optimizer 0 already belongs"),
     "overlap_with_ddp": Bad(overlapping, ValueError, "overlap_with_ddp=True is for DDP"),
@@ -108,6 +115,9 @@ BAD = {
     "in none": Bad(missing, ValueError, "'middle.weight' of the module needs a gradient but is in no optimizer"),
     "bucket_bytes": Bad(changed(bucket_bytes=0), ValueError, "bucket_bytes must be a positive"),
     "bucket_bytes type": Bad(changed(bucket_bytes="8"), ValueError, "bucket_bytes must be a positive"),
+    "mixed_precision type": Bad(
+        changed(mixed_precision=torch.bfloat16), TypeError, r"MixedPrecision\(param_dtype=torch.bfloat16\)"
+    ),
     "uses module": Bad(changed(**OVERLAP, uses={"nope": []}), ValueError, "'nope' that the module does not have"),
     "uses name": Bad(changed(**OVERLAP, uses={"last": ["nope"]}), ValueError, "neither a parameter nor a submodule"),
     "no optimizer": Bad(changed(optimizer=[]), ValueError, "needs at least one optimizer"),
@@ -116,6 +126,13 @@ BAD = {
     "mesh of one dimension": Bad(one_dimension, ValueError, "two dimensions"),
     "mesh of others": Bad(other_mesh, ValueError, "must be on the mesh's second dimension"),
 }
+
+
+@distributed(2)
+def test_ddp_around_it_is_refused(world_size: int) -> None:
+    sharded = ShardedDataParallel(**good())
+    with pytest.raises(TypeError, match="takes the place of DDP"):
+        DistributedDataParallel(sharded)
 
 
 # A rank whose optimizers are on another group than everyone else's agrees with that group; no other rank hears of it.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -91,11 +91,17 @@ class ShardedDataParallel(nn.Module, Joinable):
         facts: list[Fact] = []
         planned: list[Planned] = []
         try:
+            if not isinstance(policy, MixedPrecision):
+                raise TypeError(
+                    f"mixed_precision must be a onecopy.MixedPrecision, as in MixedPrecision(param_dtype={policy!r}), "
+                    f"not {policy!r}"
+                )
             check_optimizers(optimizers, collectives)
             check_module(module, optimizers)
             replicas = None if mesh is None else replicas_of(mesh, collectives)
             planned = [plan(module, each, bucket_bytes, policy) for each in optimizers]
-            facts = [fact for each in planned for fact in layout_facts(each.layout, "bucket")]
+            facts = [Fact("bucket_bytes", str(bucket_bytes))]
+            facts += [fact for each in planned for fact in layout_facts(each.layout, "bucket")]
             facts += module_facts(module)
             facts += [Fact("bucket", str(bucket)) for each in planned for bucket in each.plans]
             facts.append(Fact("mixed_precision, overlap_forward", f"{policy}, {overlap_forward}"))
@@ -269,6 +275,11 @@ class ShardedDataParallel(nn.Module, Joinable):
             **kwargs: not used; shared with the other joinables.
         """
         return _ServeBackward(self)
+
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> NoReturn:
+        """What DDP asks a module for first; around this one it would reduce what has been reduced."""
+        raise TypeError("ShardedDataParallel takes the place of DDP: do not wrap it in DDP")
 
     @property
     def join_device(self) -> torch.device:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms.join import Joinable
 from torch.distributed.device_mesh import DeviceMesh
 
 from onecopy.engine.agreement import Fact
@@ -91,6 +92,11 @@ def check_module(module: object, optimizers: Sequence[ZeroRedundancyOptimizer]) 
     """Raise unless the optimizers are untouched and have, together, what the module trains."""
     if not isinstance(module, nn.Module):
         raise TypeError(f"module must be a torch.nn.Module, got {torch.typename(module)}")
+    if isinstance(module, Joinable):
+        raise TypeError(
+            f"module is wrapped in {type(module).__name__} already: ShardedDataParallel takes the place of DDP; give "
+            "it the module itself"
+        )
     held = {id(param): name for name, param in module.named_parameters()}
     owned: dict[int, int] = {}
     for number, optimizer in enumerate(optimizers):
@@ -123,8 +129,9 @@ def plan(module: nn.Module, optimizer: ZeroRedundancyOptimizer, bucket_bytes: in
         raise ValueError(f"bucket_bytes must be a positive number of bytes, got {bucket_bytes!r}")
     engine = optimizer.engine
     chosen, dtype = to_convert(module, policy), policy.param_dtype
+    names = {id(param): name for name, param in module.named_parameters()}
     specs = [
-        spec if dtype is None or id(param) not in chosen else replace(spec, dtype=dtype)
+        replace(spec, name=names[id(param)], dtype=dtype if dtype is not None and id(param) in chosen else spec.dtype)
         for spec, param in zip(engine.layout.params, engine.params, strict=True)
     ]
     place = {id(param): number for number, param in enumerate(module.parameters())}

@@ -20,7 +20,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     Not if cases were chosen on the command line, and not with ``make test-all``.
     """
-    chosen = config.option.keyword or config.option.lf or any("::" in argument for argument in config.args)
+    chosen = config.getoption("keyword") or config.getoption("lf", False) or any("::" in arg for arg in config.args)
     if EVERYTHING or chosen:
         return
     tables = defaultdict(list)

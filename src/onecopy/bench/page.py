@@ -1,4 +1,4 @@
-"""The page of results, written from the rows of a run: no figure on it is typed by hand."""
+"""The page of results, written from the rows of a run: no figure that it writes is typed by hand."""
 
 from __future__ import annotations
 

@@ -124,14 +124,18 @@ def test_traffic_is_exact() -> None:
 
 
 def test_on_busy_cores_everything_adds_up_and_on_a_link_the_backward_pass_hides_reductions() -> None:
-    busy = Machine(ranks=2, bandwidth=40e6, busy_cores=True)  # 4 MB, half of it: 0.05 s each way
-    assert estimate.step_seconds(Way.DDP, job(), busy) == pytest.approx(estimate.CONTENTION * (0.3 + 0.1 + 0.1))
-    assert estimate.step_seconds(Way.SHARDED, job(), busy) == pytest.approx(estimate.CONTENTION * 0.45)
+    small = job(bucket_bytes=1000)  # the largest parameter, 60%, is reduced last
+    busy = Machine(ranks=2, bandwidth=40e6, busy=1.0)  # 4 MB, half of it: 0.05 s each way
+    assert estimate.step_seconds(Way.DDP, small, busy) == pytest.approx(estimate.CONTENTION * (0.3 + 0.1 + 0.1))
+    assert estimate.step_seconds(Way.SHARDED, small, busy) == pytest.approx(estimate.CONTENTION * 0.45)
     link = Machine(ranks=2, bandwidth=40e6)
-    assert estimate.step_seconds(Way.DDP, job(), link) == pytest.approx(0.3 + 0.1)
+    assert estimate.step_seconds(Way.DDP, small, link) == pytest.approx(0.3 + 0.1 + 0.6 * 0.1)
+    partly = Machine(ranks=2, bandwidth=40e6, busy=0.5)
+    expected = estimate.CONTENTION * (0.3 + 0.1 + 0.05) + 0.6 * 0.05
+    assert estimate.step_seconds(Way.DDP, small, partly) == pytest.approx(expected)
     slow = Machine(ranks=2, bandwidth=4e6)  # 0.5 s each way
-    assert estimate.step_seconds(Way.DDP, job(), slow) == pytest.approx(0.3 + (1.0 - 0.2) + 0.1)
-    waits, hides = (estimate.step_seconds(way, job(), slow) for way in (Way.SHARDED, Way.SHARDED_OVERLAP))
+    assert estimate.step_seconds(Way.DDP, small, slow) == pytest.approx(0.3 + (1.0 - 0.2) + 0.1)
+    waits, hides = (estimate.step_seconds(way, small, slow) for way in (Way.SHARDED, Way.SHARDED_OVERLAP))
     assert waits - hides == pytest.approx(0.1), "the forward pass hides a third of the computing time"
 
 
@@ -140,7 +144,7 @@ def test_memory_by_kind_and_latency() -> None:
     found = estimate.memory_bytes(Way.SHARDED, job(bucket_bytes=1000), machine)
     assert found == {"parameters": 4e6, "gradients": 1e6, "state": 2e6, "buffers": 2 * 2.4e6}
     assert estimate.memory_bytes(Way.TORCH, job(), machine)["state"] == pytest.approx(8e6 * 0.6)
-    slow = Machine(ranks=4, bandwidth=1e9, latency=1.0, busy_cores=True)
+    slow = Machine(ranks=4, bandwidth=1e9, latency=1.0, busy=1.0)
     assert estimate.step_seconds(Way.DDP, job(), slow) > estimate.step_seconds(Way.DDP, job(), machine)
 
 

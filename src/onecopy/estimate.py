@@ -1,7 +1,8 @@
 """How long a step takes and how much memory a rank needs, on machines that are not here: pure arithmetic.
 
-Traffic is exact. Time is a model: what is reduced hides behind the backward pass and what is shared behind the next
-forward pass or the update, where the way of training allows it and communication does not take the cores that compute.
+Traffic is exact. Time is a model: what is reduced hides behind the backward pass, but for the last bucket, and what is
+shared behind the next forward pass or the update, where the way of training allows it. What communication takes of the
+cores that compute hides behind nothing.
 """
 
 from __future__ import annotations
@@ -63,13 +64,14 @@ class Machine:
         ranks: the number of ranks.
         bandwidth: bytes that a rank can send in a second while it receives as many.
         latency: seconds before the first byte of a message arrives.
-        busy_cores: whether sending takes time of the cores that compute: gloo with no more cores than ranks.
+        busy: the part of the time of sending that it takes from the cores that compute, 0 to 1: with gloo and no more
+            cores than ranks what its threads work, else 0.
     """
 
     ranks: int
     bandwidth: float
     latency: float = 0.0
-    busy_cores: bool = False
+    busy: float = 0.0
 
 
 def sent_bytes(way: Way, job: Job, machine: Machine) -> tuple[float, float]:
@@ -86,14 +88,16 @@ def step_seconds(way: Way, job: Job, machine: Machine) -> float:
         for bytes_ in sent_bytes(way, job, machine)
     )
     update = job.update if way is Way.DDP else job.update / machine.ranks
-    if machine.busy_cores:
-        return CONTENTION * (job.compute + reduced + update + shared)
     forward, backward = FORWARD * job.compute, (1 - FORWARD) * job.compute
-    late = max(0.0, reduced - backward)
+    worked = job.compute + update + machine.busy * (reduced + shared)
+    if machine.busy:
+        worked *= CONTENTION
+    reduced, shared = (1 - machine.busy) * reduced, (1 - machine.busy) * shared
+    last = max(job.bucket_bytes, job.largest * job.bytes_per_element) / job.model_bytes
+    late = max(reduced - backward, min(1.0, last) * reduced)
     if way in (Way.SHARDED, Way.SHARDED_OVERLAP):  # buckets are updated while others are on their way
-        hidden = update + (forward if way is Way.SHARDED_OVERLAP else 0.0)
-        return job.compute + late + update + max(0.0, shared - hidden)
-    return job.compute + late + update + shared
+        shared = max(0.0, shared - update - (forward if way is Way.SHARDED_OVERLAP else 0.0))
+    return worked + late + shared
 
 
 def memory_bytes(way: Way, job: Job, machine: Machine) -> dict[str, float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from onecopy.bench.growth import PEER
 from onecopy.bench.report import (
     MB,
     MEMORY_COLUMNS,
@@ -49,9 +50,9 @@ resharding).
 
 MODEL = """## The time model
 
-`onecopy.estimate` predicts a step from what was measured without communication and from the speed of moving the
-model's bytes by itself, in the same run; for machines that are not here, give it theirs. Ratios are predicted to
-measured.
+`onecopy.estimate` predicts a step from what was measured without communication, the time of moving the model's bytes by
+itself and the processor time that this takes, in the same run; for machines that are not here, give it theirs. Ratios
+are predicted to measured.
 """
 
 MEMORY = """## Memory
@@ -77,8 +78,8 @@ torch.distributed.checkpoint for FSDP2, and one `torch.save` file, flushed to th
 GROWTH = """## Growth
 
 Seconds to plan who owns what, without processes: all owners for `parameter`, one rank's own shards for `element` and
-`bucket`. Then ms of processor time that `step()` takes beside the inner optimizer's, for many parameters of 64
-elements.
+`bucket`. Then ms of processor time that `step()` takes beside the inner optimizer's (in brackets: with it), for many
+parameters of 64 elements.
 """
 
 
@@ -134,11 +135,11 @@ def _losses(rows: Sequence[Row]) -> Iterator[str]:
     overhead = {
         (row["variant"], row["tensors"]): row["seconds"] for row in select(rows, "overhead") if "tensors" in row
     }
-    theirs = {tensors: seconds for (variant, tensors), seconds in overhead.items() if variant.startswith("torch")}
+    theirs = {tensors: seconds for (variant, tensors), seconds in overhead.items() if variant == PEER}
     for (variant, tensors), seconds in overhead.items():
         if variant.startswith("onecopy") and seconds > theirs[tensors]:
             lines.append(
-                f"- The Python of a step with {tensors:,} parameters: {variant} {1e3 * seconds:.2f} ms, torch's class "
+                f"- The Python of a step with {tensors:,} parameters: {variant} {1e3 * seconds:.2f} ms, {PEER} "
                 f"{1e3 * theirs[tensors]:.2f} ms."
             )
     yield "\n".join(lines) if lines else "Nowhere beyond noise in this run."
@@ -195,8 +196,9 @@ def _growth(rows: Sequence[Row]) -> Iterator[str]:
     yield markdown(("policy", "parameters", *(f"{number:,} ranks" for number in ranks)), cells)
     overhead = [row for row in select(rows, "overhead") if "tensors" in row]
     tensors = sorted({row["tensors"] for row in overhead})
-    by_variant: dict[str, list[float]] = {}
+    by_variant: dict[str, list[str]] = {}
     for row in sorted(overhead, key=lambda row: row["tensors"]):
-        by_variant.setdefault(row["variant"], []).append(1e3 * row["seconds"])
-    cells = [[variant, *(f"{value:.2f}" for value in values)] for variant, values in by_variant.items()]
+        text = f"{1e3 * row['seconds']:.2f} ({1e3 * row['whole']:.2f})"
+        by_variant.setdefault(row["variant"], []).append(text)
+    cells = [[variant, *texts] for variant, texts in by_variant.items()]
     yield markdown(("variant", *(f"{count:,} parameters" for count in tensors)), cells)

@@ -100,10 +100,18 @@ def bound(rows: Sequence[Row], run: tuple[str, int, str]) -> float:
     return float(max(computed, moved) if run[2] else computed + moved)
 
 
-def primitive(rows: Sequence[Row], run: tuple[str, int, str], name: str) -> float:
-    """The median time of a primitive in a run."""
-    found = [seconds for row in select(rows, "primitive", run) if row["name"] == name for seconds in row["seconds"]]
+def primitive(rows: Sequence[Row], run: tuple[str, int, str], name: str, what: str = "seconds") -> float:
+    """The median time of a primitive in a run, or what a rank ``worked`` for it."""
+    found = [seconds for row in select(rows, "primitive", run) if row["name"] == name for seconds in row[what]]
     return float(statistics.median(found))
+
+
+def busy_part(rows: Sequence[Row], run: tuple[str, int, str], name: str) -> float:
+    """The part of a primitive's time in which it kept this machine's cores from computing."""
+    cores = os.cpu_count() or 1
+    if run[1] < cores:
+        return 0.0  # gloo's threads have cores of their own
+    return min(1.0, primitive(rows, run, name, "worked") * run[1] / cores / primitive(rows, run, name))
 
 
 WAYS = {
@@ -128,10 +136,9 @@ def predictions(rows: Sequence[Row], run: tuple[str, int, str]) -> list[Row]:
         if way is None or summary["error"]:
             continue
         ours = way not in (Way.DDP, Way.TORCH, Way.LEVEL_ONE)
-        speed = sent / primitive(rows, run, "share") if ours else 2 * sent / primitive(rows, run, "all-reduce")
-        # gloo sends from threads of its own: with no core left for them, they take time from computing on a link too.
-        busy = run[1] >= (os.cpu_count() or 1)
-        predicted = step_seconds(way, job, Machine(run[1], speed, busy_cores=busy))
+        name = "share" if ours else "all-reduce"
+        speed = (1 if ours else 2) * sent / primitive(rows, run, name)
+        predicted = step_seconds(way, job, Machine(run[1], speed, busy=busy_part(rows, run, name)))
         measured = summary["ms"] / 1e3
         found.append(
             {"variant": summary["variant"], "measured": measured, "predicted": predicted, "off": predicted / measured}
@@ -242,7 +249,7 @@ def print_tables(rows: Sequence[Row], console: Console) -> None:
         console.print(_table("seconds", ("variant", "gather the state", "save"), save_rows(rows)))
     for kind, columns in (
         ("planning", ("policy", "parameters", "ranks", "seconds")),
-        ("overhead", ("variant", "tensors", "seconds")),
+        ("overhead", ("variant", "tensors", "seconds", "whole")),
     ):
         cells = [[_number(row[column]) for column in columns] for row in rows if row["kind"] == kind]
         if cells:

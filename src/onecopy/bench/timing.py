@@ -118,13 +118,22 @@ def measure(names: Sequence[str], sizes: Sizes, rounds: int) -> list[dict[str, A
         for timed in everything
     ]
     rows += [
-        {"kind": "primitive", "name": name, "seconds": [*seconds, *after[name]]} for name, seconds in before.items()
+        {
+            "kind": "primitive",
+            "name": name,
+            "seconds": [seconds for seconds, _ in (*found, *after[name])],
+            "worked": [worked for _, worked in (*found, *after[name])],
+        }
+        for name, found in before.items()
     ]
     return rows
 
 
-def primitives(sizes: Sizes, repeats: int = 5) -> dict[str, list[float]]:
-    """What moving the model's bytes costs by itself: all-reduced whole, reduced to its owners, and shared by them."""
+def primitives(sizes: Sizes, repeats: int = 5) -> dict[str, list[tuple[float, float]]]:
+    """What moving the model's bytes costs by itself: all-reduced whole, reduced to its owners, and shared by them.
+
+    Seconds, and seconds of processor time of all of this rank's threads.
+    """
     collectives = Collectives()
     ranks = collectives.world_size
     count = sum(param.numel() for param in sizes.make().parameters()) // ranks * ranks
@@ -142,13 +151,13 @@ def primitives(sizes: Sizes, repeats: int = 5) -> dict[str, list[float]]:
         "reduce to owners": lambda: collectives.exchange(parts, rows).wait(),
         "share": share,
     }
-    found: dict[str, list[float]] = {}
+    found: dict[str, list[tuple[float, float]]] = {}
     for name, action in actions.items():
         for _ in range(1 + repeats):
             dist.barrier()
-            start = time.perf_counter()
+            start, worked = time.perf_counter(), time.process_time()
             action()
-            found.setdefault(name, []).append(time.perf_counter() - start)
+            found.setdefault(name, []).append((time.perf_counter() - start, time.process_time() - worked))
         del found[name][0]
     return found
 

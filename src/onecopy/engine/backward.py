@@ -24,12 +24,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.profiler import record_function
 
 from onecopy.engine.agreement import raise_together
 from onecopy.engine.collectives import Work
 from onecopy.engine.grad_buckets import Bucket, Policy, sum_into
 from onecopy.engine.lanes import Lane
+from onecopy.engine.marks import mark
 from onecopy.engine.pool import Pool
 from onecopy.engine.shard_grad import ShardGrad
 from onecopy.engine.torch_private import backward_number, when_backward_ends, will_accumulate
@@ -100,6 +100,8 @@ class BackwardReducer:
             self._pass.failure = PeerFailedError("the previous backward() failed on another rank; see its own error")
         for bucket in self._buckets:
             bucket.begin(self._pool)
+            for position in range(len(bucket.params)):
+                bucket.set_aside(position)
         me = weakref.ref(self)
 
         def end() -> None:
@@ -128,17 +130,16 @@ class BackwardReducer:
 
     def before(self, bucket: Bucket, position: int) -> None:
         """In front of autograd's accumulation: set aside what an earlier pass has reduced."""
-        param = bucket.params[position]
-        if not will_accumulate(self._nodes[id(param)]):  # torch.autograd.grad() passes by here too
+        current = self._pass
+        if current is not None and current.number == backward_number():
+            return  # at its beginning
+        if not will_accumulate(self._nodes[id(bucket.params[position])]):  # torch.autograd.grad() passes by here too
             return
         with self._lock:
-            self.begin()
-            if isinstance(param.grad, ShardGrad):
-                bucket.kept[position] = True
-                bucket.aside.add(position)
-                param.grad = None
-            elif param.grad is None or not bucket.is_as_left(position):
-                bucket.kept[position] = False
+            if self.synchronises:
+                self.begin()
+            else:
+                bucket.set_aside(position)
 
     def after(self, bucket: Bucket, position: int) -> None:
         """Behind autograd's accumulation: move the whole local gradient into its bucket."""
@@ -187,7 +188,7 @@ class BackwardReducer:
         current.next += 1
         if len(current.pending) >= IN_FLIGHT:
             self._add_up(current.pending.popleft())
-        with record_function("onecopy.reduce"), self._lanes[bucket.device].entered():
+        with mark("onecopy.reduce"), self._lanes[bucket.device].entered():
             current.pending.append(self._exchange(bucket))
 
     def _exchange(self, bucket: Bucket) -> _Pending:
@@ -221,7 +222,7 @@ class BackwardReducer:
         bucket.allocate()
         if any(bucket.kept):
             bucket.clear(bucket.kept)
-        with record_function("onecopy.add"):
+        with mark("onecopy.add"):
             scale = 1.0 if bucket.wire_dtype is torch.float16 else self._policy.scale
             if self._policy.replicas is None:
                 sum_into(bucket.shard, pending.rows, scale, keep=any(bucket.kept))

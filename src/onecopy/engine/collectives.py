@@ -249,14 +249,12 @@ class Collectives:
 
     def send(self, tensor: Tensor, destination: int) -> Work:
         """Start sending contiguous memory to one rank."""
-        work: Work | None = dist.isend(tensor, group=self._peers, group_dst=destination)
-        assert work is not None
+        work: Work = self._peers.send([tensor], destination, 0)
         return work
 
     def receive(self, tensor: Tensor, source: int) -> Work:
         """Start receiving into contiguous memory from one rank."""
-        work: Work | None = dist.irecv(tensor, group=self._peers, group_src=source)
-        assert work is not None
+        work: Work = self._peers.recv([tensor], source, 0)
         return work
 
     def _chunks(self, tensor: Tensor) -> tuple[Tensor, ...]:

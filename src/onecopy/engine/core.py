@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
-from torch.profiler import record_function
 
 from onecopy.engine.collectives import Collectives
 from onecopy.engine.flat import flat_like, is_dense
 from onecopy.engine.gradients import FullGradients, Gradients
 from onecopy.engine.inputs import Group
 from onecopy.engine.local import LocalOptimizer
+from onecopy.engine.marks import marked
 from onecopy.engine.probing import UNKNOWN, Probe, common_factor, remember, shared_params
 from onecopy.engine.replaced import ReplacementWatch
 from onecopy.engine.sharing import Sharing
@@ -153,7 +153,7 @@ class Engine:
                 "the parameters of param_groups were edited by hand; use add_param_group() or construct a new optimizer"
             )
 
-    @record_function("onecopy.update")
+    @marked("onecopy.update")
     def update(
         self,
         groups: Sequence[Group],
@@ -207,7 +207,7 @@ class Engine:
             raise failure
         self.local.pull_options(groups)
 
-    @record_function("onecopy.confirm")
+    @marked("onecopy.confirm")
     def confirm(self, groups: Sequence[Group], has_gradient: Sequence[bool], failure: Exception | None) -> None:
         """Raise on all ranks if one has failed or if they differ, before parameters travel."""
         factor = common_factor(self._probes, self.params) if self._probes else UNKNOWN
@@ -228,7 +228,7 @@ class Engine:
         """Whether ranks that differ in their gradients learn of it only after a step has sent parameters."""
         return self._status.late
 
-    @record_function("onecopy.share")
+    @marked("onecopy.share")
     def share(self, has_gradient: Sequence[bool] | None = None) -> None:
         """Make all replicas equal again; with ``has_gradient``, where only those parameters can have changed."""
         # What is sent may depend on the gradients only where the ranks have already agreed on them.

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
+_HERE = contextlib.nullcontext()
+
 
 class Lane:
     """A place for work whose results others wait for through futures.
@@ -21,14 +23,14 @@ class Lane:
         self._device = device
         self._stream = None if device.type == "cpu" else torch.Stream(device)
 
-    @contextlib.contextmanager
-    def entered(self) -> Iterator[None]:
+    def entered(self) -> contextlib.AbstractContextManager[None]:
         """Run the body on the lane, after what the caller's stream has enqueued."""
-        if self._stream is None:
-            yield
-            return
-        self._stream.wait_stream(torch.accelerator.current_stream(self._device))
-        with self._stream:
+        return _HERE if self._stream is None else self._on_stream(self._stream)
+
+    @contextlib.contextmanager
+    def _on_stream(self, stream: torch.Stream) -> Iterator[None]:
+        stream.wait_stream(torch.accelerator.current_stream(self._device))
+        with stream:
             yield
 
     def keep(self, tensor: Tensor) -> None:

@@ -20,12 +20,17 @@ class ModuleState:
 
     def __init__(self, module: nn.Module, broadcast_buffers: bool) -> None:
         self._module = module
-        self._broadcast_buffers = broadcast_buffers
+        # Where they are, because modules also replace them; as in DDP, those that come later are not shared.
+        self._homes = [
+            (submodule, name)
+            for submodule in (module.modules() if broadcast_buffers else ())
+            for name, _ in submodule.named_buffers(recurse=False)
+        ]
 
     @property
     def has_buffers_to_share(self) -> bool:
         """Whether :meth:`share_buffers` sends anything."""
-        return self._broadcast_buffers and next(self._module.buffers(), None) is not None
+        return bool(self._homes)
 
     def share_all(self, shard: Collectives, replicas: Collectives | None) -> None:
         """Make parameters and buffers those of the first rank."""
@@ -36,7 +41,8 @@ class ModuleState:
 
     def share_buffers(self, shard: Collectives, replicas: Collectives | None, source: int) -> None:
         """Make buffers those of ``source``."""
-        buffers = [buffer.detach() for buffer in self._module.buffers()] if self._broadcast_buffers else []
+        found = (getattr(submodule, name, None) for submodule, name in self._homes)
+        buffers = [buffer.detach() for buffer in {id(each): each for each in found if each is not None}.values()]
         for collectives, rank in ((replicas, 0), (shard, source)):
             if buffers and collectives is not None and collectives.world_size > 1:
                 _broadcast(buffers, collectives, rank)

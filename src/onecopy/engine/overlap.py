@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.futures import Future
-from torch.profiler import record_function
 
 from onecopy.engine.agreement import agree
 from onecopy.engine.bucketing import BucketMap, BucketMaps, GradBucket
@@ -34,6 +33,7 @@ from onecopy.engine.facts import group_facts, options_text
 from onecopy.engine.handover import read_handover, write_handover
 from onecopy.engine.inputs import Group
 from onecopy.engine.local import restore_options, snapshot_options
+from onecopy.engine.marks import marked
 from onecopy.engine.sharing import Sharing, Slots
 from onecopy.engine.stream import DIRECT_BYTES, InFlight
 from onecopy.engine.torch_private import after_backward, in_backward, version_of
@@ -256,7 +256,7 @@ class Overlap:
         self._collectives.all_reduce(flags, largest=True).wait()
         return {index: bool(flag) for index, flag in zip(params, flags.tolist(), strict=True)}
 
-    @record_function("onecopy.overlap.update")
+    @marked("onecopy.overlap.update")
     def _update(
         self, iteration: _Iteration, map_: BucketMap, buffer: Tensor, present: dict[int, bool], last: bool
     ) -> None:
@@ -271,7 +271,7 @@ class Overlap:
             restore_options(local.inner.param_groups, iteration.options)
             local.step_on(ranges)
 
-    @record_function("onecopy.overlap.send")
+    @marked("onecopy.overlap.send")
     def _send(self, iteration: _Iteration, number: int, map_: BucketMap, present: dict[int, bool]) -> None:
         engine = self._engine
         known = self._sharing.get(number)

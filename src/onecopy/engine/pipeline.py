@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
-from torch.profiler import record_function
 
 from onecopy.engine.agreement import raise_together
 from onecopy.engine.arena import Arena
@@ -23,6 +22,7 @@ from onecopy.engine.collectives import Collectives, Work
 from onecopy.engine.core import Engine
 from onecopy.engine.inputs import Group
 from onecopy.engine.local import Owned, restore_options, snapshot_options
+from onecopy.engine.marks import mark
 from onecopy.engine.sharing import Sharing
 from onecopy.engine.stream import InFlight
 from onecopy.engine.words import LateWord, word_on
@@ -55,6 +55,7 @@ class Pipeline:
         self._defers_word = overlap and alone and replicas is None
         self._storage: object = None
         self._segments: list[_Segment] = []
+        self._segment_of: dict[int, int] = {}  # by parameter
         self._flying: dict[int, tuple[InFlight, list[Tensor]]] = {}
         self._replicas = replicas
         self._unread: LateWord | None = None
@@ -89,7 +90,7 @@ class Pipeline:
         for number, segment in enumerate(self._segments):
             try:
                 if failure is None:
-                    with record_function("onecopy.update"):
+                    with mark("onecopy.update"):
                         restore_options(local.inner.param_groups, options)
                         local.step_part(segment.owned, ranges, kwargs)
             except Exception as error:
@@ -103,7 +104,7 @@ class Pipeline:
         engine = self._engine
         everything = engine.local.moves_all or engine.agrees_late
         changed = [engine.params[index] for index in segment.params if everything or has_gradient[index]]
-        with record_function("onecopy.share"):
+        with mark("onecopy.share"):
             self._flying[number] = (segment.sharing.start(None if everything else has_gradient), changed)
 
     def _end(self, failure: Exception | None) -> None:
@@ -161,17 +162,11 @@ class Pipeline:
         """Whether something has not arrived everywhere yet."""
         return bool(self._flying)
 
-    def wait_for(self, segments: Iterable[int]) -> None:
-        """End the transfers of some segments."""
+    def wait_for(self, params: Iterable[int]) -> None:
+        """End the transfers of what holds some parameters."""
         if self._flying:
-            self._drain([number for number in segments if number in self._flying])
-
-    def segments_of(self, params: Iterable[int]) -> frozenset[int]:
-        """Which segments hold these parameters."""
-        wanted = set(params)
-        return frozenset(
-            number for number, segment in enumerate(self._segments) if not wanted.isdisjoint(segment.params)
-        )
+            numbers = {self._segment_of[param] for param in params}
+            self._drain([number for number in self._flying if number in numbers])
 
     def _drain(self, numbers: Sequence[int]) -> None:
         if not numbers:
@@ -204,3 +199,4 @@ class Pipeline:
             owned = tuple(entry for entry in engine.local.owned if entry.shard.param in params)
             pieces = [piece for number in numbers for piece in storage.pieces_of[number]]
             self._segments.append(_Segment(params, owned, Sharing(engine.collectives, pieces, storage.direct_bytes)))
+        self._segment_of = {param: number for number, each in enumerate(self._segments) for param in each.params}

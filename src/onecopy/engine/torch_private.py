@@ -63,6 +63,11 @@ def in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
+def is_profiling() -> bool:
+    """Whether a profiler of torch's runs in this process."""
+    return bool(torch.autograd.profiler._is_profiler_enabled)
+
+
 def backward_number() -> int:
     """Which backward pass the calling thread is running."""
     return int(torch._C._current_graph_task_id())

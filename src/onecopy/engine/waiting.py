@@ -19,6 +19,8 @@ from onecopy.engine.pipeline import Pipeline
 READ_THEIR_CHILDREN = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)
 """Modules of torch's own that read parameters of their children themselves."""
 
+_Wanted = tuple[Pipeline, list[int]]
+
 
 def resolve_uses(module: nn.Module, uses: Mapping[str, Sequence[str]]) -> dict[str, list[int]]:
     """Identities of the parameters that submodules are said to read beside their own; raise if a name is unknown."""
@@ -49,12 +51,14 @@ class WaitHooks:
         self._reads: dict[str, list[int]] = {}  # by submodule, identities of parameters
         self._ran: set[str] = set()
         self._ran_before: set[str] | None = None
+        self._unread: tuple[set[str], list[_Wanted]] = (set(), [])  # after these have run, what none of them reads
         modules = dict(module.named_modules())
         for name, submodule in modules.items():
             deep = isinstance(submodule, READ_THEIR_CHILDREN)
             self._reads[name] = [id(param) for param in submodule.parameters(recurse=deep)]
         for name, params in resolve_uses(module, uses).items():
             self._reads[name] += params
+        self._waits = {name: self._wanted(params) for name, params in self._reads.items()}
         me = weakref.ref(self)
         for name, submodule in modules.items():
             if self._reads[name]:
@@ -67,23 +71,27 @@ class WaitHooks:
             for pipeline in {id(pipeline): pipeline for pipeline, _ in self._pipelines.values()}.values():
                 pipeline.wait()
             return
-        waited = {param for name in self._ran_before for param in self._reads[name]}
-        self._wait([param for param in self._pipelines if param not in waited])
+        if self._unread[0] != self._ran_before:
+            waited = {param for name in self._ran_before for param in self._reads[name]}
+            unread = self._wanted([param for param in self._pipelines if param not in waited])
+            self._unread = (self._ran_before, unread)
+        for pipeline, indices in self._unread[1]:
+            pipeline.wait_for(indices)
 
     def before(self, name: str) -> None:
         """Before one submodule's forward."""
         self._ran.add(name)
-        self._wait(self._reads[name])
+        for pipeline, indices in self._waits[name]:
+            pipeline.wait_for(indices)
 
-    def _wait(self, params: Sequence[int]) -> None:
-        wanted: dict[int, tuple[Pipeline, list[int]]] = {}
+    def _wanted(self, params: Sequence[int]) -> list[_Wanted]:
+        """By pipeline, the positions of these parameters."""
+        wanted: dict[int, _Wanted] = {}
         for param in params:
             if param in self._pipelines:
                 pipeline, index = self._pipelines[param]
                 wanted.setdefault(id(pipeline), (pipeline, []))[1].append(index)
-        for pipeline, indices in wanted.values():
-            if pipeline.under_way:
-                pipeline.wait_for(pipeline.segments_of(indices))
+        return list(wanted.values())
 
 
 def _hook(hooks: weakref.ref[WaitHooks], name: str) -> Any:

@@ -21,6 +21,9 @@ from onecopy.estimate import Job, Machine, Way
 TINY = {"vocabulary": 64, "width": 16, "head": 32, "depth": 1, "batch": 1, "length": 4}
 RUN = ("reference", 2, "")
 
+BUSY = 0.75
+"""Processor time that moving takes on each of two cores, for each second."""
+
 
 def timed(variant: str, seconds: list[float], wire: float = 0.0, error: str = "", heat: int = 0) -> dict[str, Any]:
     half = [value / 2 for value in seconds]
@@ -37,6 +40,7 @@ def timed(variant: str, seconds: list[float], wire: float = 0.0, error: str = ""
         "seconds": seconds,
         "backward": half,
         "step": half,
+        "idle": [0.1] * len(seconds),
         "wire": [wire] * len(seconds),
     }
 
@@ -54,7 +58,8 @@ def rows_of_a_run(ours: float = 0.9) -> list[dict[str, Any]]:
     ]
     for name, seconds in (("all-reduce", 0.2), ("reduce to owners", 0.1), ("share", 0.1)):
         about = {"model": "reference", "ranks": 2, "link": "", "heat": 0}
-        found.append({"kind": "primitive", "name": name, "seconds": [seconds] * 3, **about})
+        worked = [seconds * BUSY] * 3
+        found.append({"kind": "primitive", "name": name, "seconds": [seconds] * 3, "worked": worked, **about})
     return found
 
 
@@ -68,9 +73,13 @@ def test_ratios_are_taken_round_by_round_so_that_common_noise_cancels() -> None:
     assert "deepspeed" in summary["DeepSpeed ZeRO-2"]["error"]
 
 
-def test_the_bound_is_the_work_that_is_left_with_a_share_of_the_update() -> None:
-    """Forward and backward 0.375 (median), half of an update of 0.375, and 0.2 for moving."""
-    assert report.bound(rows_of_a_run(), RUN) == pytest.approx(0.375 + 0.375 / 2 + 0.2)
+@pytest.mark.parametrize(("cores", "busy"), [(1, 1.0), (2, BUSY), (64, 0.0)])
+def test_the_bound_is_the_work_that_is_left_with_a_share_of_the_update(
+    cores: int, busy: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Forward and backward 0.375 (median), half of an update of 0.375, and what moving for 0.2 takes of the cores."""
+    monkeypatch.setattr("os.cpu_count", lambda: cores)
+    assert report.bound(rows_of_a_run(), RUN) == pytest.approx(0.375 + 0.375 / 2 + 0.2 * busy)
 
 
 def test_the_guard_lets_noise_pass_and_names_a_loss(tmp_path: Path) -> None:

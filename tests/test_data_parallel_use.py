@@ -36,6 +36,20 @@ class Batched(nn.Module):
         return outputs
 
 
+class Counting(Layers):
+    """Puts a new tensor in the place of its buffer in every forward pass."""
+
+    seen: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.seen = self.seen + 1 + dist.get_rank()
+        return super().forward(inputs)
+
+
 class Checkpointed(Layers):
     """The middle is computed again in the backward pass."""
 
@@ -330,6 +344,14 @@ def test_buffers_follow_the_first_rank(world_size: int) -> None:
         assert_equal(ours.module.buffers(), plain.module.buffers(), f"step {step}", 0.0 if world_size == 2 else 1e-5)
     if dist.get_rank() != 0:
         assert not torch.equal(next(alone.module.buffers()), next(ours.module.buffers()))
+
+
+@distributed(2)
+def test_a_buffer_that_the_module_replaces_follows_too(world_size: int) -> None:
+    side = Side(True, Counting)
+    for step in range(3):
+        one_step(side, step)
+        assert side.module.get_buffer("seen").item() == step + 1 + dist.get_rank(), "rank 0 adds one each time"
 
 
 @distributed(2, 3)

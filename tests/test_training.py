@@ -17,6 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from harness import distributed
 from models import assert_equal, assert_replicas_equal, assert_same_tree, small_ddp, small_loss, small_model, values
 from onecopy import RanksDisagreeError, ZeroRedundancyOptimizer
+from onecopy.engine.marks import mark
 
 Modes = dict[str, Any]
 
@@ -356,6 +357,18 @@ def test_a_step_makes_backward_through_an_older_graph_raise(world_size: int, mod
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             output.backward()
     old[-1].backward()  # a parameter without a gradient was not changed, so its graph is still good
+
+
+@distributed(2)
+def test_a_profiler_sees_the_parts_of_a_step_and_without_one_nothing_is_recorded(world_size: int) -> None:
+    assert mark("one") is mark("another")
+    model = small_model()
+    optimizer = ours(model.parameters(), torch.optim.AdamW, {}, lr=0.1)
+    fill_gradients(model.parameters())
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        optimizer.step()
+    names = {event.key for event in profiler.key_averages()}
+    assert {"onecopy.update", "onecopy.confirm", "onecopy.share"} <= names
 
 
 @MODES

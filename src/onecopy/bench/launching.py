@@ -74,6 +74,12 @@ def loopback_bytes() -> int:
     return 0
 
 
+def idle_seconds() -> float:
+    """For how long this machine's cores have had nothing to do, added up."""
+    idle, waiting_for_disks = Path("/proc/stat").read_text().split("\n", 1)[0].split()[4:6]
+    return (int(idle) + int(waiting_for_disks)) / os.sysconf("SC_CLK_TCK")
+
+
 def free_bytes() -> int:
     """Memory that processes can have."""
     for line in Path("/proc/meminfo").read_text().splitlines():

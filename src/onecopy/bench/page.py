@@ -42,7 +42,8 @@ TIMES = """## Step time and bytes on the wire
 Variants take turns, three steps each, of which two are timed; where memory does not hold all of a table at once, in
 heats, each with the variants that the others are compared with. Ratios are medians of per-round ratios,
 with quartiles: "x DDP" to "{yardstick}", "x torch" to "{theirs}". "backward" and "step" are its parts in ms (stepping
-inside the backward pass leaves nothing for the second). "Wire" is what the loopback counted, headers included, in
+inside the backward pass leaves nothing for the second). "Idle" is how much of the time the machine's cores had nothing
+to do: what more overlap could gain at most. "Wire" is what the loopback counted, headers included, in
 units of the model's bytes times (N-1). "Difference" is the largest of any parameter from DDP's after 10 steps. FSDP2
 and DeepSpeed send 3 units and more here because gloo has no reduce-scatter of its own; on NCCL it is 2 (3 with
 resharding).
@@ -111,10 +112,10 @@ def _times(rows: Sequence[Row]) -> Iterator[str]:
         rounds = len(next(row for row in select(rows, "time", run) if row["seconds"])["seconds"])
         yield f"### {title_of(run).capitalize()}, {rounds} rounds"
         yield markdown(TIME_COLUMNS, [time_cells(each) for each in summaries(rows, run)])
-        kind = "the slower of computing and moving" if run[2] else "computing and moving together"
         yield (
-            f"Bound from primitives measured in the same run, for 1/N of the update and the least traffic "
-            f"({kind}): {1e3 * bound(rows, run):.1f} ms."
+            "Bound from primitives measured in the same run, for 1/N of the update and the least traffic (computing "
+            "and what moving takes of the cores, or moving, whichever is slower): "
+            f"{1e3 * bound(rows, run):.1f} ms."
         )
 
 

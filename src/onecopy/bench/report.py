@@ -82,6 +82,7 @@ def summaries(rows: Sequence[Row], run: tuple[str, int, str]) -> list[Row]:
                 "to_ddp": middle,
                 "quartiles": [low, high],
                 "to_torch": ratios(row["seconds"], heat[THEIRS]["seconds"])[1],
+                "idle": statistics.median(row["idle"]),
                 "wire": statistics.median(row["wire"]) / unit if row["wire"] else None,
                 "difference": row["difference"],
             }
@@ -92,12 +93,12 @@ def summaries(rows: Sequence[Row], run: tuple[str, int, str]) -> list[Row]:
 def bound(rows: Sequence[Row], run: tuple[str, int, str]) -> float:
     """Seconds that no way with 1/N of the update can beat, from what was measured in the same run.
 
-    On a loopback sending takes the cores that compute, so everything adds up; on a link the slower of both decides.
+    What moving takes of the cores that compute adds to computing; of that and moving the slower decides.
     """
     alone = next(row for row in select(rows, "time", run) if row["variant"] == ALONE)
-    moved = primitive(rows, run, "reduce to owners") + primitive(rows, run, "share")
+    moves = [(primitive(rows, run, name), busy_part(rows, run, name)) for name in ("reduce to owners", "share")]
     computed = statistics.median(alone["backward"]) + statistics.median(alone["step"]) / run[1]
-    return float(max(computed, moved) if run[2] else computed + moved)
+    return float(max(computed + sum(busy * moved for moved, busy in moves), sum(moved for moved, _ in moves)))
 
 
 def primitive(rows: Sequence[Row], run: tuple[str, int, str], name: str, what: str = "seconds") -> float:
@@ -166,12 +167,13 @@ def time_cells(summary: Row) -> list[str]:
         f"{summary['to_ddp']:.3f}",
         f"{low:.2f}-{high:.2f}",
         f"{summary['to_torch']:.3f}",
+        f"{100 * summary['idle']:.0f}%",
         wire,
         f"{summary['difference']:.0e}" if summary["difference"] else "0",
     ]
 
 
-TIME_COLUMNS = ("variant", "ms", "backward", "step", "x DDP", "quartiles", "x torch", "wire", "difference")
+TIME_COLUMNS = ("variant", "ms", "backward", "step", "x DDP", "quartiles", "x torch", "idle", "wire", "difference")
 MEMORY_COLUMNS = ("variant", "parameters", "gradients", "state", "other", "peak", "resident", "max/mean state")
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from onecopy.bench.launching import COUNTED, loopback_bytes
+from onecopy.bench.launching import COUNTED, idle_seconds, loopback_bytes
 from onecopy.bench.models import Sizes
 from onecopy.bench.variants import VARIANTS, YARDSTICK, Trained, difference
 from onecopy.engine.collectives import Collectives
@@ -36,6 +36,7 @@ class Timed:
     seconds: list[float] = field(default_factory=list)
     backward: list[float] = field(default_factory=list)
     step: list[float] = field(default_factory=list)
+    idle: list[float] = field(default_factory=list)
     wire: list[float] = field(default_factory=list)
 
 
@@ -58,11 +59,12 @@ def turn(timed: Timed, sizes: Sizes, number: int) -> None:
     dist.barrier()
     sent, first, backward = loopback_bytes(), (1 + TIMED) * number, 0.0
     _, start = iterate(timed.trained, sizes, first)
-    last = start
+    idle, last = idle_seconds(), start
     for count in range(TIMED):
         middle, end = iterate(timed.trained, sizes, first + 1 + count)
         backward += middle - last
         last = end
+    timed.idle.append((idle_seconds() - idle) / (last - start) / (os.cpu_count() or 1))
     timed.seconds.append((last - start) / TIMED)
     timed.backward.append(backward / TIMED)
     timed.step.append((last - start - backward) / TIMED)
@@ -113,6 +115,7 @@ def measure(names: Sequence[str], sizes: Sizes, rounds: int) -> list[dict[str, A
             "seconds": timed.seconds,
             "backward": timed.backward,
             "step": timed.step,
+            "idle": timed.idle,
             "wire": timed.wire if counted else [],
         }
         for timed in everything

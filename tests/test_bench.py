@@ -212,5 +212,22 @@ def test_a_wrong_model_is_named() -> None:
     assert "huge" in result.output + result.stderr
 
 
+def test_launches_become_one_row_and_an_error_in_one_is_the_wholes() -> None:
+    first = [
+        timed("a", [1.0, 2.0], wire=3.0) | {"difference": 0.5},
+        {"kind": "primitive", "name": "share", "seconds": [1]},
+    ]
+    second = [timed("a", [3.0]), {"kind": "primitive", "name": "share", "seconds": [2]}]
+    ours, share = running.merged([first, second])
+    assert ours["seconds"] == [1.0, 2.0, 3.0]
+    assert ours["wire"] == [3.0, 3.0, 0.0]
+    assert ours["difference"] == 0.5
+    assert share["seconds"] == [1, 2]
+    broken, _ = running.merged([first, [timed("a", [], error="RuntimeError: no")], second])
+    assert broken["error"] == "RuntimeError: no"
+
+
 def test_sizes_are_options() -> None:
     assert running.Plan(names=[], sizes={"depth": 5}).sizes_of("reference") == Sizes(depth=5)
+    assert running.Plan(names=[], sizes={"batch": 4}).name_of("deep") == "deep (batch 4)"
+    assert running.Plan(names=[]).name_of("deep") == "deep"

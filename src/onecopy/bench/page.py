@@ -39,8 +39,9 @@ a loopback shaped to its rate in a network namespace of its own (MTU 1500), is c
 
 TIMES = """## Step time and bytes on the wire
 
-Variants take turns, three steps each, of which two are timed; where memory does not hold all of a table at once, in
-heats, each with the variants that the others are compared with. Ratios are medians of per-round ratios,
+Variants take turns, three steps each, of which two are timed, in processes that are started anew every five rounds;
+where memory does not hold all of a table at once, in heats, each with the variants that the others are compared with.
+Ratios are medians of per-round ratios,
 with quartiles: "x DDP" to "{yardstick}", "x torch" to "{theirs}". "backward" and "step" are its parts in ms (stepping
 inside the backward pass leaves nothing for the second). "Idle" is how much of the time the machine's cores had nothing
 to do: what more overlap could gain at most. "Wire" is what the loopback counted, headers included, in

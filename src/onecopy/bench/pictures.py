@@ -27,7 +27,8 @@ def draw(rows: Sequence[Row], folder: Path) -> list[Path]:
     ]
     for run in runs_in(rows):
         if any(row["ranks"] == run[1] and row["model"] == run[0] for row in select(rows, "memory")):
-            name = f"bench-frontier-{run[0]}-{run[1]}-{run[2] or 'loopback'}.svg"
+            model = run[0].translate(str.maketrans(" ", "-", "(),"))
+            name = f"bench-frontier-{model}-{run[1]}-{run[2] or 'loopback'}.svg"
             made.append(_save(frontier_picture(rows, run), folder / name))
     if len({run[1] for run in runs_in(rows)}) > 1:
         made.append(_save(scaling_picture(rows), folder / "bench-scaling.svg"))

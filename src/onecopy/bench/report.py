@@ -96,9 +96,9 @@ def bound(rows: Sequence[Row], run: tuple[str, int, str]) -> float:
     What moving takes of the cores that compute adds to computing; of that and moving the slower decides.
     """
     alone = next(row for row in select(rows, "time", run) if row["variant"] == ALONE)
-    moves = [(primitive(rows, run, name), busy_part(rows, run, name)) for name in ("reduce to owners", "share")]
+    moved, busy = moving(rows, run, ("reduce to owners", "share"))
     computed = statistics.median(alone["backward"]) + statistics.median(alone["step"]) / run[1]
-    return float(max(computed + sum(busy * moved for moved, busy in moves), sum(moved for moved, _ in moves)))
+    return float(max(computed + busy * moved, moved))
 
 
 def primitive(rows: Sequence[Row], run: tuple[str, int, str], name: str, what: str = "seconds") -> float:
@@ -107,12 +107,14 @@ def primitive(rows: Sequence[Row], run: tuple[str, int, str], name: str, what: s
     return float(statistics.median(found))
 
 
-def busy_part(rows: Sequence[Row], run: tuple[str, int, str], name: str) -> float:
-    """The part of a primitive's time in which it kept this machine's cores from computing."""
+def moving(rows: Sequence[Row], run: tuple[str, int, str], names: Sequence[str]) -> tuple[float, float]:
+    """The seconds of some primitives, and the part of them in which they kept this machine's cores from computing."""
+    seconds = sum(primitive(rows, run, name) for name in names)
     cores = os.cpu_count() or 1
     if run[1] < cores:
-        return 0.0  # gloo's threads have cores of their own
-    return min(1.0, primitive(rows, run, name, "worked") * run[1] / cores / primitive(rows, run, name))
+        return seconds, 0.0  # gloo's threads have cores of their own
+    worked = sum(primitive(rows, run, name, "worked") for name in names)
+    return seconds, min(1.0, worked * run[1] / cores / seconds)
 
 
 WAYS = {
@@ -137,9 +139,8 @@ def predictions(rows: Sequence[Row], run: tuple[str, int, str]) -> list[Row]:
         if way is None or summary["error"]:
             continue
         ours = way not in (Way.DDP, Way.TORCH, Way.LEVEL_ONE)
-        name = "share" if ours else "all-reduce"
-        speed = (1 if ours else 2) * sent / primitive(rows, run, name)
-        predicted = step_seconds(way, job, Machine(run[1], speed, busy=busy_part(rows, run, name)))
+        seconds, busy = moving(rows, run, ("reduce to owners", "share") if ours else ("all-reduce",))
+        predicted = step_seconds(way, job, Machine(run[1], 2 * sent / seconds, busy=busy))
         measured = summary["ms"] / 1e3
         found.append(
             {"variant": summary["variant"], "measured": measured, "predicted": predicted, "off": predicted / measured}

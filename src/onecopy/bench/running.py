@@ -19,6 +19,12 @@ ALWAYS = (ALONE, YARDSTICK, THEIRS)
 GROWN = ("onecopy", "onecopy, bucket views", "onecopy, ShardedDataParallel")
 """Variants whose memory is measured for models of several sizes."""
 
+ROUNDS_PER_LAUNCH = 5
+"""Then the ranks are started anew: where memory happens to lie changes a variant's speed for as long as they live."""
+
+WARMED_UP = 3
+"""Steps before the clock is used; more in the first launch, which compares parameters."""
+
 BYTES_PER_ELEMENT = 16
 """What a variant needs on a rank, on the average: parameters, gradients, state, buffers."""
 
@@ -38,6 +44,10 @@ class Plan:
     def sizes_of(self, model: str) -> Sizes:
         """A model's sizes, with those that were given instead."""
         return Sizes(**{**asdict(MODELS[model]), **self.sizes})
+
+    def name_of(self, model: str) -> str:
+        """What a model is called in rows: another name where it has other sizes."""
+        return f"{model} ({', '.join(f'{key} {size}' for key, size in self.sizes.items())})" if self.sizes else model
 
 
 def heats(names: Sequence[str], ranks: int, sizes: Sizes) -> list[list[str]]:
@@ -61,7 +71,9 @@ def run(plan: Plan, tell: Callable[[str], object]) -> Iterator[Row]:
         model = plan.models[0]
         arguments = ["save", *_about(plan, model, plan.names), "--rounds", "3"]
         rows, error = launching.run(plan.ranks[0], arguments)
-        yield from ({**row, "model": model} for row in rows or [_failed("save", "all", plan.ranks[0], error)])
+        yield from (
+            {**row, "model": plan.name_of(model)} for row in rows or [_failed("save", "all", plan.ranks[0], error)]
+        )
     if "sizes" in plan.parts:
         yield from _grown(plan, tell)
     if "growth" in plan.parts:
@@ -86,12 +98,32 @@ def _times(plan: Plan, tell: Callable[[str], object]) -> Iterator[Row]:
             for ranks in plan.ranks:
                 groups = heats(plan.names, ranks, plan.sizes_of(model))
                 for number, names in enumerate(groups):
-                    tell(f"step times: {model}, {ranks} ranks, {link or 'loopback'}, heat {number + 1}/{len(groups)}")
-                    arguments = ["time", *_about(plan, model, names), "--rounds", str(plan.rounds)]
-                    rows, error = launching.run(ranks, arguments, link or None)
-                    about = {"model": model, "link": link, "heat": number}
-                    for row in rows or [_failed("failed heat", ", ".join(names), ranks, error)]:
+                    heat = f"{model}, {ranks} ranks, {link or 'loopback'}, heat {number + 1}/{len(groups)}"
+                    about = {"model": plan.name_of(model), "link": link, "heat": number}
+                    launches = []
+                    for start in range(0, plan.rounds, ROUNDS_PER_LAUNCH):
+                        tell(f"step times: {heat}, round {start + 1}/{plan.rounds}")
+                        rounds = ["--rounds", str(min(ROUNDS_PER_LAUNCH, plan.rounds - start))]
+                        warmth = ["--warm-up", str(WARMED_UP)] if start else []
+                        arguments = ["time", *_about(plan, model, names), *rounds, *warmth]
+                        rows, error = launching.run(ranks, arguments, link or None)
+                        launches.append(rows or [_failed("failed heat", ", ".join(names), ranks, error)])
+                    for row in merged(launches):
                         yield {**about, **row}
+
+
+def merged(launches: Sequence[Sequence[Row]]) -> list[Row]:
+    """One row for what several launches have measured of the same thing: lists one after the other, the rest as first.
+
+    An error in any of them is the whole's.
+    """
+    found: dict[tuple[str, str], Row] = {}
+    for row in (row for rows in launches for row in rows):
+        known = found.setdefault((row["kind"], row.get("variant") or row["name"]), {})
+        lists = {key: [*known.get(key, []), *value] for key, value in row.items() if isinstance(value, list)}
+        error = {"error": known.get("error") or row["error"]} if "error" in row else {}
+        known.update({**row, **known, **lists, **error})
+    return list(found.values())
 
 
 def _memories(plan: Plan, tell: Callable[[str], object]) -> Iterator[Row]:
@@ -102,7 +134,7 @@ def _memories(plan: Plan, tell: Callable[[str], object]) -> Iterator[Row]:
             tell(f"memory: {name}, {ranks} ranks")
             rows, error = launching.run(ranks, ["memory", *_about(plan, model, [name])])
             for row in rows or [_failed("memory", name, ranks, error)]:
-                yield {**row, "model": model}
+                yield {**row, "model": plan.name_of(model)}
 
 
 def _grown(plan: Plan, tell: Callable[[str], object]) -> Iterator[Row]:

@@ -17,12 +17,13 @@ from onecopy.bench.launching import COUNTED, idle_seconds, loopback_bytes
 from onecopy.bench.models import Sizes
 from onecopy.bench.variants import VARIANTS, YARDSTICK, Trained, difference
 from onecopy.engine.collectives import Collectives
+from onecopy.engine.grad_buckets import sum_into
 
 TIMED = 2
 """Steps that are timed in a turn."""
 
 COMPARED = 10
-"""Steps after which parameters are compared with those of DDP; also the warm-up."""
+"""Steps after which parameters are compared with those of DDP."""
 
 
 @dataclass(slots=True)
@@ -73,7 +74,7 @@ def turn(timed: Timed, sizes: Sizes, number: int) -> None:
     timed.wire.append((loopback_bytes() - sent) / (1 + TIMED))
 
 
-def prepare(names: Sequence[str], sizes: Sizes) -> list[Timed]:
+def prepare(names: Sequence[str], sizes: Sizes, warm_up: int) -> list[Timed]:
     """Make all variants from the same weights, train each a little, and compare it with DDP."""
     origin = sizes.make()
     found = []
@@ -83,7 +84,7 @@ def prepare(names: Sequence[str], sizes: Sizes) -> list[Timed]:
         found.append(timed)
         try:
             timed.trained = VARIANTS[name](copy.deepcopy(origin))
-            for number in range(COMPARED):
+            for number in range(warm_up):
                 iterate(timed.trained, sizes, number)
             timed.trained.finish()
             values = timed.trained.parameters()
@@ -95,9 +96,9 @@ def prepare(names: Sequence[str], sizes: Sizes) -> list[Timed]:
     return sorted(found, key=lambda timed: list(VARIANTS).index(timed.name))
 
 
-def measure(names: Sequence[str], sizes: Sizes, rounds: int) -> list[dict[str, Any]]:
+def measure(names: Sequence[str], sizes: Sizes, rounds: int, warm_up: int = COMPARED) -> list[dict[str, Any]]:
     """All variants in turns; rows for this rank's own report."""
-    everything = prepare(names, sizes)
+    everything = prepare(names, sizes, warm_up)
     running = [timed for timed in everything if timed.trained is not None]
     before = primitives(sizes)
     for number in range(rounds):
@@ -142,16 +143,20 @@ def primitives(sizes: Sizes, repeats: int = 5) -> dict[str, list[tuple[float, fl
     count = sum(param.numel() for param in sizes.make().parameters()) // ranks * ranks
     flat = torch.zeros(count)
     parts = list(flat.view(ranks, -1))
-    rows = [torch.empty_like(parts[0]) for _ in range(ranks)]
+    rows, mine = [torch.empty_like(parts[0]) for _ in range(ranks)], torch.empty_like(parts[0])
 
     def share() -> None:
         works = [collectives.broadcast(part, owner) for owner, part in enumerate(parts)]
         for work in works:
             work.wait()
 
+    def reduce() -> None:
+        collectives.exchange(parts, rows).wait()
+        sum_into(mine, [parts[rank] if rank == collectives.group_rank else rows[rank] for rank in range(ranks)], 0.5)
+
     actions: dict[str, Callable[[], object]] = {
         "all-reduce": lambda: dist.all_reduce(flat),
-        "reduce to owners": lambda: collectives.exchange(parts, rows).wait(),
+        "reduce to owners": reduce,
         "share": share,
     }
     found: dict[str, list[tuple[float, float]]] = {}

@@ -24,13 +24,14 @@ def main() -> None:
     parser.add_argument("--names", default="[]", help="variants, as JSON")
     parser.add_argument("--sizes", default="{}", help="the model's sizes, as JSON")
     parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--warm-up", type=int, default=timing.COMPARED, help="steps before the clock is used")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     names, sizes = json.loads(arguments.names), Sizes(**json.loads(arguments.sizes))
     if arguments.kind == "time":
-        rows = timing.measure(names, sizes, arguments.rounds)
+        rows = timing.measure(names, sizes, arguments.rounds, arguments.warm_up)
     elif arguments.kind == "memory":
         rows = [memory.measure(names[0], sizes)]
     elif arguments.kind == "overhead":

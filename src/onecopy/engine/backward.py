@@ -86,22 +86,24 @@ class BackwardReducer:
 
     def begin(self) -> None:
         """Note that a backward pass runs; also where none of its gradients is for a parameter of ours."""
-        number = backward_number()
-        if not self.synchronises or (self._pass is not None and self._pass.number == number):
-            return
-        if self._pass is not None:
-            raise RuntimeError(
-                "a backward pass began before another one ended: with activation checkpointing use "
-                "use_reentrant=False; after an exception in backward() run a forward pass first"
-            )
-        self._pass = _Pass(number)
-        unread, self._unread = self._unread, None
-        if unread is not None and unread.read()[0]:
-            self._pass.failure = PeerFailedError("the previous backward() failed on another rank; see its own error")
-        for bucket in self._buckets:
-            bucket.begin(self._pool)
-            for position in range(len(bucket.params)):
-                bucket.set_aside(position)
+        with self._lock:
+            number = backward_number()
+            if not self.synchronises or (self._pass is not None and self._pass.number == number):
+                return
+            if self._pass is not None:
+                raise RuntimeError(
+                    "a backward pass began before another one ended: with activation checkpointing use "
+                    "use_reentrant=False; after an exception in backward() run a forward pass first"
+                )
+            current = _Pass(number)
+            unread, self._unread = self._unread, None
+            if unread is not None and unread.read()[0]:
+                current.failure = PeerFailedError("the previous backward() failed on another rank; see its own error")
+            for bucket in self._buckets:
+                bucket.begin(self._pool)
+                for position in range(len(bucket.params)):
+                    bucket.set_aside(position)
+            self._pass = current  # last: other threads take it for a sign that nothing is left to be set aside
         me = weakref.ref(self)
 
         def end() -> None:
@@ -135,10 +137,10 @@ class BackwardReducer:
             return  # at its beginning
         if not will_accumulate(self._nodes[id(bucket.params[position])]):  # torch.autograd.grad() passes by here too
             return
-        with self._lock:
-            if self.synchronises:
-                self.begin()
-            else:
+        if self.synchronises:
+            self.begin()
+        else:
+            with self._lock:
                 bucket.set_aside(position)
 
     def after(self, bucket: Bucket, position: int) -> None:

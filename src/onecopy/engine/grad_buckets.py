@@ -162,7 +162,7 @@ class Bucket:
         return same or bool(torch.count_nonzero(gradient))
 
 
-def sum_into(target: Tensor, rows: Sequence[Tensor], scale: float, keep: bool) -> None:
+def sum_into(target: Tensor, rows: Sequence[Tensor], scale: float, keep: bool = False) -> None:
     """Write (or, with ``keep``, add) the sum of ``rows`` in rank order, times ``scale``, into ``target``.
 
     The order is fixed, so that the result depends neither on who owns what nor on where buckets end. Scaling the sum

@@ -113,7 +113,7 @@ def test_the_reference_model_is_the_one_of_the_page() -> None:
     sizes = report.elements_of({})
     assert 24e6 < sum(sizes) < 24.3e6
     assert max(sizes) / sum(sizes) == pytest.approx(0.695, abs=0.005)
-    deep = report.elements_of({"vocabulary": 2048, "width": 384, "head": 2048, "depth": 12, "batch": 8})
+    deep = report.elements_of({"vocabulary": 2048, "width": 384, "head": 2048, "depth": 12, "batch": 4})
     assert max(deep) / sum(deep) < 0.05
 
 

@@ -69,7 +69,7 @@ class Sizes:
 
 MODELS: dict[str, Sizes] = {
     "reference": Sizes(),
-    "deep": Sizes(vocabulary=2048, width=384, head=2048, depth=12, batch=8),
+    "deep": Sizes(vocabulary=2048, width=384, head=2048, depth=12, batch=4),
 }
 """24M parameters with a dominant embedding and small batches; 23M parameters in 12 equal blocks, with larger ones."""
 

@@ -33,7 +33,7 @@ HEAD = """# Benchmarks
 Written by `onecopy bench page` from the rows of `make bench`, on one machine: {machine}. One thread per rank, gloo.
 On a plain loopback communication is work for the same cores that compute, so it says little about clusters; the link,
 a loopback shaped to its rate in a network namespace of its own (MTU 1500), is closer. The reference model is a GPT of
-24M parameters, 69% of them in one embedding, batch 2 x 64 tokens; the deep one has 23M in 12 equal blocks, batch 8 x
+24M parameters, 69% of them in one embedding, batch 2 x 64 tokens; the deep one has 23M in 12 equal blocks, batch 4 x
 64. AdamW in float32, the same seeds, data and flags everywhere. Peers: `make bench-setup`.
 """
 
@@ -147,9 +147,11 @@ def _losses(rows: Sequence[Row]) -> Iterator[str]:
     yield "\n".join(lines) if lines else "Nowhere beyond noise in this run."
     yield (
         "Why: level 1 (`onecopy`, with or without bucket views) and the two overlap hooks all-reduce gradients and "
-        "then send parameters, 1.5 times what DDP sends, as torch's class does. On a loopback there is no core left "
-        "to overlap with, so the hooks can only cost. The Python of a step is what notices moved, replaced or missing "
-        "parameters and gradients on every rank before anything is sent; torch's class does not look."
+        "then send parameters, 1.5 times what DDP sends, as torch's class does. With as many ranks as cores, what "
+        "communication works is taken from computing, on the link too, and overlap can gain no more than the cores "
+        "are idle. The Python of a step is what notices moved, replaced or missing parameters and gradients on every "
+        "rank before anything is sent; torch's class does not look, and without bucket views sends every parameter "
+        "by itself."
     )
 
 

@@ -115,23 +115,24 @@ def frontier_picture(rows: Sequence[Row], run: tuple[str, int, str]) -> Figure:
 
 def scaling_picture(rows: Sequence[Row]) -> Figure:
     """Ratio to DDP, and state per rank, over the number of ranks."""
+    # Wide lines first: where several have the same values all of them are seen.
     chosen = {
-        "onecopy": OURS,
-        "onecopy, ShardedDataParallel": "#0b3c5d",
-        "torch's class, bucket views, fused": "#d1495b",
-        "FSDP2, no resharding": "#8a8a8a",
+        "FSDP2, no resharding": ("#b0b0b0", 6.0),
+        "torch's class, bucket views, fused": ("#d1495b", 2.0),
+        "onecopy, bucket views": (OURS, 3.0),
+        "onecopy, ShardedDataParallel": ("#0b3c5d", 1.2),
     }
     figure = Figure(figsize=(8, 3.2), layout="constrained")
     left, right = figure.subplots(1, 2)
     loopback = sorted(run for run in runs_in(rows) if not run[2] and run[0] == "reference")
-    for name, colour in chosen.items():
+    for name, (colour, width) in chosen.items():
         times, states = [], []
         for run in loopback:
             times += [(run[1], each["to_ddp"]) for each in summaries(rows, run) if each["variant"] == name]
             largest = _largest(rows, run[1], run[0]).get(name)
             states += [(run[1], largest["state"] / MB)] if largest else []
-        left.plot(*zip(*times, strict=True), "o-", color=colour, label=name) if times else None
-        right.plot(*zip(*states, strict=True), "o-", color=colour) if states else None
+        left.plot(*zip(*times, strict=True), "o-", color=colour, linewidth=width, label=name) if times else None
+        right.plot(*zip(*states, strict=True), "o-", color=colour, linewidth=width) if states else None
     left.set_ylabel("step time, x DDP fused")
     right.set_ylabel("MB of state, largest rank")
     for axes in (left, right):

@@ -184,14 +184,16 @@ def test_a_small_run_measures_every_variant_and_all_equal_ddp(measured: list[dic
 
 def test_a_run_becomes_a_page_with_pictures(measured: list[dict[str, Any]], tmp_path: Path) -> None:
     memory = [
-        {"kind": "memory", "variant": name, "rank": rank, "ranks": 2, "model": "reference", "sizes": TINY}
+        {"kind": "memory", "variant": name, "rank": rank, "ranks": 2, "model": measured[0]["model"], "sizes": TINY}
         | {"parameters": 4e6, "gradients": 4e6, "state": 8e6 / 2, "other": 0, "peak": 2e7, "resident": 3e7}
         for name in chosen("onecopy")
         for rank in range(2)
     ]
     rows = measured + memory
     pictures = draw(rows, tmp_path)
-    assert {picture.name for picture in pictures} == {"bench-memory-2.svg", "bench-frontier-reference-2-loopback.svg"}
+    sizes = "vocabulary-64-width-16-head-32-depth-1-batch-1-length-4"
+    frontier = f"bench-frontier-reference-{sizes}-2-loopback.svg"
+    assert {picture.name for picture in pictures} == {"bench-memory-2.svg", frontier}
     assert all("<svg" in picture.read_text()[:500] for picture in pictures)
     text = page(rows, "a machine", pictures)
     for expected in (

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from harness import distributed
 from models import assert_equal, assert_replicas_equal, values
+from onecopy import ShardedDataParallel
 from test_data_parallel import ROUNDING, SGD, Layers, Side, different_layers, inputs_of, one_step
 from test_reduce_scatter import Branching
 
@@ -332,6 +333,24 @@ def test_a_rank_whose_loss_touches_no_parameter(world_size: int) -> None:
             (loss * 0.0 if skip and not side.ours else loss).backward()
             side.optimizer.step()
         assert_equal(ours.params, plain.params, f"step {step}", 0.0 if world_size == 2 else ROUNDING)
+
+
+@distributed(2)
+def test_a_backward_pass_that_fails_leaves_the_gradients_it_did_not_reach(world_size: int) -> None:
+    side = Side(True, Layers)
+    assert isinstance(side.model, ShardedDataParallel)
+    loss_of(side, 0).backward()
+    before = side.model.grad_norm()
+
+    def fail(_gradient: Tensor) -> None:
+        raise RuntimeError("no more")
+
+    output = side.model(inputs_of(dist.get_rank(), 1))
+    output.register_hook(fail)
+    with pytest.raises(RuntimeError, match="no more"):
+        output.square().mean().backward()
+    side.model(inputs_of(dist.get_rank(), 2))  # ends the interrupted pass
+    assert side.model.grad_norm() == before
 
 
 @distributed(2, 3)

@@ -173,15 +173,15 @@ class ShardedDataParallel(nn.Module, Joinable):
 
     def _before_training_forward(self) -> None:
         self._reducer.attach()
-        if in_join_context(self) or (self.module.training and self._state.has_buffers_to_share):
+        buffers = self._state.buffers_to_share() if self.module.training else []
+        if in_join_context(self) or buffers:
             self._hear()
         source = 0
         if in_join_context(self):
             Join.notify_join_context(self)
             source = self._exchange_join_flags(active=True, synchronises=self.require_backward_grad_sync)[0]
         self._reducer.synchronises = self.require_backward_grad_sync
-        if self.module.training:
-            self._state.share_buffers(self._collectives, self._replicas, source)
+        self._state.share_buffers(buffers, self._collectives, self._replicas, source)
 
     def _hear(self) -> None:
         """Before ranks exchange anything: raise if the last step has failed on one of them."""
@@ -296,7 +296,7 @@ class ShardedDataParallel(nn.Module, Joinable):
         self.wait()
         self._hear()
         source, synchronises = self._exchange_join_flags(active=False, synchronises=False)
-        self._state.share_buffers(self._collectives, self._replicas, source)
+        self._state.share_buffers(self._state.buffers_to_share(), self._collectives, self._replicas, source)
         if synchronises:
             self._reducer.take_part()
 

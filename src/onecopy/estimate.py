@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 CONTENTION = 1.12
-"""How much longer everything takes where sending and computing use the same cores and caches (measured here)."""
+"""How much longer everything takes as soon as sending and computing share cores and caches at all (measured here)."""
 
 FORWARD = 1 / 3
 """The forward pass's part of a forward and a backward pass."""
@@ -34,7 +34,7 @@ class Job:
 
     Attributes:
         elements: the number of parameters.
-        largest: elements of the largest parameter.
+        largest: elements of the largest parameter, which is taken to be reduced last, as an embedding is.
         bytes_per_element: of a parameter and of its gradient.
         state_bytes: of the optimizer's state for one parameter (Adam in float32: 8).
         compute: seconds that a forward and a backward pass take on one rank.

@@ -39,15 +39,15 @@ a loopback shaped to its rate in a network namespace of its own (MTU 1500), is c
 
 TIMES = """## Step time and bytes on the wire
 
-Variants take turns, three steps each, of which two are timed, in processes that are started anew every five rounds;
-where memory does not hold all of a table at once, in heats, each with the variants that the others are compared with.
-Ratios are medians of per-round ratios,
-with quartiles: "x DDP" to "{yardstick}", "x torch" to "{theirs}". "backward" and "step" are its parts in ms (stepping
-inside the backward pass leaves nothing for the second). "Idle" is how much of the time the machine's cores had nothing
-to do: what more overlap could gain at most. "Wire" is what the loopback counted, headers included, in
-units of the model's bytes times (N-1). "Difference" is the largest of any parameter from DDP's after 10 steps. FSDP2
-and DeepSpeed send 3 units and more here because gloo has no reduce-scatter of its own; on NCCL it is 2 (3 with
-resharding).
+Variants take turns, three steps each, of which two are timed, in processes that are started anew every five
+rounds; where memory does not hold all of a table at once, in heats, each with the variants that the others are
+compared with. Ratios are medians of per-round ratios, with quartiles: "x DDP" to "{yardstick}", "x
+torch" to "{theirs}". "backward" and "step" are its parts in ms (stepping inside the backward pass leaves
+nothing for the second). "Idle" is how much of the time the machine's cores had nothing to do: with as many
+ranks as cores, what more overlap could gain at most. "Wire" is what the loopback counted, headers included, in
+units of the model's bytes times (N-1). "Difference" is the largest of any parameter from DDP's after 10 steps.
+FSDP2 and DeepSpeed send 3 units and more here because gloo has no reduce-scatter of its own; on NCCL it is 2 (3
+with resharding).
 """
 
 MODEL = """## The time model

@@ -91,7 +91,7 @@ def summaries(rows: Sequence[Row], run: tuple[str, int, str]) -> list[Row]:
 
 
 def bound(rows: Sequence[Row], run: tuple[str, int, str]) -> float:
-    """Seconds that no way with 1/N of the update can beat, from what was measured in the same run.
+    """Seconds that a way with 1/N of the update can hardly beat, from what was measured in the same run.
 
     What moving takes of the cores that compute adds to computing; of that and moving the slower decides.
     """

@@ -59,8 +59,9 @@ def turn(timed: Timed, sizes: Sizes, number: int) -> None:
     assert timed.trained is not None
     dist.barrier()
     sent, first, backward = loopback_bytes(), (1 + TIMED) * number, 0.0
-    _, start = iterate(timed.trained, sizes, first)
-    idle, last = idle_seconds(), start
+    iterate(timed.trained, sizes, first)
+    idle = idle_seconds()
+    start = last = time.perf_counter()
     for count in range(TIMED):
         middle, end = iterate(timed.trained, sizes, first + 1 + count)
         backward += middle - last

@@ -1,7 +1,8 @@
 """Gradients sharded during the backward pass: every bucket is reduced to its owners as soon as it is full.
 
-1. A hook in front of a parameter's gradient takes away the range that an earlier pass left there, so that autograd
-   finds nothing to add to. A hook behind it moves the new gradient into its bucket.
+1. When a pass begins (without synchronising: in front of each parameter's gradient) the ranges that an earlier pass
+   left in ``param.grad`` are set aside, so that autograd finds nothing to add to. A hook behind a parameter's gradient
+   moves it into its bucket.
 2. Buckets are exchanged in the same order on all ranks: each when it is full and all before it are under way, those
    that do not fill (unused parameters) when the pass ends. Few are under way at a time.
 3. When the pass ends, all are added up, the ranks agree on which parameters have a gradient anywhere, and
@@ -123,6 +124,7 @@ class BackwardReducer:
             current.failure = RuntimeError("backward() was interrupted by an exception")
             with contextlib.suppress(RuntimeError):
                 self._finish(current, active=True)
+            self._put_back()
 
     def forget_accumulated(self) -> None:
         """Note that gradients were zeroed, also those that were set aside."""
@@ -244,8 +246,19 @@ class BackwardReducer:
             for position, param in enumerate(bucket.params):
                 if not bucket.launched and not bucket.arrived[position] and param.grad is not None:
                     self._take_unused(current, bucket, position)
-        present, _ = self._finish(current, active=True)
+        try:
+            present, _ = self._finish(current, active=True)
+        except Exception:
+            self._put_back()
+            raise
         self._show(present)
+
+    def _put_back(self) -> None:
+        """After a pass that failed: parameters that it did not reach have what they had before."""
+        for bucket in self._buckets:
+            for position in bucket.aside:
+                if not bucket.arrived[position]:
+                    bucket.params[position].grad = bucket.gradients[position]
 
     def _take_unused(self, current: _Pass, bucket: Bucket, position: int) -> None:
         gradient = bucket.params[position].grad

@@ -20,17 +20,11 @@ class ModuleState:
 
     def __init__(self, module: nn.Module, broadcast_buffers: bool) -> None:
         self._module = module
-        # Where they are, because modules also replace them; as in DDP, those that come later are not shared.
-        self._homes = [
-            (submodule, name)
-            for submodule in (module.modules() if broadcast_buffers else ())
-            for name, _ in submodule.named_buffers(recurse=False)
-        ]
+        self._broadcast_buffers = broadcast_buffers
 
-    @property
-    def has_buffers_to_share(self) -> bool:
-        """Whether :meth:`share_buffers` sends anything."""
-        return bool(self._homes)
+    def buffers_to_share(self) -> list[Tensor]:
+        """The buffers that the module has now."""
+        return [buffer.detach() for buffer in self._module.buffers()] if self._broadcast_buffers else []
 
     def share_all(self, shard: Collectives, replicas: Collectives | None) -> None:
         """Make parameters and buffers those of the first rank."""
@@ -39,10 +33,10 @@ class ModuleState:
             if collectives is not None:
                 _broadcast([tensor.detach() for tensor in tensors], collectives, 0)
 
-    def share_buffers(self, shard: Collectives, replicas: Collectives | None, source: int) -> None:
-        """Make buffers those of ``source``."""
-        found = (getattr(submodule, name, None) for submodule, name in self._homes)
-        buffers = [buffer.detach() for buffer in {id(each): each for each in found if each is not None}.values()]
+    def share_buffers(
+        self, buffers: Sequence[Tensor], shard: Collectives, replicas: Collectives | None, source: int
+    ) -> None:
+        """Make these buffers those of ``source``."""
         for collectives, rank in ((replicas, 0), (shard, source)):
             if buffers and collectives is not None and collectives.world_size > 1:
                 _broadcast(buffers, collectives, rank)

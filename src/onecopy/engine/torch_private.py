@@ -64,7 +64,7 @@ def in_backward() -> bool:
 
 
 def is_profiling() -> bool:
-    """Whether a profiler of torch's runs in this process."""
+    """Whether one of torch's profilers was started from Python (not from outside, or from C++)."""
     return bool(torch.autograd.profiler._is_profiler_enabled)
 
 

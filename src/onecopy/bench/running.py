@@ -20,7 +20,7 @@ GROWN = ("onecopy", "onecopy, bucket views", "onecopy, ShardedDataParallel")
 """Variants whose memory is measured for models of several sizes."""
 
 ROUNDS_PER_LAUNCH = 5
-"""Then the ranks are started anew: where memory happens to lie changes a variant's speed for as long as they live."""
+"""Then the ranks are started anew, so that nothing peculiar to one launch decides."""
 
 WARMED_UP = 3
 """Steps before the clock is used; more in the first launch, which compares parameters."""

@@ -335,8 +335,10 @@ def test_a_rank_whose_loss_touches_no_parameter(world_size: int) -> None:
         assert_equal(ours.params, plain.params, f"step {step}", 0.0 if world_size == 2 else ROUNDING)
 
 
+@pytest.mark.parametrize("zeroed", [False, True])
 @distributed(2)
-def test_a_backward_pass_that_fails_leaves_the_gradients_it_did_not_reach(world_size: int) -> None:
+def test_a_backward_pass_that_fails_leaves_the_gradients_it_did_not_reach(world_size: int, zeroed: bool) -> None:
+    """And brings none of them back that were zeroed after it, by the module, of which nobody is told."""
     side = Side(True, Layers)
     assert isinstance(side.model, ShardedDataParallel)
     loss_of(side, 0).backward()
@@ -349,8 +351,10 @@ def test_a_backward_pass_that_fails_leaves_the_gradients_it_did_not_reach(world_
     output.register_hook(fail)
     with pytest.raises(RuntimeError, match="no more"):
         output.square().mean().backward()
+    if zeroed:
+        side.model.zero_grad()
     side.model(inputs_of(dist.get_rank(), 2))  # ends the interrupted pass
-    assert side.model.grad_norm() == before
+    assert side.model.grad_norm() == (0.0 if zeroed else before)
 
 
 @distributed(2, 3)

@@ -1,8 +1,7 @@
 """Gradients sharded during the backward pass: every bucket is reduced to its owners as soon as it is full.
 
-1. When a pass begins (without synchronising: in front of each parameter's gradient) the ranges that an earlier pass
-   left in ``param.grad`` are set aside, so that autograd finds nothing to add to. A hook behind a parameter's gradient
-   moves it into its bucket.
+1. A hook in front of a parameter's gradient takes away the range that an earlier pass left there, so that autograd
+   finds nothing to add to. A hook behind it moves the new gradient into its bucket.
 2. Buckets are exchanged in the same order on all ranks: each when it is full and all before it are under way, those
    that do not fill (unused parameters) when the pass ends. Few are under way at a time.
 3. When the pass ends, all are added up, the ranks agree on which parameters have a gradient anywhere, and
@@ -87,24 +86,20 @@ class BackwardReducer:
 
     def begin(self) -> None:
         """Note that a backward pass runs; also where none of its gradients is for a parameter of ours."""
-        with self._lock:
-            number = backward_number()
-            if not self.synchronises or (self._pass is not None and self._pass.number == number):
-                return
-            if self._pass is not None:
-                raise RuntimeError(
-                    "a backward pass began before another one ended: with activation checkpointing use "
-                    "use_reentrant=False; after an exception in backward() run a forward pass first"
-                )
-            current = _Pass(number)
-            unread, self._unread = self._unread, None
-            if unread is not None and unread.read()[0]:
-                current.failure = PeerFailedError("the previous backward() failed on another rank; see its own error")
-            for bucket in self._buckets:
-                bucket.begin(self._pool)
-                for position in range(len(bucket.params)):
-                    bucket.set_aside(position)
-            self._pass = current  # last: other threads take it for a sign that nothing is left to be set aside
+        number = backward_number()
+        if not self.synchronises or (self._pass is not None and self._pass.number == number):
+            return
+        if self._pass is not None:
+            raise RuntimeError(
+                "a backward pass began before another one ended: with activation checkpointing use "
+                "use_reentrant=False; after an exception in backward() run a forward pass first"
+            )
+        self._pass = _Pass(number)
+        unread, self._unread = self._unread, None
+        if unread is not None and unread.read()[0]:
+            self._pass.failure = PeerFailedError("the previous backward() failed on another rank; see its own error")
+        for bucket in self._buckets:
+            bucket.begin(self._pool)
         me = weakref.ref(self)
 
         def end() -> None:
@@ -124,7 +119,6 @@ class BackwardReducer:
             current.failure = RuntimeError("backward() was interrupted by an exception")
             with contextlib.suppress(RuntimeError):
                 self._finish(current, active=True)
-            self._put_back()
 
     def forget_accumulated(self) -> None:
         """Note that gradients were zeroed, also those that were set aside."""
@@ -134,16 +128,17 @@ class BackwardReducer:
 
     def before(self, bucket: Bucket, position: int) -> None:
         """In front of autograd's accumulation: set aside what an earlier pass has reduced."""
-        current = self._pass
-        if current is not None and current.number == backward_number():
-            return  # at its beginning
-        if not will_accumulate(self._nodes[id(bucket.params[position])]):  # torch.autograd.grad() passes by here too
+        param = bucket.params[position]
+        if not will_accumulate(self._nodes[id(param)]):  # torch.autograd.grad() passes by here too
             return
-        if self.synchronises:
+        with self._lock:
             self.begin()
-        else:
-            with self._lock:
-                bucket.set_aside(position)
+            if isinstance(param.grad, ShardGrad):
+                bucket.kept[position] = True
+                bucket.aside.add(position)
+                param.grad = None
+            elif param.grad is None or not bucket.is_as_left(position):
+                bucket.kept[position] = False
 
     def after(self, bucket: Bucket, position: int) -> None:
         """Behind autograd's accumulation: move the whole local gradient into its bucket."""
@@ -246,19 +241,8 @@ class BackwardReducer:
             for position, param in enumerate(bucket.params):
                 if not bucket.launched and not bucket.arrived[position] and param.grad is not None:
                     self._take_unused(current, bucket, position)
-        try:
-            present, _ = self._finish(current, active=True)
-        except Exception:
-            self._put_back()
-            raise
+        present, _ = self._finish(current, active=True)
         self._show(present)
-
-    def _put_back(self) -> None:
-        """After a pass that failed: parameters that it did not reach have what they had before."""
-        for bucket in self._buckets:
-            for position in bucket.aside:
-                if not bucket.arrived[position]:
-                    bucket.params[position].grad = bucket.gradients[position]
 
     def _take_unused(self, current: _Pass, bucket: Bucket, position: int) -> None:
         gradient = bucket.params[position].grad

@@ -80,17 +80,6 @@ class Bucket:
             local = self.shard[low - start : high - start] if low < high else self.shard[:0]
             self.gradients.append(ShardGrad(local, param, self._policy.collectives))
 
-    def set_aside(self, position: int) -> None:
-        """Before autograd accumulates: take away what an earlier pass has reduced, and note whether it is added to."""
-        param = self.params[position]
-        gradient = param.grad
-        if isinstance(gradient, ShardGrad):
-            self.kept[position] = True
-            self.aside.add(position)
-            param.grad = None
-        elif gradient is None or not self._is_as_left(position, gradient):
-            self.kept[position] = False
-
     def put(self, position: int, gradient: Tensor, pool: Pool) -> None:
         """Take in one parameter's gradient, or add it to what has come before in this pass."""
         param, offset = self.params[position], self.plan.offsets[position]
@@ -156,8 +145,10 @@ class Bucket:
         assert gradient is not None
         self.left[position] = (id(gradient), version_of(gradient))
 
-    def _is_as_left(self, position: int, gradient: Tensor) -> bool:
+    def is_as_left(self, position: int) -> bool:
         """Whether a whole gradient is still what :meth:`leave` saw, or at least was not zeroed."""
+        gradient = self.params[position].grad
+        assert gradient is not None
         same = self.left.get(position) == (id(gradient), version_of(gradient))
         return same or bool(torch.count_nonzero(gradient))
 

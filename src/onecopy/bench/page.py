@@ -157,16 +157,21 @@ def _losses(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def _memory_losses(rows: Sequence[Row], ranks: int) -> Iterator[str]:
-    peaks: dict[str, float] = {}
-    for row in select(rows, "memory"):
-        if row["ranks"] == ranks and not row.get("error"):
-            peaks[row["variant"]] = max(row["peak"], peaks.get(row["variant"], 0.0))
-    for name, peak in peaks.items():
-        ours = peaks.get("onecopy, ShardedDataParallel")
-        if ours is not None and peak < ours and not name.startswith("onecopy, Sharded"):
-            yield (
-                f"- Peak memory with {ranks} ranks: ShardedDataParallel {ours / MB:.0f} MB, {name} {peak / MB:.0f} MB."
-            )
+    ours = "onecopy, ShardedDataParallel"
+    for when, kinds in {
+        "at the peak of a step": ("peak",),
+        "between steps": ("parameters", "gradients", "state", "other"),
+    }.items():
+        held: dict[str, float] = {}
+        for row in select(rows, "memory"):
+            if row["ranks"] == ranks and not row.get("error"):
+                held[row["variant"]] = max(sum(row[kind] for kind in kinds), held.get(row["variant"], 0.0))
+        for name, bytes_ in held.items():
+            if ours in held and bytes_ < held[ours] and not name.startswith(ours):
+                yield (
+                    f"- Memory {when} with {ranks} ranks: ShardedDataParallel {held[ours] / MB:.0f} MB, {name} "
+                    f"{bytes_ / MB:.0f} MB."
+                )
 
 
 def _model(rows: Sequence[Row]) -> Iterator[str]:

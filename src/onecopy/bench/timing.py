@@ -152,7 +152,7 @@ def primitives(sizes: Sizes, repeats: int = 5) -> dict[str, list[tuple[float, fl
             work.wait()
 
     def reduce() -> None:
-        collectives.exchange(parts, rows).wait()
+        collectives.exchange(list(map(collectives.chunks, parts)), list(map(collectives.chunks, rows))).wait()
         sum_into(mine, [parts[rank] if rank == collectives.group_rank else rows[rank] for rank in range(ranks)], 0.5)
 
     actions: dict[str, Callable[[], object]] = {

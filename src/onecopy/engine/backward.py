@@ -20,13 +20,14 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from onecopy.engine.agreement import raise_together
-from onecopy.engine.collectives import Work
+from onecopy.engine.collectives import Exchange, Work
 from onecopy.engine.grad_buckets import Bucket, Policy, sum_into
 from onecopy.engine.lanes import Lane
 from onecopy.engine.marks import mark
@@ -36,16 +37,22 @@ from onecopy.engine.torch_private import backward_number, when_backward_ends, wi
 from onecopy.engine.words import LateWord, word_on
 from onecopy.errors import PeerFailedError
 
-IN_FLIGHT = 2
-"""Buckets that may be under way when another one is full; with their size this bounds the extra memory."""
+IN_FLIGHT_BYTES = 16 << 20
+"""As long as gradients of this size are under way, a full bucket waits for others to end: what they are in is kept."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Pending:
-    """An exchange under way. Its buffers are used by the transfer until it has ended."""
+    """An exchange under way.
+
+    Attributes:
+        bucket: whose gradients it reads until it has ended.
+        rows: what is added up, by rank; this rank's own is in the bucket's runs. One row if a backend adds up.
+        memory: what the rows are in, if it is not the shard.
+        work: the transfers.
+    """
 
     bucket: Bucket
-    buffer: Tensor
     rows: Sequence[Tensor]
     memory: Tensor
     work: Work
@@ -185,52 +192,67 @@ class BackwardReducer:
     def _launch(self, current: _Pass) -> None:
         bucket = self._buckets[current.next]
         current.next += 1
-        if len(current.pending) >= IN_FLIGHT:
+        while sum(pending.bucket.nbytes for pending in current.pending) >= IN_FLIGHT_BYTES:
             self._add_up(current.pending.popleft())
         with mark("onecopy.reduce"), self._lanes[bucket.device].entered():
             current.pending.append(self._exchange(bucket))
 
     def _exchange(self, bucket: Bucket) -> _Pending:
         collectives, plan = self._policy.collectives, bucket.plan
-        buffer = bucket.close(self._pool)
-        bucket.buffer = None
+        bucket.close(self._pool)
+        bucket.allocate()
         if bucket.wire_dtype is torch.float16:
-            buffer.mul_(self._policy.scale)  # a sum of many could leave its narrow range
-        ranges = [plan.range_of(rank) for rank in range(collectives.world_size)]
-        if collectives.exchanges(bucket.device):
-            length = bucket.mine[1] - bucket.mine[0]
-            memory = self._pool.take((collectives.world_size - 1) * length, bucket.wire_dtype, bucket.device)
-            others = list(memory.view(collectives.world_size - 1, length)) if length else []
-            empty = memory[:0]
-            rows = others or [empty] * (collectives.world_size - 1)
-            rows = [*rows[: collectives.group_rank], empty, *rows[collectives.group_rank :]]
-            work = collectives.exchange([buffer[start:stop] for start, stop in ranges], rows)
-            rows[collectives.group_rank] = buffer[slice(*bucket.mine)]
-            return _Pending(bucket, buffer, rows, memory, work)
-        memory = self._pool.take(plan.longest, bucket.wire_dtype, bucket.device)
-        work = collectives.reduce_scatter(buffer, [stop - start for start, stop in ranges], memory)
-        return _Pending(bucket, buffer, [memory[: bucket.mine[1] - bucket.mine[0]]], memory, work)
+            for run in bucket.runs:
+                assert run.memory is not None
+                run.memory.mul_(self._policy.scale)  # a sum of many could leave its narrow range
+        length = bucket.mine[1] - bucket.mine[0]
+        if not collectives.exchanges(bucket.device):
+            memory = self._pool.take(plan.longest, bucket.wire_dtype, bucket.device)
+            sizes = [stop - start for start, stop in pairwise(plan.bounds)]
+            (run,) = bucket.runs
+            assert run.memory is not None
+            return _Pending(bucket, [memory[:length]], memory, collectives.reduce_scatter(run.memory, sizes, memory))
+        others = [rank for rank in range(collectives.world_size) if rank != collectives.group_rank]
+        # One of the rows can arrive where the sum will be, unless that is added to something.
+        fits = bucket.wire_dtype == bucket.kept_dtype and self._policy.replicas is None and not any(bucket.kept)
+        staged = others[1:] if fits else others
+        memory = self._pool.take(len(staged) * length, bucket.wire_dtype, bucket.device)
+        rows = [bucket.shard] * collectives.world_size
+        for rank, row in zip(staged, memory.view(-1, length) if length else (), strict=length > 0):
+            rows[rank] = row
+        arriving = [[row[message.home] for message in bucket.messages[collectives.group_rank]] for row in rows]
+        return _Pending(bucket, rows, memory, collectives.exchange(bucket.outgoing(), arriving))
 
     def _add_up(self, pending: _Pending) -> None:
         with self._lanes[pending.bucket.device].entered():
             self._add_up_here(pending)
 
     def _add_up_here(self, pending: _Pending) -> None:
-        bucket = pending.bucket
-        pending.work.wait()
-        bucket.allocate()
-        if any(bucket.kept):
+        bucket, replicas = pending.bucket, self._policy.replicas
+        keeps = any(bucket.kept)
+        if keeps:
             bucket.clear(bucket.kept)
-        with mark("onecopy.add"):
-            scale = 1.0 if bucket.wire_dtype is torch.float16 else self._policy.scale
-            if self._policy.replicas is None:
-                sum_into(bucket.shard, pending.rows, scale, keep=any(bucket.kept))
-            else:
-                total = torch.empty_like(bucket.shard)
-                sum_into(total, pending.rows, scale, keep=False)
-                self._policy.replicas.all_reduce(total).wait()
-                bucket.shard.add_(total) if any(bucket.kept) else bucket.shard.copy_(total)
-        self._pool.give_back(pending.buffer, pending.memory)
+        scale = 1.0 if bucket.wire_dtype is torch.float16 else self._policy.scale
+        target = bucket.shard if replicas is None else torch.zeros_like(bucket.shard)
+        adds = keeps and replicas is None
+        if isinstance(pending.work, Exchange):
+            here = self._policy.collectives.group_rank
+            for message, work in zip(bucket.messages[here], pending.work.arrivals, strict=True):
+                work.wait()
+                with mark("onecopy.add"):
+                    rows = [row[message.home] for row in pending.rows]
+                    rows[here] = message.values
+                    sum_into(target[message.home], rows, scale, adds)
+            pending.work.departures.wait()
+        else:
+            pending.work.wait()
+            with mark("onecopy.add"):
+                sum_into(target, pending.rows, scale, adds)
+        if replicas is not None:
+            replicas.all_reduce(target).wait()
+            bucket.shard.add_(target) if keeps else bucket.shard.copy_(target)
+        bucket.give_back(self._pool)
+        self._pool.give_back(pending.memory)
 
     def finish(self) -> None:
         """The end of a backward pass."""

@@ -49,6 +49,25 @@ class _Several:
         return None
 
 
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """Messages between all pairs of ranks. What has come can be used while the rest is on its way.
+
+    Attributes:
+        arrivals: by position, the messages at that position from all other ranks.
+        departures: what this rank sends.
+    """
+
+    arrivals: tuple[Work, ...]
+    departures: Work
+
+    def wait(self) -> object:
+        """Wait for all of them. Nothing may be waited for twice."""
+        for work in (*self.arrivals, self.departures):
+            work.wait()
+        return None
+
+
 CHUNK_BYTES = 4 << 20
 """Long messages between two ranks go in parts of this size, so that both directions and all pairs make progress.
 
@@ -207,7 +226,7 @@ class Collectives:
         if self.exchanges(tensor.device):
             others = [(self.group_rank - turn) % self.world_size for turn in range(1, self.world_size)]
             pairs = [(self.send, rank) for rank in others] if source == self.group_rank else [(self.receive, source)]
-            return _Several(tuple(start(part, rank) for part in self._chunks(tensor) for start, rank in pairs))
+            return _Several(tuple(start(part, rank) for part in self.chunks(tensor) for start, rank in pairs))
         work: Work = dist.broadcast(tensor, group=self.process_group, group_src=source, async_op=True)
         return work
 
@@ -215,17 +234,19 @@ class Collectives:
         """Whether memory on this device is best sent between pairs of ranks (gloo's own send is for the CPU only)."""
         return self.exchanges_fast and device.type == "cpu"
 
-    def exchange(self, parts: Sequence[Tensor], rows: Sequence[Tensor]) -> Work:
-        """Start sending every other rank its part, and receiving theirs of this rank's; both in rank order.
+    def exchange(self, parts: Sequence[Sequence[Tensor]], rows: Sequence[Sequence[Tensor]]) -> Exchange:
+        """Start sending every other rank its messages, and receiving theirs; both by rank, each as contiguous memory.
 
-        This rank's own entries are not looked at. It is the first half of a reduce-scatter.
+        All send a rank messages of the same sizes. This rank's own entries are not looked at. It is the first half of
+        a reduce-scatter.
         """
-        works = []
+        arrivals: list[list[Work]] = []
+        departures: list[Work] = []
         for turn in range(1, self.world_size):
             source, destination = (self.group_rank - turn) % self.world_size, (self.group_rank + turn) % self.world_size
-            works += [self.receive(part, source) for part in self._chunks(rows[source])]
-            works += [self.send(part, destination) for part in self._chunks(parts[destination])]
-        return _Several(tuple(works))
+            arrivals.append([self.receive(part, source) for part in rows[source]])
+            departures += [self.send(part, destination) for part in parts[destination]]
+        return Exchange(tuple(map(_Several, zip(*arrivals, strict=True))), _Several(tuple(departures)))
 
     def reduce_scatter(self, packed: Tensor, sizes: Sequence[int], part: Tensor) -> Work:
         """Start adding up over ranks what ``packed`` has for each rank, and receiving this rank's sum into ``part``.
@@ -257,9 +278,13 @@ class Collectives:
         work: Work = self._peers.recv([tensor], source, 0)
         return work
 
-    def _chunks(self, tensor: Tensor) -> tuple[Tensor, ...]:
+    def chunk_length(self, dtype: torch.dtype) -> int:
+        """How many elements one message should have at most."""
+        return CHUNK_BYTES * max(1, self.world_size - 1) // dtype.itemsize
+
+    def chunks(self, tensor: Tensor) -> tuple[Tensor, ...]:
         """Parts of contiguous memory, none if it is empty: the two ends of a message may see it as different types."""
         if not tensor.numel():
             return ()
-        parts: tuple[Tensor, ...] = as_bytes(flat_view(tensor)).split(CHUNK_BYTES * max(1, self.world_size - 1))
+        parts: tuple[Tensor, ...] = as_bytes(flat_view(tensor)).split(self.chunk_length(torch.uint8))
         return parts

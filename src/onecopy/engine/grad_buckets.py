@@ -15,6 +15,9 @@ from onecopy.engine.shard_grad import ShardGrad
 from onecopy.engine.torch_private import version_of
 from onecopy.layout import BucketPlan
 
+DIRECT_BYTES = 1 << 18
+"""Gradients from this size on are sent from where autograd has put them: a message costs less than a copy."""
+
 CACHED_ELEMENTS = 1 << 18
 """Adding up goes over so many elements at a time: they stay in the processor's cache for the next operation."""
 
@@ -39,6 +42,46 @@ class Policy:
         return 1.0 / (self.collectives.world_size * (self.replicas.world_size if self.replicas else 1))
 
 
+@dataclass(slots=True)
+class Run:
+    """Neighbours in a bucket whose gradients lie together in a pass: one that is large, or several that are small.
+
+    Attributes:
+        start: where it begins in the bucket.
+        numel: how long it is, gaps between parameters (but none at its ends) included.
+        alone: whether it is one parameter, whose gradient can be its memory.
+        memory: the gradients.
+        borrowed: whether that is memory of others, which is only read.
+    """
+
+    start: int
+    numel: int
+    alone: bool
+    memory: Tensor | None = None
+    borrowed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """A part of a run that belongs to one rank: what is sent to it, and added up there.
+
+    Attributes:
+        run: the run.
+        part: which elements of the run.
+        home: which elements of its owner's range.
+    """
+
+    run: Run
+    part: slice
+    home: slice
+
+    @property
+    def values(self) -> Tensor:
+        """This rank's gradients."""
+        assert self.run.memory is not None
+        return self.run.memory[self.part]
+
+
 class Bucket:
     """One bucket's gradients: those of a backward pass, and the range that this rank keeps of them."""
 
@@ -48,26 +91,60 @@ class Bucket:
         self.device = first.device
         self.wire_dtype = policy.reduce_dtype if policy.reduce_dtype and first.is_floating_point() else first.dtype
         self.kept_dtype = torch.promote_types(self.wire_dtype, first.dtype)
+        self.nbytes = plan.numel * self.wire_dtype.itemsize
         self.mine = plan.range_of(policy.collectives.group_rank)
         self.shard = torch.zeros(0, dtype=self.kept_dtype, device=self.device)
         self.kept = [False] * len(self.params)  # whose range of the shard holds a gradient that is added to
         self.gradients: list[ShardGrad] = []
         self.left: dict[int, tuple[int, int]] = {}  # whole gradients as passes without synchronising left them
-        self.buffer: Tensor | None = None
         self._policy = policy
-        ranks = policy.collectives.world_size
-        self._capacity = plan.longest * ranks if plan.equal else plan.numel
+        self.runs, self._run_of = self._make_runs()
+        ranks = range(policy.collectives.world_size)
+        self.messages = [self._messages_for(rank) for rank in ranks]
+
+    def _make_runs(self) -> tuple[list[Run], list[Run]]:
+        """The runs, and each parameter's."""
+        plan, ranks = self.plan, self._policy.collectives.world_size
+        if not self._policy.collectives.exchanges(self.device):
+            run = Run(0, plan.longest * ranks if plan.equal else plan.numel, len(self.params) == 1)
+            return [run], [run] * len(self.params)
+        runs: list[Run] = []
+        run_of = []
+        for param, offset in zip(self.params, plan.offsets, strict=True):
+            large = param.numel() * self.wire_dtype.itemsize >= DIRECT_BYTES
+            if large or not runs or runs[-1].alone:
+                runs.append(Run(offset, param.numel(), large or len(self.params) == 1))
+            else:
+                runs[-1].numel = offset + param.numel() - runs[-1].start
+            run_of.append(runs[-1])
+        return runs, run_of
+
+    def _messages_for(self, rank: int) -> list[Message]:
+        start, stop = self.plan.range_of(rank)
+        step = self._policy.collectives.chunk_length(self.wire_dtype)
+        messages = []
+        for run in self.runs:
+            low, high = max(run.start, start), min(run.start + run.numel, stop)
+            for first in range(low, high, step):
+                last = min(first + step, high)
+                part, home = slice(first - run.start, last - run.start), slice(first - start, last - start)
+                messages.append(Message(run, part, home))
+        return messages
 
     def begin(self, pool: Pool) -> None:
         """Forget what an earlier backward pass has brought."""
-        if self.buffer is not None:
-            pool.give_back(self.buffer)
+        self.give_back(pool)
         self.arrived = [False] * len(self.params)
         self.missing = sum(param.requires_grad for param in self.params)
         self.launched = False
         self.aside: set[int] = set()  # whose earlier range was taken out of param.grad
-        self.buffer = None
-        self._borrowed = False
+
+    def give_back(self, pool: Pool) -> None:
+        """Let go of the pass's gradients."""
+        for run in self.runs:
+            if run.memory is not None and not run.borrowed:
+                pool.give_back(run.memory)
+            run.memory, run.borrowed = None, False
 
     def allocate(self) -> None:
         """Make the memory of this rank's range, once, and what ``param.grad`` shows of it."""
@@ -93,45 +170,55 @@ class Bucket:
                 f"parameter {self.names[position]!r} got a gradient twice in one backward pass, after it had been "
                 "reduced; with activation checkpointing use use_reentrant=False"
             )
-        alone = len(self.params) == 1 and not self.arrived[position] and self.wire_dtype is not torch.float16
-        if alone and gradient.stride() == param.stride() and gradient.dtype == self.wire_dtype:
-            # It is the bucket: nothing to copy. It is only read, because others may hold the same memory.
-            self.buffer = flat_view(gradient)
-            self._borrowed = True
+        run, again = self._run_of[position], self.arrived[position]
+        as_it_is = run.alone and not again and self.wire_dtype is not torch.float16
+        if as_it_is and gradient.dtype == self.wire_dtype and gradient.stride() == param.stride():
+            # Nothing to copy. It is only read, because others may hold the same memory.
+            run.memory, run.borrowed = flat_view(gradient), True
         else:
-            if self.buffer is None or self._borrowed:
-                mine = self._take(pool)
-                if self.buffer is not None:
-                    mine[: self.buffer.numel()].copy_(self.buffer)
-                self.buffer = mine
-                self._borrowed = False
-            home = self.buffer.as_strided(param.shape, param.stride(), self.buffer.storage_offset() + offset)
-            if self.arrived[position]:
-                home.add_(gradient)
-            else:
-                home.copy_(gradient)
+            memory = self._own_memory(run, pool)
+            home = memory.as_strided(param.shape, param.stride(), memory.storage_offset() + offset - run.start)
+            home.add_(gradient) if again else home.copy_(gradient)
         self.missing -= not self.arrived[position]
         self.arrived[position] = True
 
-    def close(self, pool: Pool) -> Tensor:
-        """All gradients, with zeros for those that did not come."""
+    def _own_memory(self, run: Run, pool: Pool) -> Tensor:
+        """A run's memory, which may be written to."""
+        if run.memory is None or run.borrowed:
+            mine = pool.take(run.numel, self.wire_dtype, self.device)
+            if run.memory is not None:
+                mine[: run.memory.numel()].copy_(run.memory)
+            run.memory, run.borrowed = mine, False
+        return run.memory
+
+    def close(self, pool: Pool) -> None:
+        """The end of collecting: put zeros where nothing came."""
         self.launched = True
-        for position, param in enumerate(self.params):
+        ends = dict.fromkeys(map(id, self.runs), 0)
+        for position, (param, run) in enumerate(zip(self.params, self._run_of, strict=True)):
             if not self.arrived[position]:
                 self.kept[position] = position in self.aside or isinstance(param.grad, ShardGrad)
-        if self.buffer is None:
-            self.buffer = self._take(pool)
-        end = 0
-        for param, offset, arrived in zip(self.params, self.plan.offsets, self.arrived, strict=True):
-            self.buffer[end:offset].zero_()
-            end = offset + param.numel()
-            if not arrived:
-                self.buffer[offset:end].zero_()
-        self.buffer[end:].zero_()
-        return self.buffer
+            if run.borrowed:
+                continue
+            memory, start = self._own_memory(run, pool), self.plan.offsets[position] - run.start
+            stop = start + param.numel()
+            if ends[id(run)] < start:
+                memory[ends[id(run)] : start].zero_()
+            if not self.arrived[position]:
+                memory[start:stop].zero_()
+            ends[id(run)] = stop
+        for run in self.runs:
+            assert run.memory is not None
+            if not run.borrowed and ends[id(run)] < run.numel:
+                run.memory[ends[id(run)] :].zero_()
 
-    def _take(self, pool: Pool) -> Tensor:
-        return pool.take(self._capacity, self.wire_dtype, self.device)
+    def outgoing(self) -> list[list[Tensor]]:
+        """What each rank is sent, by rank."""
+        here = self._policy.collectives.group_rank
+        return [
+            [] if rank == here else [message.values for message in messages]
+            for rank, messages in enumerate(self.messages)
+        ]
 
     def clear(self, kept: Sequence[bool]) -> None:
         """Before the shard is added to: clear what belongs to parameters that begin anew."""

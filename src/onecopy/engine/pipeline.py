@@ -30,7 +30,8 @@ from onecopy.errors import PeerFailedError
 from onecopy.layout import BucketPlan
 
 SEGMENT_BYTES = 8 << 20
-"""Buckets are updated and sent together until they have this size."""
+"""Buckets are updated and sent together until they have this size, or that of all before: the first ones, for which
+the next forward pass waits, go alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,10 +187,11 @@ class Pipeline:
         assert isinstance(storage, Arena)
         self._storage = storage
         sets: list[list[int]] = [[]]
-        size = 0
+        size = before = 0
         for number in reversed(range(len(self._plans))):
-            if size >= SEGMENT_BYTES and not engine.local.moves_all:
+            if sets[-1] and size >= min(SEGMENT_BYTES, before) and not engine.local.moves_all:
                 sets.append([])
+                before += size
                 size = 0
             sets[-1].append(number)
             size += storage.buckets[number].numel() * storage.buckets[number].element_size()

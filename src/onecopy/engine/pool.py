@@ -12,23 +12,27 @@ class Pool:
     def __init__(self) -> None:
         self._free: list[Tensor] = []
         self._lent: dict[int, Tensor] = {}
+        self._most = 0  # bytes that were lent at a time
 
     def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """So many elements, with any content."""
         nbytes = numel * dtype.itemsize
         if nbytes == 0:
             return torch.empty(0, dtype=dtype, device=device)
-        fitting = [memory for memory in self._free if memory.numel() >= nbytes and memory.device == device]
+        # What is much larger is left for those who need it.
+        fitting = [each for each in self._free if nbytes <= each.numel() <= 2 * nbytes and each.device == device]
         if fitting:
             memory = min(fitting, key=Tensor.numel)
             self._free = [other for other in self._free if other is not memory]
         else:
-            # What is too small is let go, so that the pool does not grow beyond what is in use at a time.
-            self._free = self._free[1:]
+            lent = sum(each.numel() for each in self._lent.values()) + nbytes
+            self._most = max(self._most, lent)
+            while self._free and lent + sum(each.numel() for each in self._free) > self._most:
+                del self._free[0]
             memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        lent = memory[:nbytes].view(dtype)
-        self._lent[lent.data_ptr()] = memory
-        return lent
+        flat = memory[:nbytes].view(dtype)
+        self._lent[flat.data_ptr()] = memory
+        return flat
 
     def give_back(self, *lent: Tensor) -> None:
         """Let others use what :meth:`take` returned; other memory is ignored."""

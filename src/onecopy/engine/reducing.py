@@ -98,6 +98,7 @@ class GradientReducer:
         mine = map_.sizes_per_owner[self._collectives.group_rank]
         sizes, shape = list(map_.sizes_per_owner), (1, max(map_.sizes_per_owner))
         exchange = self._collectives.exchanges(buffer.device)
+        work: Work
         if exchange:
             # This rank's own part stays where it is; the others' are added to it.
             sizes[self._collectives.group_rank] = 0
@@ -108,7 +109,9 @@ class GradientReducer:
         map_.pack_by_owner(buffer, self._scale, packed, with_mine=not exchange)
         if exchange:
             here = self._collectives.group_rank
-            work = self._collectives.exchange(packed.split(sizes), [*rows[:here], packed[:0], *rows[here:]])
+            parts = [self._collectives.chunks(part) for part in packed.split(sizes)]
+            received_rows = [self._collectives.chunks(row) for row in (*rows[:here], packed[:0], *rows[here:])]
+            work = self._collectives.exchange(parts, received_rows)
         else:
             work = self._collectives.reduce_scatter(packed, sizes, rows[0])
         rest = map_.foreign(buffer)

@@ -15,6 +15,10 @@ from onecopy.layout.model import CUT_MULTIPLE, Layout, ParamSpec, Shard
 from onecopy.layout.policies import by_parameter
 
 
+LAST_BYTES = 1 << 20
+"""The last buckets get smaller, down to this: their gradients come last, with no computation left to hide behind."""
+
+
 @dataclass(frozen=True, slots=True)
 class BucketPlan:
     """One bucket: its parameters in the order in which they lie, and which range of it belongs to which rank.
@@ -59,7 +63,7 @@ def plan_buckets(
         order: their indices, those whose gradients come first in front.
         world_size: the number of ranks.
         splittable: whether a parameter may be cut.
-        bucket_bytes: a bucket is closed once it has this size; one parameter alone may be larger.
+        bucket_bytes: a bucket is closed once it has this size, the last ones earlier; one parameter alone may be larger.
 
     Returns:
         The layout, and the buckets in the order in which they are full.
@@ -101,19 +105,26 @@ def _part(end: int, world_size: int) -> int:
 
 
 def _fill(specs: Sequence[ParamSpec], order: Sequence[int], bucket_bytes: int) -> list[list[int]]:
-    """Which parameters share a bucket. A parameter that is large enough has one of its own."""
+    """Which parameters share a bucket. A parameter that is large enough has one of its own.
+
+    A bucket is large enough with half of all that is not in one yet, if that is less than ``bucket_bytes``.
+    """
     full: list[list[int]] = []
     open_: dict[tuple[object, int], list[int]] = {}
     sizes: dict[tuple[object, int], int] = {}
+    left = sum(specs[index].nbytes for index in order)
     for index in order:
         spec = specs[index]
         kind = (spec.dtype, spec.device_ordinal)
-        if spec.nbytes >= bucket_bytes:
+        enough = min(bucket_bytes, max(left // 2, LAST_BYTES))
+        if spec.nbytes >= enough:
             full.append([index])
+            left -= spec.nbytes
             continue
         open_.setdefault(kind, []).append(index)
         sizes[kind] = sizes.get(kind, 0) + spec.nbytes
-        if sizes[kind] >= bucket_bytes:
+        if sizes[kind] >= enough:
+            left -= sizes[kind]
             full.append(open_.pop(kind))
             sizes.pop(kind)
     return full + list(open_.values())

@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from harness import EVERYTHING, distributed
 from models import Everything, assert_equal, assert_replicas_equal, everything_inputs, values
 from onecopy import ShardedDataParallel, ZeroRedundancyOptimizer
-from onecopy.engine import pipeline
+from onecopy.engine import collectives, grad_buckets, pipeline
 from test_parity import CASES, Case, Run, compare, make_plain, switch_mode
 
 Model = ShardedDataParallel | DistributedDataParallel
@@ -40,12 +40,16 @@ SGD: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
 
 @contextlib.contextmanager
 def small_segments() -> Iterator[None]:
-    """Update and send every bucket on its own, so that several of a tiny model are on their way at once."""
-    usual, pipeline.SEGMENT_BYTES = pipeline.SEGMENT_BYTES, 1
-    try:
+    """Make a tiny model be treated as a large one.
+
+    Every bucket is updated and sent on its own, so that several are on their way at once; all but the smallest
+    gradients are sent from where they are, the longer ones in several messages.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pipeline, "SEGMENT_BYTES", 1)
+        patch.setattr(grad_buckets, "DIRECT_BYTES", 200)
+        patch.setattr(collectives, "CHUNK_BYTES", 256)
         yield
-    finally:
-        pipeline.SEGMENT_BYTES = usual
 
 
 class Side:

@@ -109,10 +109,11 @@ def memory_bytes(way: Way, job: Job, machine: Machine) -> dict[str, float]:
         Way.TORCH: max(share, job.largest / job.elements),
     }.get(way, share)
     sharded = way in (Way.SHARDED, Way.SHARDED_OVERLAP)
-    bucket = max(job.bucket_bytes, job.largest * job.bytes_per_element)
+    # Whole gradients that are on their way, and what other ranks send but one, which arrives where the sum will be.
+    under_way = max(2 * job.bucket_bytes, job.largest * job.bytes_per_element)
     return {
         "parameters": whole,
         "gradients": whole * (share if sharded else 1.0),
         "state": job.elements * job.state_bytes * state_share,
-        "buffers": 2.0 * bucket if sharded else 0.0,
+        "buffers": under_way * (1 + max(0, machine.ranks - 2) * share) if sharded else 0.0,
     }

@@ -1,0 +1,48 @@
+"""Memory that is lent and used again."""
+
+from __future__ import annotations
+
+import torch
+
+from onecopy.engine.pool import Pool
+
+CPU = torch.device("cpu")
+
+
+def lend(pool: Pool, *sizes: int) -> list[torch.Tensor]:
+    return [pool.take(size, torch.float32, CPU) for size in sizes]
+
+
+def addresses(tensors: list[torch.Tensor]) -> set[int]:
+    return {tensor.data_ptr() for tensor in tensors}
+
+
+def test_the_same_memory_is_lent_again_whatever_the_order() -> None:
+    pool = Pool()
+    sizes = (1000, 10, 400_000, 30, 1000)
+    first = lend(pool, *sizes)
+    assert len(addresses(first)) == len(sizes)
+    pool.give_back(*first)
+    second = lend(pool, *reversed(sizes))
+    assert addresses(second) == addresses(first), "small ones do not take what large ones need"
+    assert [tensor.numel() for tensor in second] == list(reversed(sizes))
+
+
+def test_no_more_is_kept_than_was_lent_at_a_time() -> None:
+    pool = Pool()
+    for size in (100_000, 10_000, 40_000, 300):
+        pool.give_back(*lend(pool, size))
+    assert sum(memory.numel() for memory in pool._free) <= 4 * 100_000
+    half, rest = lend(pool, 50_000, 50_000)
+    pool.give_back(half, rest)
+    assert sum(memory.numel() for memory in pool._free) <= 4 * 100_000
+
+
+def test_other_types_fit_and_what_is_not_lent_is_ignored() -> None:
+    pool = Pool()
+    (floats,) = lend(pool, 100)
+    pool.give_back(floats, torch.zeros(100))
+    halves = pool.take(200, torch.bfloat16, CPU)
+    assert halves.data_ptr() == floats.data_ptr()
+    assert halves.numel() == 200
+    assert pool.take(0, torch.float32, CPU).numel() == 0

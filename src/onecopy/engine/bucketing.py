@@ -5,7 +5,8 @@ DDP decides what is in a bucket and regroups as it likes; ownership never follow
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -32,7 +33,7 @@ class GradBucket(Protocol):
 
 
 FEW_BYTES = 1 << 14
-"""Segments of at least this size on average are packed one by one."""
+"""Pieces of at least this size on average are packed one by one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,36 +46,44 @@ class Segment:
 
 
 class BucketMap:
-    """One bucket as segments in the order of its buffer, and ready-made ways to pick some of them out of it."""
+    """One bucket as segments in the order of its buffer, and ready-made ways to pick some of them out of it.
 
-    def __init__(self, segments: Sequence[Segment], world_size: int, group_rank: int) -> None:
+    Attributes:
+        sizes_per_owner: elements that each rank owns.
+        large: by rank, the stretches that it owns and that are long enough to be sent from where they are.
+        small: by rank, the other ones.
+        starts_of_others: by layout, where segments begin that this rank does not own.
+    """
+
+    def __init__(self, segments: Sequence[Segment], world_size: int, group_rank: int, direct: int) -> None:
         self.segments = tuple(segments)
         self._sizes = [segment.numel for segment in segments]
         owned = [(segment.shard.owner, position) for position, segment in enumerate(segments) if segment.shard]
         self._by_owner = sorted(owned)
-        self._group_rank = group_rank
         self._mine = [position for owner, position in owned if owner == group_rank]
         self._foreign = [position for position, segment in enumerate(segments) if segment.shard is None]
         self.sizes_per_owner = [0] * world_size
         for owner, position in owned:
             self.sizes_per_owner[owner] += segments[position].numel
         self.starts_of_others: dict[int, list[int]] = {}
+        stretches: list[list[slice]] = [[] for _ in range(world_size)]
         offset = 0
         for segment in segments:
-            if segment.shard is not None and segment.shard.owner != group_rank and segment.numel:
-                self.starts_of_others.setdefault(segment.source, []).append(offset)
-            offset += segment.numel
+            end = offset + segment.numel
+            if segment.shard is not None and segment.numel:
+                known = stretches[segment.shard.owner]
+                start = known.pop().start if known and known[-1].stop == offset else offset
+                known.append(slice(start, end))
+                if segment.shard.owner != group_rank:
+                    self.starts_of_others.setdefault(segment.source, []).append(offset)
+            offset = end
+        self.large = [[each for each in known if each.stop - each.start >= direct] for known in stretches]
+        self.small = [[each for each in known if each.stop - each.start < direct] for known in stretches]
 
-    def pack_by_owner(self, buffer: Tensor, scale: float, out: Tensor, with_mine: bool) -> None:
-        """Copy owned segments, rank after rank, times ``scale``, into ``out``; this rank's own only if asked for."""
+    def in_order_of_owners(self, buffer: Tensor) -> list[Tensor]:
+        """Views of all owned segments, rank after rank."""
         views = buffer.split(self._sizes)
-        sources = [views[place] for owner, place in self._by_owner if with_mine or owner != self._group_rank]
-        if len(sources) * FEW_BYTES <= out.numel() * out.element_size():
-            for source, target in zip(sources, out.split([source.numel() for source in sources]), strict=True):
-                torch.mul(source, scale, out=target)
-        elif sources:
-            # Many small ones: one call that copies them all, and another pass to scale them.
-            out.copy_(torch.cat(sources).mul_(scale))
+        return [views[place] for _, place in self._by_owner]
 
     def mine(self, buffer: Tensor) -> list[tuple[Segment, Tensor]]:
         """This rank's segments, each with its view of the buffer."""
@@ -89,13 +98,30 @@ class BucketMap:
         return [views[position] for position in self._foreign]
 
 
+def pack(sources: Sequence[Tensor], scale: float, out: Tensor) -> None:
+    """Copy tensors one after the other, times ``scale``, into ``out``, which may be of another type."""
+    if len(sources) * FEW_BYTES <= out.numel() * out.element_size():
+        for source, target in zip(sources, out.split([source.numel() for source in sources]), strict=True):
+            torch.mul(source, scale, out=target) if scale != 1.0 else target.copy_(source)
+    elif sources:
+        # Many small ones: one call that copies them all, and another pass to scale them.
+        together = torch.cat(list(sources))
+        out.copy_(together.mul_(scale) if scale != 1.0 else together)
+
+
 class BucketMaps:
     """Maps of the buckets seen so far; one that DDP has regrouped is mapped anew."""
 
     def __init__(
-        self, layouts: Sequence[Layout], params: Sequence[Sequence[Tensor]], world_size: int, group_rank: int
+        self,
+        layouts: Sequence[Layout],
+        params: Sequence[Sequence[Tensor]],
+        world_size: int,
+        group_rank: int,
+        direct: Callable[[torch.dtype], int] = lambda _: sys.maxsize,
     ) -> None:
         self.layouts = list(layouts)
+        self._direct = direct
         self._world_size = world_size
         self._group_rank = group_rank
         self._known: dict[int, tuple[list[int], BucketMap]] = {}
@@ -115,6 +141,7 @@ class BucketMaps:
                 for member in members
                 for segment in self._shards.get(id(member), [Segment(member.numel(), -1, None)])
             ]
-            known = (identities, BucketMap(segments, self._world_size, self._group_rank))
+            direct = self._direct(members[0].dtype)
+            known = (identities, BucketMap(segments, self._world_size, self._group_rank, direct))
             self._known[number] = known
         return known[1]

@@ -237,16 +237,17 @@ class Collectives:
     def exchange(self, parts: Sequence[Sequence[Tensor]], rows: Sequence[Sequence[Tensor]]) -> Exchange:
         """Start sending every other rank its messages, and receiving theirs; both by rank, each as contiguous memory.
 
-        All send a rank messages of the same sizes. This rank's own entries are not looked at. It is the first half of
-        a reduce-scatter.
+        All send a rank messages of the same sizes. Its own entries are not looked at, but where it is alone their
+        number is that of the arrivals. It is the first half of a reduce-scatter.
         """
-        arrivals: list[list[Work]] = []
+        arrivals: list[list[Work]] = [[] for _ in rows[(self.group_rank + 1) % self.world_size]]
         departures: list[Work] = []
         for turn in range(1, self.world_size):
             source, destination = (self.group_rank - turn) % self.world_size, (self.group_rank + turn) % self.world_size
-            arrivals.append([self.receive(part, source) for part in rows[source]])
+            for works, part in zip(arrivals, rows[source], strict=True):
+                works.append(self.receive(part, source))
             departures += [self.send(part, destination) for part in parts[destination]]
-        return Exchange(tuple(map(_Several, zip(*arrivals, strict=True))), _Several(tuple(departures)))
+        return Exchange(tuple(_Several(tuple(works)) for works in arrivals), _Several(tuple(departures)))
 
     def reduce_scatter(self, packed: Tensor, sizes: Sequence[int], part: Tensor) -> Work:
         """Start adding up over ranks what ``packed`` has for each rank, and receiving this rank's sum into ``part``.

@@ -9,6 +9,7 @@ or a clipping function may look at is there when backward returns.
 from __future__ import annotations
 
 import math
+import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -18,9 +19,10 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
-from onecopy.engine.bucketing import BucketMap, BucketMaps, GradBucket
-from onecopy.engine.collectives import Work
+from onecopy.engine.bucketing import BucketMap, BucketMaps, GradBucket, pack
+from onecopy.engine.collectives import Exchange, Work
 from onecopy.engine.core import Engine
+from onecopy.engine.grad_buckets import DIRECT_BYTES, sum_into
 from onecopy.engine.lanes import Lane
 from onecopy.engine.pool import Pool
 
@@ -30,7 +32,11 @@ IN_FLIGHT = 2
 
 @dataclass(frozen=True, slots=True)
 class _Pending:
-    """A bucket under way. ``memories`` are what its transfers read and write: kept until they have ended."""
+    """A bucket under way. ``memories`` are what its transfers read and write: kept until they have ended.
+
+    ``rows`` are the other ranks' values in rank order, what came as large stretches before what came packed; or one,
+    the sum, if a backend adds up.
+    """
 
     map: BucketMap
     buffer: Tensor
@@ -48,6 +54,7 @@ class GradientReducer:
         self._collectives = engines[0].collectives
         self._reduce_dtype = reduce_dtype
         self._scale = 1.0 / self._collectives.world_size
+        self._here = self._collectives.group_rank
         self._pending: deque[_Pending] = deque()
         self._done: list[tuple[BucketMap, Tensor, Future[Tensor]]] = []
         self._extremes: list[list[Tensor]] = [[] for _ in engines]
@@ -78,8 +85,14 @@ class GradientReducer:
             [engine.layout for engine in self._engines],
             [engine.params for engine in self._engines],
             self._collectives.world_size,
-            self._collectives.group_rank,
+            self._here,
+            self._direct,
         )
+
+    def _direct(self, dtype: torch.dtype) -> int:
+        """From how many elements on a stretch is sent from where it is: never if it is converted or scaled for it."""
+        as_it_is = self._reduce_dtype in (None, dtype) and dtype is not torch.float16
+        return DIRECT_BYTES // dtype.itemsize if as_it_is else sys.maxsize
 
     def _begin(self) -> None:
         if any(engine.layout is not known for engine, known in zip(self._engines, self._maps.layouts, strict=True)):
@@ -94,32 +107,43 @@ class GradientReducer:
             engine.reduced.clear()
 
     def _start(self, map_: BucketMap, buffer: Tensor) -> _Pending:
-        dtype = self._reduce_dtype or buffer.dtype
-        mine = map_.sizes_per_owner[self._collectives.group_rank]
-        sizes, shape = list(map_.sizes_per_owner), (1, max(map_.sizes_per_owner))
-        exchange = self._collectives.exchanges(buffer.device)
+        dtype, collectives = self._reduce_dtype or buffer.dtype, self._collectives
+        mine = map_.sizes_per_owner[self._here]
         work: Work
-        if exchange:
-            # This rank's own part stays where it is; the others' are added to it.
-            sizes[self._collectives.group_rank] = 0
-            shape = (self._collectives.world_size - 1, mine)
-        packed = self._pool.take(sum(sizes), dtype, buffer.device)
-        received = self._pool.take(shape[0] * shape[1], dtype, buffer.device)
-        rows = received.view(shape)
-        map_.pack_by_owner(buffer, self._scale, packed, with_mine=not exchange)
-        if exchange:
-            here = self._collectives.group_rank
-            parts = [self._collectives.chunks(part) for part in packed.split(sizes)]
-            received_rows = [self._collectives.chunks(row) for row in (*rows[:here], packed[:0], *rows[here:])]
-            work = self._collectives.exchange(parts, received_rows)
+        if collectives.exchanges(buffer.device):
+            received = self._pool.take((collectives.world_size - 1) * mine, dtype, buffer.device)
+            rows = received.view(-1, mine) if mine else received.view(collectives.world_size - 1, 0)
+            before = self._scale if dtype is torch.float16 else 1.0  # a sum of many could leave its narrow range
+            parts, packs = [], []
+            for owner in range(collectives.world_size):
+                loose = [] if owner == self._here else [buffer[each] for each in map_.small[owner]]
+                packs.append(self._pool.take(sum(view.numel() for view in loose), dtype, buffer.device))
+                pack(loose, before, packs[-1])
+                parts.append(self._messages([*(buffer[each] for each in map_.large[owner]), packs[-1]]))
+            arriving = [self._messages(self._split(map_, row)) for row in rows]
+            arriving.insert(self._here, parts[self._here])
+            work = collectives.exchange(parts, arriving)
+            memories = (*packs, received)
         else:
-            work = self._collectives.reduce_scatter(packed, sizes, rows[0])
+            packed = self._pool.take(sum(map_.sizes_per_owner), dtype, buffer.device)
+            received = self._pool.take(max(map_.sizes_per_owner), dtype, buffer.device)
+            pack(map_.in_order_of_owners(buffer), self._scale, packed)
+            work = collectives.reduce_scatter(packed, map_.sizes_per_owner, received)
+            rows, memories = received.view(1, -1), (packed, received)
         rest = map_.foreign(buffer)
         foreign = None
         if rest:
             together = torch.cat(rest).mul_(self._scale)
             foreign = (self._collectives.all_reduce(together), together)
-        return _Pending(map_, buffer, work, rows, foreign, (packed, received))
+        return _Pending(map_, buffer, work, rows, foreign, memories)
+
+    def _messages(self, stretches: Sequence[Tensor]) -> list[Tensor]:
+        return [part for stretch in stretches for part in self._collectives.chunks(stretch)]
+
+    def _split(self, map_: BucketMap, row: Tensor) -> list[Tensor]:
+        """What another rank sends of this rank's: its large stretches one by one, and the small ones together."""
+        sizes = [each.stop - each.start for each in map_.large[self._here]]
+        return list(row.split([*sizes, row.numel() - sum(sizes)]))
 
     def _finish_all(self) -> None:
         while self._pending:
@@ -132,13 +156,12 @@ class GradientReducer:
         self._done.clear()
 
     def _finish(self, pending: _Pending) -> None:
-        pending.work.wait()
         mine = pending.map.mine(pending.buffer)
-        views = [view for _, view in mine]
-        if views and self._collectives.exchanges(pending.buffer.device):
-            _add_in_rank_order(pending.rows, views, self._collectives.group_rank, self._scale)
-        elif views:
-            _write(pending.rows[0], views)
+        if isinstance(pending.work, Exchange):
+            self._add_up(pending, pending.work)
+        else:
+            pending.work.wait()
+            _write(pending.rows[0], [view for _, view in mine])
         for segment, view in mine:
             assert segment.shard is not None
             if segment.numel:
@@ -152,6 +175,36 @@ class GradientReducer:
             rest = pending.map.foreign(pending.buffer)
             torch._foreach_copy_(rest, list(together.split([view.numel() for view in rest])))
         self._pool.give_back(*pending.memories)
+
+    def _add_up(self, pending: _Pending, work: Exchange) -> None:
+        """Make this rank's own values the mean over all ranks: large stretches as they come, then the small ones."""
+        map_, buffer = pending.map, pending.buffer
+        large, small = ([buffer[each] for each in kind[self._here]] for kind in (map_.large, map_.small))
+        rows = [self._split(map_, row) for row in pending.rows]
+        scale = self._scale
+        if pending.rows.dtype is torch.float16:  # the others have scaled theirs
+            scale = 1.0
+            for view in small:
+                view.mul_(self._scale)
+        arrivals = iter(work.arrivals)
+        length = self._collectives.chunk_length(buffer.dtype)
+        for number, view in enumerate(large):
+            others = [row[number].split(length) for row in rows]
+            for own, *parts in zip(view.split(length), *others, strict=True):
+                next(arrivals).wait()
+                self._sum(own, parts, scale)
+        for arrival in arrivals:
+            arrival.wait()
+        work.departures.wait()
+        if small:
+            own = torch.cat(small)
+            self._sum(own, [row[-1] for row in rows], scale)
+            _write(own, small)
+
+    def _sum(self, own: Tensor, others: Sequence[Tensor], scale: float) -> None:
+        """In rank order, in place; where others come before this rank's turn, its own values are set aside first."""
+        mine = own.clone() if self._here > 1 else own
+        sum_into(own, [*others[: self._here], mine, *others[self._here :]], scale)
 
     def _spread_non_finite(self) -> None:
         """If any rank's reduced range is not finite, show it in what every rank does not own, for each optimizer.
@@ -175,25 +228,11 @@ class GradientReducer:
                 buffer.index_copy_(0, index, shown.to(buffer.dtype))
 
 
-def _add_in_rank_order(rows: Tensor, views: Sequence[Tensor], group_rank: int, scale: float) -> None:
-    """Make ``views``, this rank's own values, the sum over ranks in rank order; ``rows`` are the other ranks', scaled.
-
-    The order is fixed, so that the result depends neither on who owns what nor on where buckets end.
-    """
-    rows = rows.to(views[0].dtype)
-    before, after = rows[:group_rank], rows[group_rank:]
-    for view in views:
-        view.mul_(scale)
-    for row in before[1:]:
-        before[0].add_(row)
-    for row in (*before[:1], *after):
-        for view, part in zip(views, row.split([view.numel() for view in views]), strict=True):
-            view.add_(part)
-
-
 def _write(values: Tensor, views: Sequence[Tensor]) -> None:
     """Write values, which may be followed by padding, into ``views``, one after the other."""
     sizes = [view.numel() for view in views]
+    if not sizes:
+        return
     torch._foreach_copy_(list(views), list(values[: sum(sizes)].split(sizes)))
 
 

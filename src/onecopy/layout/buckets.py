@@ -14,7 +14,6 @@ from itertools import pairwise
 from onecopy.layout.model import CUT_MULTIPLE, Layout, ParamSpec, Shard
 from onecopy.layout.policies import by_parameter
 
-
 LAST_BYTES = 1 << 20
 """The last buckets get smaller, down to this: their gradients come last, with no computation left to hide behind."""
 
@@ -63,7 +62,7 @@ def plan_buckets(
         order: their indices, those whose gradients come first in front.
         world_size: the number of ranks.
         splittable: whether a parameter may be cut.
-        bucket_bytes: a bucket is closed once it has this size, the last ones earlier; one parameter alone may be larger.
+        bucket_bytes: a bucket is closed with this size, the last ones earlier; one parameter alone may be larger.
 
     Returns:
         The layout, and the buckets in the order in which they are full.

@@ -136,6 +136,9 @@ class BackwardReducer:
     def before(self, bucket: Bucket, position: int) -> None:
         """In front of autograd's accumulation: set aside what an earlier pass has reduced."""
         param = bucket.params[position]
+        if param.grad is None and self._pass is not None and self._pass.number == backward_number():
+            bucket.kept[position] = False  # the usual case, and nothing to set aside
+            return
         if not will_accumulate(self._nodes[id(param)]):  # torch.autograd.grad() passes by here too
             return
         with self._lock:

@@ -39,7 +39,7 @@ SGD: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
 
 
 @contextlib.contextmanager
-def small_segments() -> Iterator[None]:
+def as_if_large() -> Iterator[None]:
     """Make a tiny model be treated as a large one.
 
     Every bucket is updated and sent on its own, so that several are on their way at once; all but the smallest
@@ -207,7 +207,7 @@ def test_training_with_four_ranks(world_size: int, case: Case, in_order: bool) -
 def compare_runs(case: Case, steps: int, overlap: bool, in_order: bool, tolerance: float) -> None:
     plain = train(case, steps, ours=False, hook=in_rank_order if in_order else None)
     assert not torch.equal(plain.steps[0][0], plain.steps[-1][0]), "the reference does not train"
-    with small_segments():
+    with as_if_large():
         ours = train(case, steps, ours=True, overlap=overlap)
     first = ours.optimizers[0]
     assert isinstance(first, ZeroRedundancyOptimizer)
@@ -344,7 +344,7 @@ OVERLAPPED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
 @distributed(2, 3)
 def test_overlapped_sharing_trains_alike(world_size: int, case: str) -> None:
     make, options = OVERLAPPED[case]
-    with small_segments():
+    with as_if_large():
         plain, ours = Side(False, make, torch.optim.SGD), Side(True, make, overlap_forward=True, **options)
         for step in range(12):
             for side in (plain, ours):
@@ -380,7 +380,7 @@ def test_reading_parameters_waits_for_them(world_size: int, reader: str) -> None
 @distributed(2, 3)
 def test_a_value_read_before_it_arrived_is_noticed(world_size: int) -> None:
     """Nothing says that the borrower reads another's weight: autograd has saved a value that then changed."""
-    with small_segments():
+    with as_if_large():
         ours = Side(True, Borrowing, overlap_forward=True)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             several_steps(ours)
@@ -389,7 +389,7 @@ def test_a_value_read_before_it_arrived_is_noticed(world_size: int) -> None:
 @distributed(2)
 def test_evaluation_between_overlapped_steps(world_size: int) -> None:
     """A forward pass without gradients also waits, and does not disturb what comes after it."""
-    with small_segments():
+    with as_if_large():
         plain, ours = Side(False, Attention), Side(True, Attention, overlap_forward=True)
         for step in range(6):
             for side in (plain, ours):

@@ -17,7 +17,7 @@ from torch.optim import AdamW, Optimizer
 from harness import distributed
 from models import assert_replicas_equal
 from onecopy import MixedPrecision, PeerFailedError, RanksDisagreeError, ShardedDataParallel, ZeroRedundancyOptimizer
-from test_data_parallel import SMALL, Layers, Side, inputs_of, one_step, small_segments
+from test_data_parallel import SMALL, Layers, Side, as_if_large, inputs_of, one_step
 from test_data_parallel_use import Checkpointed, loss_of
 from test_errors import expect, expect_disagreement, expect_failure_of, failure_of
 
@@ -287,7 +287,7 @@ def failing_side(parts: int, overlap: bool) -> tuple[ShardedDataParallel, list[O
 @distributed(2, 3)
 def test_an_inner_step_that_fails_on_one_rank(world_size: int, overlap: bool, parts: int) -> None:
     """With ``overlap_forward`` the others learn of it in their next forward pass."""
-    with small_segments():
+    with as_if_large():
         model, optimizers = failing_side(parts, overlap)
 
     def iterate() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -61,6 +63,18 @@ class Checkpointed(Layers):
         hidden = checkpoint(self.middle, hidden, use_reentrant=self.reentrant)
         outputs: Tensor = self.last(torch.tanh(hidden))
         return outputs
+
+
+class Twins(Layers):
+    """Two parameters have the same gradient, for which autograd uses the same memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Parameter(torch.zeros(4, 8)), nn.Parameter(torch.zeros(32))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        both = self.one.unsqueeze(0).squeeze(0) + self.other.view(4, 8)
+        return super().forward(inputs) + torch.tanh(both @ inputs.T).sum()
 
 
 class Skipping(Layers):
@@ -305,6 +319,28 @@ def test_use_equals_plain_ddp(world_size: int, use: Use) -> None:
     for mine, theirs in zip(ours.noted, plain.noted, strict=True):
         torch.testing.assert_close(mine, theirs)
     assert_replicas_equal(ours.params)
+
+
+@distributed(2, 3)
+def test_gradients_that_share_memory_are_accumulated_apart(world_size: int) -> None:
+    """torch itself adds to such memory once for each parameter, so the reference is computed by hand."""
+    ours = Side(True, Twins, options={"lr": 0.1})
+    by_hand = copy.deepcopy(ours.module)
+    params = list(by_hand.parameters())
+    for step in range(3):
+        ours.optimizer.zero_grad()
+        totals = [torch.zeros_like(param) for param in params]
+        for part in range(3):
+            with ours.model.no_sync() if part < 2 else contextlib.nullcontext():
+                loss_of(ours, 10 * step + part).backward()
+            loss = by_hand(inputs_of(dist.get_rank(), 10 * step + part)).square().mean()
+            for total, gradient in zip(totals, torch.autograd.grad(loss, params), strict=True):
+                total += gradient
+        ours.optimizer.step()
+        for param, total in zip(params, totals, strict=True):
+            dist.all_reduce(total)
+            param.data.sub_(total, alpha=0.1 / world_size)
+        assert_equal(ours.params, params, f"step {step}", ROUNDING)
 
 
 @distributed(2, 3)

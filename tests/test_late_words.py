@@ -17,7 +17,7 @@ from models import assert_equal, assert_replicas_equal, small_ddp, small_loss, s
 from onecopy import PeerFailedError, RanksDisagreeError, ShardedDataParallel, ZeroRedundancyOptimizer
 from onecopy.engine.collectives import Collectives
 from onecopy.engine.words import LateWord
-from test_data_parallel import ROUNDING, small_segments, train
+from test_data_parallel import ROUNDING, as_if_large, train
 from test_parity import CASES, Case, Run, compare
 
 
@@ -27,7 +27,7 @@ def ways_of_accelerators() -> Iterator[None]:
     with (
         mock.patch.object(Collectives, "reads_late", True),
         mock.patch.object(Collectives, "exchanges", return_value=False),
-        small_segments(),
+        as_if_large(),
     ):
         yield
 

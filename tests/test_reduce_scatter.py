@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_wrapper
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -345,6 +346,51 @@ def test_a_subgroup_whose_ranks_are_numbered_otherwise_equals_plain_ddp(world_si
         reference.iterate(step)
         ours.iterate(step)
         assert_equal(ours.params, reference.params, f"iteration {step}")
+
+
+@pytest.mark.parametrize("direct_bytes", [16, 1 << 18], ids=["large", "small"])
+@distributed(2, 3)
+def test_around_a_hook_that_compresses_buckets_gradients_are_scaled_once(world_size: int, direct_bytes: int) -> None:
+    """torch's wrapper gives the hook a float16 buffer of float32 gradients."""
+    case = Case("one")
+    reference, compressed = plain_run(case), make_ddp(case)
+    zero = ZeroRedundancyOptimizer(compressed.parameters(), torch.optim.SGD, lr=0.1)
+    compressed.register_comm_hook(zero, fp16_compress_wrapper(reduce_scatter_hook))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reducing, "DIRECT_BYTES", direct_bytes)
+        small_loss(compressed, 0).backward()
+    reference.backward(0)
+    for param, plain in zip(zero.engine.params, reference.params, strict=True):
+        shards = [shard for shard in zero.engine.layout.shards if zero.engine.params[shard.param] is param]
+        for shard in shards:
+            if shard.owner == zero.rank:
+                assert param.grad is not None
+                assert plain.grad is not None
+                own, mean = (each.flatten()[shard.start : shard.stop] for each in (param.grad, plain.grad))
+                torch.testing.assert_close(own, mean, rtol=5e-3, atol=1e-4)
+
+
+@distributed(3)
+def test_a_narrow_type_rounds_every_rank_once_whoever_owns_the_range(world_size: int) -> None:
+    case = Case("one")
+    run = scattered_run(case, reduce_dtype=torch.bfloat16)
+    local = [grad.clone() for grad in torch.autograd.grad(small_loss(run.ddp.module, 0), run.params)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reducing, "DIRECT_BYTES", 16)
+        run.backward(0)
+    checked = 0
+    for shard in run.zero.engine.layout.shards:
+        gradient = local[shard.param].flatten()[shard.start : shard.stop]
+        rows = [torch.empty_like(gradient) for _ in range(world_size)]
+        dist.all_gather(rows, gradient.clone())
+        if shard.owner == run.zero.rank:
+            sent = [row if rank == shard.owner else row.bfloat16().float() for rank, row in enumerate(rows)]
+            expected = (sent[0] + sent[1] + sent[2]) / 3
+            found = run.zero.engine.params[shard.param].grad
+            assert found is not None
+            torch.testing.assert_close(found.flatten()[shard.start : shard.stop], expected, rtol=1e-6, atol=1e-9)
+            checked += shard.numel
+    assert checked
 
 
 @distributed(4)
@@ -872,7 +918,6 @@ def test_nothing_is_left_behind_when_model_and_optimizers_go_away(world_size: in
         ours.iterate(step)
     remains: list[Any] = [weakref.ref(ours.ddp), weakref.ref(ours.params[0])]
     remains += [weakref.ref(optimizer) for optimizer in ours.optimizers]
-    del ours
     gc.collect()
     assert [reference() for reference in remains] == [None] * len(remains)
 

@@ -103,9 +103,8 @@ def measure(names: Sequence[str], sizes: Sizes, rounds: int, warm_up: int = COMP
     running = [timed for timed in everything if timed.trained is not None]
     before = primitives(sizes)
     for number in range(rounds):
-        # Every round begins with another variant, so that no one always follows the same neighbour.
-        for position in range(len(running)):
-            turn(running[(position + number) % len(running)], sizes, 10 + number)
+        for position in _any_order(len(running)):
+            turn(running[position], sizes, 10 + number)
     after = primitives(sizes)
     counted = bool(os.environ.get(COUNTED))
     rows = [
@@ -132,6 +131,13 @@ def measure(names: Sequence[str], sizes: Sizes, rounds: int, warm_up: int = COMP
         for name, found in before.items()
     ]
     return rows
+
+
+def _any_order(count: int) -> list[int]:
+    """Another order in every round, the same on all ranks, so that no variant always follows the same neighbour."""
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(time.time_ns()))
+    dist.broadcast(order, 0)
+    return order.tolist()
 
 
 def primitives(sizes: Sizes, repeats: int = 5) -> dict[str, list[tuple[float, float]]]:

@@ -38,7 +38,7 @@ from onecopy.engine.words import LateWord, word_on
 from onecopy.errors import PeerFailedError
 
 IN_FLIGHT_BYTES = 16 << 20
-"""As long as gradients of this size are under way, a full bucket waits for others to end: what they are in is kept."""
+"""Another bucket is launched only while fewer bytes of gradients than these are under way, because they are kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,14 +47,16 @@ class _Pending:
 
     Attributes:
         bucket: whose gradients it reads until it has ended.
-        rows: what is added up, by rank; this rank's own is in the bucket's runs. One row if a backend adds up.
-        memory: what the rows are in, if it is not the shard.
+        rows: what is added up, by rank (this rank's own entry means nothing); the sum alone if a backend adds up.
+        memory: what the rows are in, but for one that may be the shard itself.
+        keeps: whether the sum is added to what the shard holds.
         work: the transfers.
     """
 
     bucket: Bucket
     rows: Sequence[Tensor]
     memory: Tensor
+    keeps: bool
     work: Work
 
 
@@ -79,6 +81,7 @@ class BackwardReducer:
         self._lanes = {bucket.device: Lane(bucket.device) for bucket in buckets}
         self._unread: LateWord | None = None
         self._pass: _Pass | None = None
+        self._left_in: dict[int, Tensor] = {}  # by address, whose gradient a pass without synchronising has left there
         self._nodes: dict[int, Any] = {}  # autograd's accumulators, which live as long as they are held
         self._lock = threading.RLock()  # a module on several devices has several autograd threads
         self.attach()
@@ -105,6 +108,7 @@ class BackwardReducer:
         unread, self._unread = self._unread, None
         if unread is not None and unread.read()[0]:
             self._pass.failure = PeerFailedError("the previous backward() failed on another rank; see its own error")
+        self._left_in.clear()
         for bucket in self._buckets:
             bucket.begin(self._pool)
         me = weakref.ref(self)
@@ -156,7 +160,7 @@ class BackwardReducer:
         if param.grad is None:
             return
         if not self.synchronises or current is None:
-            bucket.leave(position)
+            self._leave(bucket, position)
             return
         with self._lock:
             try:
@@ -165,6 +169,21 @@ class BackwardReducer:
                     self._launch(current)
             except Exception as error:
                 current.failure = current.failure or error
+
+    def _leave(self, bucket: Bucket, position: int) -> None:
+        """Leave a whole gradient for a later pass, in memory of its own.
+
+        Autograd gives two parameters the same memory if their gradients are equal, and then adds to both of them in
+        place.
+        """
+        param = bucket.params[position]
+        with self._lock:
+            other = self._left_in.get(_address(param.grad))
+            if other is not None and other is not param and _address(other.grad) == _address(param.grad) != 0:
+                assert param.grad is not None
+                param.grad = param.grad.clone()
+            self._left_in[_address(param.grad)] = param
+        bucket.leave(position)
 
     def take_part(self) -> None:
         """Serve one backward pass of other ranks, with nothing to add (uneven inputs)."""
@@ -209,33 +228,35 @@ class BackwardReducer:
                 assert run.memory is not None
                 run.memory.mul_(self._policy.scale)  # a sum of many could leave its narrow range
         length = bucket.mine[1] - bucket.mine[0]
+        keeps = any(bucket.kept)
         if not collectives.exchanges(bucket.device):
             memory = self._pool.take(plan.longest, bucket.wire_dtype, bucket.device)
             sizes = [stop - start for start, stop in pairwise(plan.bounds)]
             (run,) = bucket.runs
             assert run.memory is not None
-            return _Pending(bucket, [memory[:length]], memory, collectives.reduce_scatter(run.memory, sizes, memory))
+            work = collectives.reduce_scatter(run.memory, sizes, memory)
+            return _Pending(bucket, [memory[:length]], memory, keeps, work)
         others = [rank for rank in range(collectives.world_size) if rank != collectives.group_rank]
         # One of the rows can arrive where the sum will be, unless that is added to something.
-        fits = bucket.wire_dtype == bucket.kept_dtype and self._policy.replicas is None and not any(bucket.kept)
+        fits = bucket.wire_dtype == bucket.kept_dtype and self._policy.replicas is None and not keeps
         staged = others[1:] if fits else others
         memory = self._pool.take(len(staged) * length, bucket.wire_dtype, bucket.device)
         rows = [bucket.shard] * collectives.world_size
         for rank, row in zip(staged, memory.view(-1, length) if length else (), strict=length > 0):
             rows[rank] = row
         arriving = [[row[message.home] for message in bucket.messages[collectives.group_rank]] for row in rows]
-        return _Pending(bucket, rows, memory, collectives.exchange(bucket.outgoing(), arriving))
+        return _Pending(bucket, rows, memory, keeps, collectives.exchange(bucket.outgoing(), arriving))
 
     def _add_up(self, pending: _Pending) -> None:
         with self._lanes[pending.bucket.device].entered():
             self._add_up_here(pending)
 
     def _add_up_here(self, pending: _Pending) -> None:
-        bucket, replicas = pending.bucket, self._policy.replicas
-        keeps = any(bucket.kept)
+        bucket, replicas, keeps = pending.bucket, self._policy.replicas, pending.keeps
         if keeps:
             bucket.clear(bucket.kept)
         scale = 1.0 if bucket.wire_dtype is torch.float16 else self._policy.scale
+        # Zeros, because nothing is written into the gaps between parameters.
         target = bucket.shard if replicas is None else torch.zeros_like(bucket.shard)
         adds = keeps and replicas is None
         if isinstance(pending.work, Exchange):
@@ -324,6 +345,13 @@ class BackwardReducer:
             for param, gradient, has in zip(bucket.params, bucket.gradients, flags, strict=True):
                 if has:
                     param.grad = gradient
+
+
+def _address(gradient: Tensor | None) -> int:
+    """Where a whole dense gradient's memory begins; 0 for everything else."""
+    if gradient is None or isinstance(gradient, ShardGrad) or gradient.layout is not torch.strided:
+        return 0
+    return gradient.untyped_storage().data_ptr()
 
 
 def _attach(

@@ -6,7 +6,7 @@ DDP decides what is in a bucket and regroups as it likes; ownership never follow
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -113,35 +113,31 @@ class BucketMaps:
     """Maps of the buckets seen so far; one that DDP has regrouped is mapped anew."""
 
     def __init__(
-        self,
-        layouts: Sequence[Layout],
-        params: Sequence[Sequence[Tensor]],
-        world_size: int,
-        group_rank: int,
-        direct: Callable[[torch.dtype], int] = lambda _: sys.maxsize,
+        self, layouts: Sequence[Layout], params: Sequence[Sequence[Tensor]], world_size: int, group_rank: int
     ) -> None:
         self.layouts = list(layouts)
-        self._direct = direct
         self._world_size = world_size
         self._group_rank = group_rank
-        self._known: dict[int, tuple[list[int], BucketMap]] = {}
+        self._known: dict[int, tuple[list[int], int, BucketMap]] = {}
         self._shards: dict[int, list[Segment]] = {}
         for source, (layout, tensors) in enumerate(zip(layouts, params, strict=True)):
             for shard in layout.shards:
                 segment = Segment(shard.numel, source, shard)
                 self._shards.setdefault(id(tensors[shard.param]), []).append(segment)
 
-    def find(self, number: int, members: Sequence[Tensor]) -> BucketMap:
-        """The map of bucket ``number``: the gradients of ``members`` one after the other, each in storage order."""
+    def find(self, number: int, members: Sequence[Tensor], direct: int = sys.maxsize) -> BucketMap:
+        """The map of bucket ``number``: the gradients of ``members`` one after the other, each in storage order.
+
+        Stretches of at least ``direct`` elements are its large ones.
+        """
         identities = list(map(id, members))
         known = self._known.get(number)
-        if known is None or known[0] != identities:
+        if known is None or known[:2] != (identities, direct):
             segments = [
                 segment
                 for member in members
                 for segment in self._shards.get(id(member), [Segment(member.numel(), -1, None)])
             ]
-            direct = self._direct(members[0].dtype)
-            known = (identities, BucketMap(segments, self._world_size, self._group_rank, direct))
+            known = (identities, direct, BucketMap(segments, self._world_size, self._group_rank, direct))
             self._known[number] = known
-        return known[1]
+        return known[2]

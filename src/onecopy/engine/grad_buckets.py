@@ -171,8 +171,10 @@ class Bucket:
                 "reduced; with activation checkpointing use use_reentrant=False"
             )
         run, again = self._run_of[position], self.arrived[position]
-        as_it_is = run.alone and not again and self.wire_dtype is not torch.float16
-        if as_it_is and gradient.dtype == self.wire_dtype and gradient.stride() == param.stride():
+        gradient = gradient.detach()
+        as_it_is = run.alone and not again and not gradient.is_conj() and not gradient.is_neg()
+        fits = gradient.dtype == self.wire_dtype is not torch.float16 and gradient.stride() == param.stride()
+        if as_it_is and fits:
             # Nothing to copy. It is only read, because others may hold the same memory.
             run.memory, run.borrowed = flat_view(gradient), True
         else:
@@ -251,7 +253,8 @@ def sum_into(target: Tensor, rows: Sequence[Tensor], scale: float, keep: bool = 
         first, *others = [row[start : start + CACHED_ELEMENTS] for row in rows]
         total = torch.empty_like(part) if keep else part
         if others:
-            torch.add(first, others[0], out=total)
+            # In the type of the sum: a narrower one would round what others have not been added to yet.
+            torch.add(first.to(total.dtype), others[0].to(total.dtype), out=total)
             for other in others[1:]:
                 total.add_(other)
             if scale != 1.0:

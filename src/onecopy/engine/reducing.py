@@ -73,7 +73,7 @@ class GradientReducer:
         with lane.entered():
             while len(self._pending) >= IN_FLIGHT:
                 self._finish(self._pending.popleft())
-            map_ = self._maps.find(bucket.index(), bucket.parameters())
+            map_ = self._maps.find(bucket.index(), bucket.parameters(), self._direct(buffer))
             self._pending.append(self._start(map_, buffer))
             self._done.append((map_, buffer, future))
             if bucket.is_last():
@@ -86,20 +86,21 @@ class GradientReducer:
             [engine.params for engine in self._engines],
             self._collectives.world_size,
             self._here,
-            self._direct,
         )
 
-    def _direct(self, dtype: torch.dtype) -> int:
+    def _direct(self, buffer: Tensor) -> int:
         """From how many elements on a stretch is sent from where it is: never if it is converted or scaled for it."""
-        as_it_is = self._reduce_dtype in (None, dtype) and dtype is not torch.float16
-        return DIRECT_BYTES // dtype.itemsize if as_it_is else sys.maxsize
+        as_it_is = self._reduce_dtype in (None, buffer.dtype) and buffer.dtype is not torch.float16
+        return DIRECT_BYTES // buffer.element_size() if as_it_is else sys.maxsize
 
     def _begin(self) -> None:
         if any(engine.layout is not known for engine, known in zip(self._engines, self._maps.layouts, strict=True)):
             self._maps = self._make_maps()
         for engine in self._engines:
             _guard_accumulation(engine, self._guarded)
-        # What an interrupted backward pass left behind is not waited for.
+        # What an interrupted backward pass left behind is not waited for, and its memory not used again.
+        if self._pending:
+            self._pool = Pool()
         self._pending.clear()
         self._done.clear()
         self._extremes = [[] for _ in self._engines]
@@ -187,7 +188,7 @@ class GradientReducer:
             for view in small:
                 view.mul_(self._scale)
         arrivals = iter(work.arrivals)
-        length = self._collectives.chunk_length(buffer.dtype)
+        length = self._collectives.chunk_length(buffer.dtype)  # large ones travel in the buffer's own type
         for number, view in enumerate(large):
             others = [row[number].split(length) for row in rows]
             for own, *parts in zip(view.split(length), *others, strict=True):

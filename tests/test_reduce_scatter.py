@@ -918,6 +918,7 @@ def test_nothing_is_left_behind_when_model_and_optimizers_go_away(world_size: in
         ours.iterate(step)
     remains: list[Any] = [weakref.ref(ours.ddp), weakref.ref(ours.params[0])]
     remains += [weakref.ref(optimizer) for optimizer in ours.optimizers]
+    del ours
     gc.collect()
     assert [reference() for reference in remains] == [None] * len(remains)
 

@@ -59,7 +59,7 @@ class ShardedDataParallel(nn.Module, Joinable):
         optimizer: a :class:`ZeroRedundancyOptimizer` that has not stepped yet, or several; together they must have
             every parameter of the module that needs a gradient.
         broadcast_buffers: send rank 0's buffers to all before each training forward.
-        bucket_bytes: the size from which a bucket is full; one parameter alone may be larger.
+        bucket_bytes: the size from which a bucket is full; the last ones are smaller, one parameter may be larger.
         overlap_forward: let ``step()`` return while new values are on their way, and each submodule wait for its own
             just before its forward. Read :attr:`uses` first.
         uses: with ``overlap_forward``, parameters or submodules that a submodule reads beside its own, by name, such as

@@ -1,7 +1,7 @@
 """Gradients sharded during the backward pass: every bucket is reduced to its owners as soon as it is full.
 
 1. A hook in front of a parameter's gradient takes away the range that an earlier pass left there, so that autograd
-   finds nothing to add to. A hook behind it moves the new gradient into its bucket.
+   finds nothing to add to. A hook behind it gives the new gradient to its bucket, which copies it only if it is small.
 2. Buckets are exchanged in the same order on all ranks: each when it is full and all before it are under way, those
    that do not fill (unused parameters) when the pass ends. Few are under way at a time.
 3. When the pass ends, all are added up, the ranks agree on which parameters have a gradient anywhere, and
@@ -155,7 +155,7 @@ class BackwardReducer:
                 bucket.kept[position] = False
 
     def after(self, bucket: Bucket, position: int) -> None:
-        """Behind autograd's accumulation: move the whole local gradient into its bucket."""
+        """Behind autograd's accumulation: give the whole local gradient to its bucket."""
         current, param = self._pass, bucket.params[position]
         if param.grad is None:
             return

@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from harness import EVERYTHING, distributed
 from models import Everything, assert_equal, assert_replicas_equal, everything_inputs, values
 from onecopy import ShardedDataParallel, ZeroRedundancyOptimizer
-from onecopy.engine import collectives, grad_buckets, pipeline
+from onecopy.engine import collectives, exchange, grad_buckets, pipeline
 from test_parity import CASES, Case, Run, compare, make_plain, switch_mode
 
 Model = ShardedDataParallel | DistributedDataParallel
@@ -38,17 +38,25 @@ SGD: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
 # Both ways to train a model
 
 
+def little_room(patch: pytest.MonkeyPatch) -> None:
+    """Make messages short, and the room in which they are received so small that they take turns."""
+    patch.setattr(exchange, "SHORTEST_BYTES", 64)
+    patch.setattr(exchange, "LONGEST_BYTES", 256)
+    patch.setattr(exchange, "STAGED_BYTES", 600)
+
+
 @contextlib.contextmanager
 def as_if_large() -> Iterator[None]:
     """Make a tiny model be treated as a large one.
 
     Every bucket is updated and sent on its own, so that several are on their way at once; all but the smallest
-    gradients are sent from where they are, the longer ones in several messages.
+    gradients are sent from where they are, the longer ones in several messages, for which there is little room.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pipeline, "SEGMENT_BYTES", 1)
         patch.setattr(grad_buckets, "DIRECT_BYTES", 200)
         patch.setattr(collectives, "CHUNK_BYTES", 256)
+        little_room(patch)
         yield
 
 

@@ -24,6 +24,7 @@ from harness import distributed
 from models import assert_equal, assert_replicas_equal, assert_same_tree, small_inputs, small_loss, small_model
 from onecopy import ReduceScatter, ZeroRedundancyOptimizer, reduce_scatter_hook
 from onecopy.engine import collectives, reducing
+from test_data_parallel import little_room
 
 ROUNDING = 1e-6
 """More than two ranks, or another collective: the order in which gradients are added differs."""
@@ -250,12 +251,13 @@ def assert_parity(case: Case, iterations: int = 5) -> None:
     """Equal to plain DDP after every iteration; state and replicas are equal.
 
     All but the smallest stretches are sent from where they are, the longer ones in several messages, as in a model
-    that is large.
+    that is large. There is little room to receive them.
     """
     ours, reference = scattered_run(case), plain_run(case)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reducing, "DIRECT_BYTES", 200)
         patch.setattr(collectives, "CHUNK_BYTES", 256)
+        little_room(patch)
         train_both(ours, reference, range(iterations))
     assert_replicas_equal(ours.params)
     assert_same_state(ours, reference)
@@ -799,6 +801,32 @@ def test_gradients_that_were_thrown_away_may_be_computed_again(
             small_loss(run.ddp, step).backward()
             run.update()
         assert_same_values(ours, reference, f"iteration {step}")
+
+
+def _fail(gradient: Tensor) -> None:
+    raise LookupError("a hook of the user's")
+
+
+@distributed(2, 3)
+def test_a_pass_that_failed_on_all_ranks_with_messages_on_their_way_leaves_nothing_behind(world_size: int) -> None:
+    """What they have sent is not taken for a later pass's gradients, also where there was no room for it yet."""
+    case = Case(ddp={"bucket_cap_mb": 1e-4})
+    ours, reference = scattered_run(case), plain_run(case)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reducing, "DIRECT_BYTES", 16)
+        little_room(patch)
+        train_both(ours, reference, range(2))  # DDP makes its buckets anew after the first
+        ours.ddp.zero_grad()
+        handle = ours.params[0].register_hook(_fail)
+        with pytest.raises(LookupError):
+            small_loss(ours.ddp, 50).backward()
+        handle.remove()
+        ours.ddp.zero_grad()
+        # DDP itself cannot go on after that; another one can.
+        ours.ddp = DistributedDataParallel(ours.ddp.module, **case.ddp)
+        ours.ddp.register_comm_hook(ours.zero, reduce_scatter_hook)
+        train_both(ours, reference, range(2, 5))
+    assert_replicas_equal(ours.params)
 
 
 @distributed(2)

@@ -17,6 +17,10 @@ FORWARD = 1 / 3
 """The forward pass's part of a forward and a backward pass."""
 
 
+STAGED_BYTES = 16 << 20
+"""Room in which what other ranks send is received, if it cannot be received where it is wanted."""
+
+
 class Way(Enum):
     """A way of training."""
 
@@ -109,11 +113,13 @@ def memory_bytes(way: Way, job: Job, machine: Machine) -> dict[str, float]:
         Way.TORCH: max(share, job.largest / job.elements),
     }.get(way, share)
     sharded = way in (Way.SHARDED, Way.SHARDED_OVERLAP)
-    # Whole gradients that are on their way, and what other ranks send but one, which arrives where the sum will be.
+    # Whole gradients that are on their way, and what other ranks send but one, which arrives where the sum will be;
+    # for what is long there is room for a part of it.
     under_way = max(2 * job.bucket_bytes, job.largest * job.bytes_per_element)
+    arriving = min(under_way * max(0, machine.ranks - 2) * share, STAGED_BYTES)
     return {
         "parameters": whole,
         "gradients": whole * (share if sharded else 1.0),
         "state": job.elements * job.state_bytes * state_share,
-        "buffers": under_way * (1 + max(0, machine.ranks - 2) * share) if sharded else 0.0,
+        "buffers": under_way + arriving if sharded else 0.0,
     }

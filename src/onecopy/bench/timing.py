@@ -17,7 +17,9 @@ from onecopy.bench.launching import COUNTED, idle_seconds, loopback_bytes
 from onecopy.bench.models import Sizes
 from onecopy.bench.variants import VARIANTS, YARDSTICK, Trained, difference
 from onecopy.engine.collectives import Collectives
+from onecopy.engine.exchange import Exchange, message_lengths
 from onecopy.engine.grad_buckets import sum_into
+from onecopy.engine.pool import Pool
 
 TIMED = 2
 """Steps that are timed in a turn."""
@@ -150,7 +152,8 @@ def primitives(sizes: Sizes, repeats: int = 5) -> dict[str, list[tuple[float, fl
     count = sum(param.numel() for param in sizes.make().parameters()) // ranks * ranks
     flat = torch.zeros(count)
     parts = list(flat.view(ranks, -1))
-    rows, mine = [torch.empty_like(parts[0]) for _ in range(ranks)], torch.empty_like(parts[0])
+    mine, pool = torch.empty_like(parts[0]), Pool()
+    lengths = message_lengths([mine.numel()], ranks, mine.element_size())
 
     def share() -> None:
         works = [collectives.broadcast(part, owner) for owner, part in enumerate(parts)]
@@ -158,8 +161,12 @@ def primitives(sizes: Sizes, repeats: int = 5) -> dict[str, list[tuple[float, fl
             work.wait()
 
     def reduce() -> None:
-        collectives.exchange(list(map(collectives.chunks, parts)), list(map(collectives.chunks, rows))).wait()
-        sum_into(mine, [parts[rank] if rank == collectives.group_rank else rows[rank] for rank in range(ranks)], 0.5)
+        messages, homes = [part.split(lengths) for part in parts], mine.split(lengths)
+        exchange = Exchange(collectives, messages, lengths, mine.dtype, mine.device, pool, homes)
+        own = messages[collectives.group_rank]
+        for home, values, rows in zip(homes, own, exchange.arrivals(), strict=True):
+            rows.insert(collectives.group_rank, values)
+            sum_into(home, rows, 0.5)
 
     actions: dict[str, Callable[[], object]] = {
         "all-reduce": lambda: dist.all_reduce(flat),

@@ -27,7 +27,8 @@ import torch
 from torch import Tensor
 
 from onecopy.engine.agreement import raise_together
-from onecopy.engine.collectives import Exchange, Work
+from onecopy.engine.collectives import Work
+from onecopy.engine.exchange import Exchange
 from onecopy.engine.grad_buckets import Bucket, Policy, sum_into
 from onecopy.engine.lanes import Lane
 from onecopy.engine.marks import mark
@@ -47,17 +48,15 @@ class _Pending:
 
     Attributes:
         bucket: whose gradients it reads until it has ended.
-        rows: what is added up, by rank (this rank's own entry means nothing); the sum alone if a backend adds up.
-        memory: what the rows are in, but for one that may be the shard itself.
         keeps: whether the sum is added to what the shard holds.
         work: the transfers.
+        sum: what the sum arrives in if a backend adds up; at least as long as the shard.
     """
 
     bucket: Bucket
-    rows: Sequence[Tensor]
-    memory: Tensor
     keeps: bool
-    work: Work
+    work: Exchange | Work
+    sum: Tensor | None = None
 
 
 @dataclass(slots=True)
@@ -227,25 +226,20 @@ class BackwardReducer:
             for run in bucket.runs:
                 assert run.memory is not None
                 run.memory.mul_(self._policy.scale)  # a sum of many could leave its narrow range
-        length = bucket.mine[1] - bucket.mine[0]
         keeps = any(bucket.kept)
         if not collectives.exchanges(bucket.device):
             memory = self._pool.take(plan.longest, bucket.wire_dtype, bucket.device)
             sizes = [stop - start for start, stop in pairwise(plan.bounds)]
             (run,) = bucket.runs
             assert run.memory is not None
-            work = collectives.reduce_scatter(run.memory, sizes, memory)
-            return _Pending(bucket, [memory[:length]], memory, keeps, work)
-        others = [rank for rank in range(collectives.world_size) if rank != collectives.group_rank]
+            return _Pending(bucket, keeps, collectives.reduce_scatter(run.memory, sizes, memory), memory)
         # One of the rows can arrive where the sum will be, unless that is added to something.
         fits = bucket.wire_dtype == bucket.kept_dtype and self._policy.replicas is None and not keeps
-        staged = others[1:] if fits else others
-        memory = self._pool.take(len(staged) * length, bucket.wire_dtype, bucket.device)
-        rows = [bucket.shard] * collectives.world_size
-        for rank, row in zip(staged, memory.view(-1, length) if length else (), strict=length > 0):
-            rows[rank] = row
-        arriving = [[row[message.home] for message in bucket.messages[collectives.group_rank]] for row in rows]
-        return _Pending(bucket, rows, memory, keeps, collectives.exchange(bucket.outgoing(), arriving))
+        mine = bucket.messages[collectives.group_rank]
+        lengths = [message.home.stop - message.home.start for message in mine]
+        homes = [bucket.shard[message.home] for message in mine] if fits else ()
+        work = Exchange(collectives, bucket.outgoing(), lengths, bucket.wire_dtype, bucket.device, self._pool, homes)
+        return _Pending(bucket, keeps, work)
 
     def _add_up(self, pending: _Pending) -> None:
         with self._lanes[pending.bucket.device].entered():
@@ -261,22 +255,20 @@ class BackwardReducer:
         adds = keeps and replicas is None
         if isinstance(pending.work, Exchange):
             here = self._policy.collectives.group_rank
-            for message, work in zip(bucket.messages[here], pending.work.arrivals, strict=True):
-                work.wait()
+            for message, rows in zip(bucket.messages[here], pending.work.arrivals(), strict=True):
                 with mark("onecopy.add"):
-                    rows = [row[message.home] for row in pending.rows]
-                    rows[here] = message.values
+                    rows.insert(here, message.values)
                     sum_into(target[message.home], rows, scale, adds)
-            pending.work.departures.wait()
         else:
+            assert pending.sum is not None
             pending.work.wait()
             with mark("onecopy.add"):
-                sum_into(target, pending.rows, scale, adds)
+                sum_into(target, [pending.sum[: target.numel()]], scale, adds)
+            self._pool.give_back(pending.sum)
         if replicas is not None:
             replicas.all_reduce(target).wait()
             bucket.shard.add_(target) if keeps else bucket.shard.copy_(target)
         bucket.give_back(self._pool)
-        self._pool.give_back(pending.memory)
 
     def finish(self) -> None:
         """The end of a backward pass."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -37,7 +38,7 @@ class _Holding:
 
 
 @dataclass(frozen=True, slots=True)
-class _Several:
+class Several:
     """Works that are waited for together."""
 
     works: tuple[Work, ...]
@@ -45,25 +46,6 @@ class _Several:
     def wait(self) -> object:
         """Wait for all of them."""
         for work in self.works:
-            work.wait()
-        return None
-
-
-@dataclass(frozen=True, slots=True)
-class Exchange:
-    """Messages between all pairs of ranks. What has come can be used while the rest is on its way.
-
-    Attributes:
-        arrivals: by position, the messages at that position from all other ranks.
-        departures: what this rank sends.
-    """
-
-    arrivals: tuple[Work, ...]
-    departures: Work
-
-    def wait(self) -> object:
-        """Wait for all of them. Nothing may be waited for twice."""
-        for work in (*self.arrivals, self.departures):
             work.wait()
         return None
 
@@ -77,6 +59,10 @@ Times the number of other ranks, so that there are not more messages for the sam
 
 _companions: dict[tuple[str, str], tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
 """Groups made beside others, by purpose and the other's name; with the other itself, because names come again."""
+
+
+_tags: dict[str, tuple[dist.ProcessGroup, Iterator[int]]] = {}
+"""The tags of messages in a group, by its name; with the group itself."""
 
 
 _twins: dict[str, tuple[dist.ProcessGroup, list[Callable[[], Collectives | None]]]] = {}
@@ -226,28 +212,13 @@ class Collectives:
         if self.exchanges(tensor.device):
             others = [(self.group_rank - turn) % self.world_size for turn in range(1, self.world_size)]
             pairs = [(self.send, rank) for rank in others] if source == self.group_rank else [(self.receive, source)]
-            return _Several(tuple(start(part, rank) for part in self.chunks(tensor) for start, rank in pairs))
+            return Several(tuple(start(part, rank) for part in self._chunks(tensor) for start, rank in pairs))
         work: Work = dist.broadcast(tensor, group=self.process_group, group_src=source, async_op=True)
         return work
 
     def exchanges(self, device: torch.device) -> bool:
         """Whether memory on this device is best sent between pairs of ranks (gloo's own send is for the CPU only)."""
         return self.exchanges_fast and device.type == "cpu"
-
-    def exchange(self, parts: Sequence[Sequence[Tensor]], rows: Sequence[Sequence[Tensor]]) -> Exchange:
-        """Start sending every other rank its messages, and receiving theirs; both by rank, each as contiguous memory.
-
-        All send a rank messages of the same sizes. Its own entries are not looked at, but where it is alone their
-        number is that of the arrivals. It is the first half of a reduce-scatter.
-        """
-        arrivals: list[list[Work]] = [[] for _ in rows[(self.group_rank + 1) % self.world_size]]
-        departures: list[Work] = []
-        for turn in range(1, self.world_size):
-            source, destination = (self.group_rank - turn) % self.world_size, (self.group_rank + turn) % self.world_size
-            for works, part in zip(arrivals, rows[source], strict=True):
-                works.append(self.receive(part, source))
-            departures += [self.send(part, destination) for part in parts[destination]]
-        return Exchange(tuple(_Several(tuple(works)) for works in arrivals), _Several(tuple(departures)))
 
     def reduce_scatter(self, packed: Tensor, sizes: Sequence[int], part: Tensor) -> Work:
         """Start adding up over ranks what ``packed`` has for each rank, and receiving this rank's sum into ``part``.
@@ -269,23 +240,27 @@ class Collectives:
         work: Work = dist.all_reduce(tensor, op=op, group=self.process_group, async_op=True)
         return work
 
-    def send(self, tensor: Tensor, destination: int) -> Work:
+    def send(self, tensor: Tensor, destination: int, tag: int = 0) -> Work:
         """Start sending contiguous memory to one rank."""
-        work: Work = self._peers.send([tensor], destination, 0)
+        work: Work = self._peers.send([tensor], destination, tag)
         return work
 
-    def receive(self, tensor: Tensor, source: int) -> Work:
-        """Start receiving into contiguous memory from one rank."""
-        work: Work = self._peers.recv([tensor], source, 0)
+    def receive(self, tensor: Tensor, source: int, tag: int = 0) -> Work:
+        """Start receiving into contiguous memory from one rank what it sends with the same tag, in that order."""
+        work: Work = self._peers.recv([tensor], source, tag)
         return work
 
-    def chunk_length(self, dtype: torch.dtype) -> int:
-        """How many elements one message should have at most."""
-        return CHUNK_BYTES * max(1, self.world_size - 1) // dtype.itemsize
+    def new_tag(self) -> int:
+        """Another tag than those in use, the same on all ranks, which make this call in the same order."""
+        name = self.process_group.group_name
+        known = _tags.get(name)
+        if known is None or known[0] is not self.process_group:
+            known = _tags[name] = (self.process_group, itertools.cycle(range(1, 1 << 20)))
+        return next(known[1])
 
-    def chunks(self, tensor: Tensor) -> tuple[Tensor, ...]:
+    def _chunks(self, tensor: Tensor) -> tuple[Tensor, ...]:
         """Parts of contiguous memory, none if it is empty: the two ends of a message may see it as different types."""
         if not tensor.numel():
             return ()
-        parts: tuple[Tensor, ...] = as_bytes(flat_view(tensor)).split(self.chunk_length(torch.uint8))
+        parts: tuple[Tensor, ...] = as_bytes(flat_view(tensor)).split(CHUNK_BYTES * max(1, self.world_size - 1))
         return parts

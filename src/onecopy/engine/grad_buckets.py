@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from onecopy.engine.collectives import Collectives
+from onecopy.engine.exchange import message_length
 from onecopy.engine.flat import flat_view
 from onecopy.engine.pool import Pool
 from onecopy.engine.shard_grad import ShardGrad
@@ -121,7 +122,7 @@ class Bucket:
 
     def _messages_for(self, rank: int) -> list[Message]:
         start, stop = self.plan.range_of(rank)
-        step = self._policy.collectives.chunk_length(self.wire_dtype)
+        step = message_length(self._policy.collectives.world_size, self.wire_dtype.itemsize)
         messages = []
         for run in self.runs:
             low, high = max(run.start, start), min(run.start + run.numel, stop)

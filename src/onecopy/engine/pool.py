@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class Pool:
-    """Lends flat memory. It keeps no more than was in use at a time, and nothing that was not its own."""
+    """Lends flat memory. It keeps little more than was in use at a time, and nothing that was not its own."""
 
     def __init__(self) -> None:
         self._free: list[Tensor] = []
@@ -27,7 +27,8 @@ class Pool:
         else:
             lent = sum(each.numel() for each in self._lent.values()) + nbytes
             self._most = max(self._most, lent)
-            while self._free and lent + sum(each.numel() for each in self._free) > self._most:
+            # A little more is kept, or a few bytes too many would make the largest go.
+            while self._free and lent + sum(each.numel() for each in self._free) > self._most * 9 // 8:
                 del self._free[0]
             memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
         flat = memory[:nbytes].view(dtype)

@@ -20,8 +20,9 @@ from torch import Tensor
 from torch.futures import Future
 
 from onecopy.engine.bucketing import BucketMap, BucketMaps, GradBucket, pack
-from onecopy.engine.collectives import Exchange, Work
+from onecopy.engine.collectives import Work
 from onecopy.engine.core import Engine
+from onecopy.engine.exchange import Exchange, message_length, message_lengths
 from onecopy.engine.grad_buckets import DIRECT_BYTES, sum_into
 from onecopy.engine.lanes import Lane
 from onecopy.engine.pool import Pool
@@ -34,14 +35,12 @@ IN_FLIGHT = 2
 class _Pending:
     """A bucket under way. ``memories`` are what its transfers read and write: kept until they have ended.
 
-    ``rows`` are the other ranks' values in rank order, what came as large stretches before what came packed; or one,
-    the sum, if a backend adds up.
+    The last of them is what the sum arrives in, if a backend adds up.
     """
 
     map: BucketMap
     buffer: Tensor
-    work: Work
-    rows: Tensor
+    work: Exchange | Work
     foreign: tuple[Work, Tensor] | None
     memories: tuple[Tensor, ...]
 
@@ -109,42 +108,37 @@ class GradientReducer:
 
     def _start(self, map_: BucketMap, buffer: Tensor) -> _Pending:
         dtype, collectives = self._reduce_dtype or buffer.dtype, self._collectives
-        mine = map_.sizes_per_owner[self._here]
-        work: Work
+        work: Exchange | Work
         if collectives.exchanges(buffer.device):
-            received = self._pool.take((collectives.world_size - 1) * mine, dtype, buffer.device)
-            rows = received.view(-1, mine) if mine else received.view(collectives.world_size - 1, 0)
             before = self._scale if dtype is torch.float16 else 1.0  # a sum of many could leave its narrow range
             parts, packs = [], []
             for owner in range(collectives.world_size):
                 loose = [] if owner == self._here else [buffer[each] for each in map_.small[owner]]
                 packs.append(self._pool.take(sum(view.numel() for view in loose), dtype, buffer.device))
                 pack(loose, before, packs[-1])
-                parts.append(self._messages([*(buffer[each] for each in map_.large[owner]), packs[-1]]))
-            arriving = [self._messages(self._split(map_, row)) for row in rows]
-            arriving.insert(self._here, parts[self._here])
-            work = collectives.exchange(parts, arriving)
-            memories = (*packs, received)
+                parts.append(self._messages([*(buffer[each] for each in map_.large[owner]), packs[-1]], dtype))
+            mine = [each.stop - each.start for each in map_.large[self._here]]
+            mine.append(map_.sizes_per_owner[self._here] - sum(mine))
+            lengths = message_lengths(mine, collectives.world_size, dtype.itemsize)
+            work = Exchange(collectives, parts, lengths, dtype, buffer.device, self._pool)
+            memories = tuple(packs)
         else:
             packed = self._pool.take(sum(map_.sizes_per_owner), dtype, buffer.device)
             received = self._pool.take(max(map_.sizes_per_owner), dtype, buffer.device)
             pack(map_.in_order_of_owners(buffer), self._scale, packed)
             work = collectives.reduce_scatter(packed, map_.sizes_per_owner, received)
-            rows, memories = received.view(1, -1), (packed, received)
+            memories = (packed, received)
         rest = map_.foreign(buffer)
         foreign = None
         if rest:
             together = torch.cat(rest).mul_(self._scale)
             foreign = (self._collectives.all_reduce(together), together)
-        return _Pending(map_, buffer, work, rows, foreign, memories)
+        return _Pending(map_, buffer, work, foreign, memories)
 
-    def _messages(self, stretches: Sequence[Tensor]) -> list[Tensor]:
-        return [part for stretch in stretches for part in self._collectives.chunks(stretch)]
-
-    def _split(self, map_: BucketMap, row: Tensor) -> list[Tensor]:
-        """What another rank sends of this rank's: its large stretches one by one, and the small ones together."""
-        sizes = [each.stop - each.start for each in map_.large[self._here]]
-        return list(row.split([*sizes, row.numel() - sum(sizes)]))
+    def _messages(self, stretches: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+        """The parts in which something travels as ``dtype``."""
+        length = message_length(self._collectives.world_size, dtype.itemsize)
+        return [part for stretch in stretches if stretch.numel() for part in stretch.split(length)]
 
     def _finish_all(self) -> None:
         while self._pending:
@@ -162,7 +156,7 @@ class GradientReducer:
             self._add_up(pending, pending.work)
         else:
             pending.work.wait()
-            _write(pending.rows[0], [view for _, view in mine])
+            _write(pending.memories[-1], [view for _, view in mine])
         for segment, view in mine:
             assert segment.shard is not None
             if segment.numel:
@@ -181,26 +175,15 @@ class GradientReducer:
         """Make this rank's own values the mean over all ranks: large stretches as they come, then the small ones."""
         map_, buffer = pending.map, pending.buffer
         large, small = ([buffer[each] for each in kind[self._here]] for kind in (map_.large, map_.small))
-        rows = [self._split(map_, row) for row in pending.rows]
-        scale = self._scale
-        if pending.rows.dtype is torch.float16:  # the others have scaled theirs
+        dtype, scale = self._reduce_dtype or buffer.dtype, self._scale
+        if dtype is torch.float16:  # the others have scaled theirs
             scale = 1.0
             for view in small:
                 view.mul_(self._scale)
-        arrivals = iter(work.arrivals)
-        length = self._collectives.chunk_length(buffer.dtype)  # large ones travel in the buffer's own type
-        for number, view in enumerate(large):
-            others = [row[number].split(length) for row in rows]
-            for own, *parts in zip(view.split(length), *others, strict=True):
-                next(arrivals).wait()
-                self._sum(own, parts, scale)
-        for arrival in arrivals:
-            arrival.wait()
-        work.departures.wait()
-        if small:
-            own = torch.cat(small)
-            self._sum(own, [row[-1] for row in rows], scale)
-            _write(own, small)
+        together = torch.cat(small) if small else buffer[:0]
+        for own, others in zip(self._messages([*large, together], dtype), work.arrivals(), strict=True):
+            self._sum(own, others, scale)
+        _write(together, small)
 
     def _sum(self, own: Tensor, others: Sequence[Tensor], scale: float) -> None:
         """In rank order, in place; where others come before this rank's turn, its own values are set aside first."""

@@ -1,0 +1,134 @@
+"""Every rank's values to the rank that adds them up: messages between all pairs of ranks.
+
+What a rank sends is read where it lies. What it receives goes through a little memory that is used again while later
+messages arrive, so that a bucket needs no more of it for being large.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from onecopy.engine.collectives import Collectives, Several, Work
+from onecopy.engine.pool import Pool
+from onecopy.estimate import STAGED_BYTES
+
+SHORTEST_BYTES, LONGEST_BYTES = 1 << 18, 4 << 20
+"""How long messages may be at most: the more ranks send them at a time, the shorter."""
+
+
+def message_length(ranks: int, itemsize: int) -> int:
+    """How many elements a message may have: as many as let those of all other ranks be received twice at a time."""
+    fitting = STAGED_BYTES // (2 * max(1, ranks - 1))
+    return min(max(fitting, SHORTEST_BYTES), LONGEST_BYTES) // itemsize
+
+
+def message_lengths(sizes: Iterable[int], ranks: int, itemsize: int) -> list[int]:
+    """The lengths of the messages in which stretches of these sizes travel."""
+    step = message_length(ranks, itemsize)
+    return [min(step, size - start) for size in sizes for start in range(0, size, step)]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where something is put, and the number of the last one before it that must have been used then (-1: none)."""
+
+    offset: int
+    after: int
+
+
+@lru_cache(maxsize=1024)
+def places(sizes: tuple[int, ...], room: int) -> tuple[Place, ...]:
+    """Put things of some sizes one behind the other and, where ``room`` ends, again at its start.
+
+    They are used in the same order. There is room for two of the largest in any case.
+    """
+    room = max(room, 2 * max(sizes, default=0))
+    found, held, end, after = [], deque[tuple[int, int, int]](), 0, -1
+    for number, size in enumerate(sizes):
+        if end + size > room:
+            while held and held[0][0] >= end:
+                held.popleft()
+            end = 0
+        while held and held[0][0] < end + size and end < held[0][1]:
+            after = held.popleft()[2]
+        found.append(Place(end, after))
+        if size:
+            held.append((end, end + size, number))
+        end += size
+    return tuple(found)
+
+
+class Exchange:
+    """Messages between all pairs of ranks, under way from the beginning. It is the first half of a reduce-scatter.
+
+    Args:
+        collectives: the ranks.
+        outgoing: by rank, the messages for it, each contiguous memory. All send a rank messages of the same lengths.
+        lengths: of this rank's own messages.
+        dtype: the type of all of them.
+        device: where they are received.
+        pool: lends the memory for it.
+        homes: for each of this rank's messages, memory into which one other rank's may be received; or nothing.
+    """
+
+    def __init__(
+        self,
+        collectives: Collectives,
+        outgoing: Sequence[Sequence[Tensor]],
+        lengths: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
+        pool: Pool,
+        homes: Sequence[Tensor] = (),
+    ) -> None:
+        self._collectives, self._pool = collectives, pool
+        self._lengths, self._homes = lengths, homes
+        ranks, here = collectives.world_size, collectives.group_rank
+        self._others = ranks - 1
+        self._staged = max(0, self._others - bool(homes))
+        self._places = places(tuple(self._staged * length for length in lengths), STAGED_BYTES // dtype.itemsize)
+        ends = [place.offset + self._staged * size for place, size in zip(self._places, lengths, strict=True)]
+        self._memory = pool.take(max(ends, default=0), dtype, device)
+        self._arriving: deque[tuple[list[Tensor], Work]] = deque()
+        self._next = 0
+        # Its messages may be asked for after those of a later exchange.
+        self._tag = collectives.new_tag()
+        self._receive(used=0)
+        # Every rank begins with another one.
+        order = [(here + turn) % ranks for turn in range(1, ranks)]
+        sends = [collectives.send(part, rank, self._tag) for rank in order for part in outgoing[rank]]
+        self._departures = Several(tuple(sends))
+
+    def _receive(self, used: int) -> None:
+        """Start receiving all messages for which there is room after ``used`` of them have been used."""
+        while self._next < len(self._lengths) and self._places[self._next].after < used:
+            start, length = self._places[self._next].offset, self._lengths[self._next]
+            rows = [self._memory[start + row * length :][:length] for row in range(self._staged)]
+            self._start(rows if len(rows) == self._others else [self._homes[self._next], *rows])
+
+    def _start(self, rows: list[Tensor]) -> None:
+        """Start receiving the next message of all other ranks into ``rows``, in rank order."""
+        here, ranks = self._collectives.group_rank, self._collectives.world_size
+        order = [(here - turn) % ranks for turn in range(1, ranks)]
+        works = [self._collectives.receive(rows[rank - (rank > here)], rank, self._tag) for rank in order]
+        self._arriving.append((rows, Several(tuple(works))))
+        self._next += 1
+
+    def arrivals(self) -> Iterator[list[Tensor]]:
+        """Message by message, all other ranks' in rank order, as they arrive; then wait for what this rank sends.
+
+        What is returned is valid until the next is asked for. To be called once, and to the end.
+        """
+        for number in range(len(self._lengths)):
+            rows, work = self._arriving.popleft()
+            work.wait()
+            yield rows
+            self._receive(used=number + 1)
+        self._departures.wait()
+        self._pool.give_back(self._memory)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
@@ -18,7 +20,10 @@ from torch.optim.lr_scheduler import StepLR
 
 from harness import distributed
 from models import Everything, assert_equal, assert_replicas_equal, assert_same_tree, everything_inputs
-from test_data_parallel import ROUNDING, SGD, Layers, Side, different_layers, inputs_of, one_step
+from onecopy import ShardedDataParallel, ZeroRedundancyOptimizer
+from onecopy.engine import backward
+from onecopy.engine.collectives import TAGS, Collectives
+from test_data_parallel import ROUNDING, SGD, Layers, Side, as_if_large, different_layers, inputs_of, one_step
 from test_data_parallel_use import Batched, closure, loss_of
 
 # Uneven inputs
@@ -182,3 +187,94 @@ def test_a_mesh_accumulates_and_begins_with_the_values_of_the_first_rank(world_s
             side.optimizer.step()
         assert_equal(ours.params, plain.params, f"step {step}", ROUNDING)
     assert_replicas_equal(ours.params)
+
+
+# Ranks that launch their buckets at different times
+
+
+class Branch(nn.Module):
+    """Has a layer that one rank does not use."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.sometimes = nn.Linear(size, size, bias=False)
+        self.always = nn.Linear(size, size, bias=False)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden: Tensor = self.always(inputs)
+        return hidden if dist.get_rank() == 1 else hidden + self.sometimes(hidden)
+
+
+def wrapped(module: nn.Module) -> tuple[ShardedDataParallel, ZeroRedundancyOptimizer]:
+    """Every parameter in a bucket of its own."""
+    optimizer = ZeroRedundancyOptimizer(module.parameters(), torch.optim.SGD, lr=1.0)
+    return ShardedDataParallel(module, optimizer, bucket_bytes=1), optimizer
+
+
+@distributed(2, 3)
+def test_buckets_of_two_modules_that_take_turns_differently_are_not_mixed_up(world_size: int) -> None:
+    """A bucket that one rank cannot fill is launched after the other module's there, and before them elsewhere."""
+    torch.manual_seed(3)
+    below, above = nn.Linear(32, 32, bias=False), Branch(32)
+    plain = copy.deepcopy(nn.ModuleList([below, above]))
+    inputs = torch.randn(4, 32)
+    plain[1](plain[0](inputs)).square().sum().backward()
+    for param in plain.parameters():
+        param.grad = torch.zeros_like(param) if param.grad is None else param.grad
+        dist.all_reduce(param.grad)
+    (lower, first), (upper, second) = wrapped(below), wrapped(above)
+    upper(lower(inputs)).square().sum().backward()
+    for optimizer in (first, second):
+        optimizer.step()
+    expected = [param.detach() - param.grad / world_size for param in plain.parameters() if param.grad is not None]
+    assert_equal([*below.parameters(), *above.parameters()], expected, "one step", 1e-3)
+
+
+@distributed(2)
+def test_a_group_that_was_destroyed_is_let_go(world_size: int) -> None:
+    group = dist.new_group()
+    collectives = Collectives(group)
+    tags = [collectives.new_tags(), Collectives(group).new_tags()]
+    assert tags[1] - tags[0] == TAGS, "users of one group have tags of their own"
+    reference = weakref.ref(group)
+    dist.destroy_process_group(group)
+    del group, collectives
+    gc.collect()
+    assert reference() is None
+
+
+class Meeting(torch.autograd.Function):
+    """Its backward waits for all ranks."""
+
+    @staticmethod
+    def forward(_context: Any, inputs: Tensor) -> Tensor:
+        return inputs.clone()
+
+    @staticmethod
+    def backward(_context: Any, gradient: Tensor) -> Any:
+        dist.barrier()
+        return gradient
+
+
+@distributed(2, 3)
+def test_a_rank_that_waits_inside_its_backward_pass_does_not_keep_others_from_getting_there(world_size: int) -> None:
+    """It has launched less than they have, and uses what they send only when its pass has ended."""
+
+    class Meets(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(8, 32)
+            self.branch = Branch(32)
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            outputs: Tensor = self.branch(Meeting.apply(self.first(inputs)))
+            return outputs
+
+    with as_if_large(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backward, "IN_FLIGHT_BYTES", 1)
+        model, optimizer = wrapped(Meets())
+        for step in range(2):
+            model(inputs_of(dist.get_rank(), step)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_replicas_equal(list(model.parameters()))

@@ -152,7 +152,7 @@ def primitives(sizes: Sizes, repeats: int = 5) -> dict[str, list[tuple[float, fl
     count = sum(param.numel() for param in sizes.make().parameters()) // ranks * ranks
     flat = torch.zeros(count)
     parts = list(flat.view(ranks, -1))
-    mine, pool = torch.empty_like(parts[0]), Pool()
+    mine, pool, tag = torch.empty_like(parts[0]), Pool(), collectives.new_tags()
     lengths = message_lengths([mine.numel()], ranks, mine.element_size())
 
     def share() -> None:
@@ -162,11 +162,12 @@ def primitives(sizes: Sizes, repeats: int = 5) -> dict[str, list[tuple[float, fl
 
     def reduce() -> None:
         messages, homes = [part.split(lengths) for part in parts], mine.split(lengths)
-        exchange = Exchange(collectives, messages, lengths, mine.dtype, mine.device, pool, homes)
+        exchange = Exchange(collectives, messages, lengths, mine.dtype, mine.device, pool, tag, homes, in_turns=True)
         own = messages[collectives.group_rank]
         for home, values, rows in zip(homes, own, exchange.arrivals(), strict=True):
             rows.insert(collectives.group_rank, values)
             sum_into(home, rows, 0.5)
+        exchange.end()
 
     actions: dict[str, Callable[[], object]] = {
         "all-reduce": lambda: dist.all_reduce(flat),

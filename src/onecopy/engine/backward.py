@@ -77,6 +77,8 @@ class BackwardReducer:
         self._buckets = list(buckets)
         self._policy = policy
         self._pool = Pool()
+        # Its own, because two modules in one backward pass may launch their buckets in another order on every rank.
+        self._tags = policy.collectives.new_tags()
         self._lanes = {bucket.device: Lane(bucket.device) for bucket in buckets}
         self._unread: LateWord | None = None
         self._pass: _Pass | None = None
@@ -211,14 +213,15 @@ class BackwardReducer:
         bucket.params[position].grad = None
 
     def _launch(self, current: _Pass) -> None:
-        bucket = self._buckets[current.next]
+        number = current.next
+        bucket = self._buckets[number]
         current.next += 1
         while sum(pending.bucket.nbytes for pending in current.pending) >= IN_FLIGHT_BYTES:
             self._add_up(current.pending.popleft())
         with mark("onecopy.reduce"), self._lanes[bucket.device].entered():
-            current.pending.append(self._exchange(bucket))
+            current.pending.append(self._exchange(number, bucket))
 
-    def _exchange(self, bucket: Bucket) -> _Pending:
+    def _exchange(self, number: int, bucket: Bucket) -> _Pending:
         collectives, plan = self._policy.collectives, bucket.plan
         bucket.close(self._pool)
         bucket.allocate()
@@ -238,7 +241,18 @@ class BackwardReducer:
         mine = bucket.messages[collectives.group_rank]
         lengths = [message.home.stop - message.home.start for message in mine]
         homes = [bucket.shard[message.home] for message in mine] if fits else ()
-        work = Exchange(collectives, bucket.outgoing(), lengths, bucket.wire_dtype, bucket.device, self._pool, homes)
+        work = Exchange(
+            collectives,
+            bucket.outgoing(),
+            lengths,
+            bucket.wire_dtype,
+            bucket.device,
+            self._pool,
+            self._tags + number,
+            homes,
+            # Between its launch and the end of the pass, which all ranks reach, nothing waits for it.
+            in_turns=number == len(self._buckets) - 1,
+        )
         return _Pending(bucket, keeps, work)
 
     def _add_up(self, pending: _Pending) -> None:
@@ -259,6 +273,7 @@ class BackwardReducer:
                 with mark("onecopy.add"):
                     rows.insert(here, message.values)
                     sum_into(target[message.home], rows, scale, adds)
+            pending.work.end()
         else:
             assert pending.sum is not None
             pending.work.wait()

@@ -61,8 +61,12 @@ _companions: dict[tuple[str, str], tuple[dist.ProcessGroup, dist.ProcessGroup]] 
 """Groups made beside others, by purpose and the other's name; with the other itself, because names come again."""
 
 
-_tags: dict[str, tuple[dist.ProcessGroup, Iterator[int]]] = {}
-"""The tags of messages in a group, by its name; with the group itself."""
+TAGS = 1 << 16
+"""How many tags a user of a group gets."""
+
+
+_tag_blocks: weakref.WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = weakref.WeakKeyDictionary()
+"""The numbers of the blocks of tags that are given out next, by group."""
 
 
 _twins: dict[str, tuple[dist.ProcessGroup, list[Callable[[], Collectives | None]]]] = {}
@@ -250,13 +254,10 @@ class Collectives:
         work: Work = self._peers.recv([tensor], source, tag)
         return work
 
-    def new_tag(self) -> int:
-        """Another tag than those in use, the same on all ranks, which make this call in the same order."""
-        name = self.process_group.group_name
-        known = _tags.get(name)
-        if known is None or known[0] is not self.process_group:
-            known = _tags[name] = (self.process_group, itertools.cycle(range(1, 1 << 20)))
-        return next(known[1])
+    def new_tags(self) -> int:
+        """The first of ``TAGS`` tags that nobody else uses in this group; all ranks call this in the same order."""
+        blocks = _tag_blocks.setdefault(self.process_group, itertools.cycle(range(1, 1 << 14)))
+        return next(blocks) * TAGS
 
     def _chunks(self, tensor: Tensor) -> tuple[Tensor, ...]:
         """Parts of contiguous memory, none if it is empty: the two ends of a message may see it as different types."""

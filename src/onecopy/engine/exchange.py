@@ -1,7 +1,7 @@
 """Every rank's values to the rank that adds them up: messages between all pairs of ranks.
 
-What a rank sends is read where it lies. What it receives goes through a little memory that is used again while later
-messages arrive, so that a bucket needs no more of it for being large.
+What a rank sends is read where it lies. What it receives can go through a little memory that is used again while later
+messages arrive, so that what is large needs no more of it.
 """
 
 from __future__ import annotations
@@ -74,7 +74,11 @@ class Exchange:
         dtype: the type of all of them.
         device: where they are received.
         pool: lends the memory for it.
+        tag: what no other exchange has that may be under way at the same time.
         homes: for each of this rank's messages, memory into which one other rank's may be received; or nothing.
+        in_turns: whether there is room for a part of them at a time only. Then nobody's messages have all gone before
+            their receivers use what has arrived; where other ranks may be waiting for something else instead, all
+            must have room at once.
     """
 
     def __init__(
@@ -85,50 +89,51 @@ class Exchange:
         dtype: torch.dtype,
         device: torch.device,
         pool: Pool,
+        tag: int,
         homes: Sequence[Tensor] = (),
+        in_turns: bool = False,
     ) -> None:
-        self._collectives, self._pool = collectives, pool
+        self._collectives, self._pool, self._tag = collectives, pool, tag
         self._lengths, self._homes = lengths, homes
         ranks, here = collectives.world_size, collectives.group_rank
-        self._others = ranks - 1
-        self._staged = max(0, self._others - bool(homes))
-        self._places = places(tuple(self._staged * length for length in lengths), STAGED_BYTES // dtype.itemsize)
-        ends = [place.offset + self._staged * size for place, size in zip(self._places, lengths, strict=True)]
+        self._staged = max(0, ranks - 1 - bool(homes))
+        sizes = tuple(self._staged * length for length in lengths)
+        self._places = places(sizes, STAGED_BYTES // dtype.itemsize if in_turns else sum(sizes))
+        ends = [place.offset + size for place, size in zip(self._places, sizes, strict=True)]
         self._memory = pool.take(max(ends, default=0), dtype, device)
         self._arriving: deque[tuple[list[Tensor], Work]] = deque()
         self._next = 0
-        # Its messages may be asked for after those of a later exchange.
-        self._tag = collectives.new_tag()
         self._receive(used=0)
         # Every rank begins with another one.
         order = [(here + turn) % ranks for turn in range(1, ranks)]
-        sends = [collectives.send(part, rank, self._tag) for rank in order for part in outgoing[rank]]
+        sends = [collectives.send(part, rank, tag) for rank in order for part in outgoing[rank]]
         self._departures = Several(tuple(sends))
 
     def _receive(self, used: int) -> None:
         """Start receiving all messages for which there is room after ``used`` of them have been used."""
+        here, ranks = self._collectives.group_rank, self._collectives.world_size
+        order = [(here - turn) % ranks for turn in range(1, ranks)]
         while self._next < len(self._lengths) and self._places[self._next].after < used:
             start, length = self._places[self._next].offset, self._lengths[self._next]
             rows = [self._memory[start + row * length :][:length] for row in range(self._staged)]
-            self._start(rows if len(rows) == self._others else [self._homes[self._next], *rows])
-
-    def _start(self, rows: list[Tensor]) -> None:
-        """Start receiving the next message of all other ranks into ``rows``, in rank order."""
-        here, ranks = self._collectives.group_rank, self._collectives.world_size
-        order = [(here - turn) % ranks for turn in range(1, ranks)]
-        works = [self._collectives.receive(rows[rank - (rank > here)], rank, self._tag) for rank in order]
-        self._arriving.append((rows, Several(tuple(works))))
-        self._next += 1
+            if self._staged < ranks - 1:
+                rows.insert(0, self._homes[self._next])
+            works = [self._collectives.receive(rows[rank - (rank > here)], rank, self._tag) for rank in order]
+            self._arriving.append((rows, Several(tuple(works))))
+            self._next += 1
 
     def arrivals(self) -> Iterator[list[Tensor]]:
-        """Message by message, all other ranks' in rank order, as they arrive; then wait for what this rank sends.
+        """Message by message, all other ranks' in rank order, as they arrive. To be called once.
 
-        What is returned is valid until the next is asked for. To be called once, and to the end.
+        What is returned is valid until the next is asked for.
         """
         for number in range(len(self._lengths)):
             rows, work = self._arriving.popleft()
             work.wait()
             yield rows
             self._receive(used=number + 1)
+
+    def end(self) -> None:
+        """After all arrivals: wait until what this rank sends has gone, and let others use the memory."""
         self._departures.wait()
         self._pool.give_back(self._memory)

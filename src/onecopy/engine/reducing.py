@@ -20,12 +20,15 @@ from torch import Tensor
 from torch.futures import Future
 
 from onecopy.engine.bucketing import BucketMap, BucketMaps, GradBucket, pack
-from onecopy.engine.collectives import Work
+from onecopy.engine.collectives import TAGS, Work
 from onecopy.engine.core import Engine
 from onecopy.engine.exchange import Exchange, message_length, message_lengths
 from onecopy.engine.grad_buckets import DIRECT_BYTES, sum_into
 from onecopy.engine.lanes import Lane
 from onecopy.engine.pool import Pool
+
+MOST_BUCKETS = 1 << 12
+"""Messages of so many buckets in a row have tags of their own, and those of several passes: one may be interrupted."""
 
 IN_FLIGHT = 2
 """Buckets that may be under way when another one comes; with their size this bounds the extra memory."""
@@ -58,6 +61,8 @@ class GradientReducer:
         self._done: list[tuple[BucketMap, Tensor, Future[Tensor]]] = []
         self._extremes: list[list[Tensor]] = [[] for _ in engines]
         self._pool = Pool()
+        self._tags = self._collectives.new_tags()
+        self._passes = 0
         self._lanes: dict[torch.device, Lane] = {}
         self._maps = self._make_maps()
         self._guarded: set[int] = set()
@@ -73,7 +78,8 @@ class GradientReducer:
             while len(self._pending) >= IN_FLIGHT:
                 self._finish(self._pending.popleft())
             map_ = self._maps.find(bucket.index(), bucket.parameters(), self._direct(buffer))
-            self._pending.append(self._start(map_, buffer))
+            tag = self._tags + self._passes * MOST_BUCKETS + bucket.index() % MOST_BUCKETS
+            self._pending.append(self._start(map_, buffer, tag, bucket.is_last()))
             self._done.append((map_, buffer, future))
             if bucket.is_last():
                 self._finish_all()
@@ -97,6 +103,7 @@ class GradientReducer:
             self._maps = self._make_maps()
         for engine in self._engines:
             _guard_accumulation(engine, self._guarded)
+        self._passes = (self._passes + 1) % (TAGS // MOST_BUCKETS)
         # What an interrupted backward pass left behind is not waited for, and its memory not used again.
         if self._pending:
             self._pool = Pool()
@@ -106,7 +113,7 @@ class GradientReducer:
         for engine in self._engines:
             engine.reduced.clear()
 
-    def _start(self, map_: BucketMap, buffer: Tensor) -> _Pending:
+    def _start(self, map_: BucketMap, buffer: Tensor, tag: int, is_last: bool) -> _Pending:
         dtype, collectives = self._reduce_dtype or buffer.dtype, self._collectives
         work: Exchange | Work
         if collectives.exchanges(buffer.device):
@@ -120,7 +127,8 @@ class GradientReducer:
             mine = [each.stop - each.start for each in map_.large[self._here]]
             mine.append(map_.sizes_per_owner[self._here] - sum(mine))
             lengths = message_lengths(mine, collectives.world_size, dtype.itemsize)
-            work = Exchange(collectives, parts, lengths, dtype, buffer.device, self._pool)
+            # The last one is waited for at once, on all ranks.
+            work = Exchange(collectives, parts, lengths, dtype, buffer.device, self._pool, tag, in_turns=is_last)
             memories = tuple(packs)
         else:
             packed = self._pool.take(sum(map_.sizes_per_owner), dtype, buffer.device)
@@ -183,6 +191,7 @@ class GradientReducer:
         together = torch.cat(small) if small else buffer[:0]
         for own, others in zip(self._messages([*large, together], dtype), work.arrivals(), strict=True):
             self._sum(own, others, scale)
+        work.end()
         _write(together, small)
 
     def _sum(self, own: Tensor, others: Sequence[Tensor], scale: float) -> None:

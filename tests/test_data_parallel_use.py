@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from harness import distributed
 from models import assert_equal, assert_replicas_equal, values
 from onecopy import ShardedDataParallel
-from test_data_parallel import ROUNDING, SGD, Layers, Side, different_layers, inputs_of, one_step
+from test_data_parallel import ROUNDING, SGD, Layers, Side, as_if_large, different_layers, inputs_of, one_step
 from test_reduce_scatter import Branching
 
 STEPS = 5
@@ -419,6 +420,22 @@ def test_everything_begins_with_the_values_of_the_first_rank(world_size: int) ->
     expected = [param.detach() - dist.get_rank() for param in different_layers().parameters()]
     assert [param.shape for param in ours.params] == [tensor.shape for tensor in expected]
     assert_replicas_equal(ours.params)
+
+
+@distributed(2, 3)
+def test_a_pass_that_keeps_a_graph_of_itself_gives_the_same_gradients(world_size: int) -> None:
+    """What is reduced has no graph; torch warns that whoever asks for one must let go of the gradients."""
+    with as_if_large():
+        usual, kept = Side(True, Layers), Side(True, Layers)
+    for step in range(3):
+        for side in (usual, kept):
+            side.optimizer.zero_grad()
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="Using backward\\(\\) with create_graph=True")
+                loss_of(side, step).backward(create_graph=side is kept)
+            assert not any(param.grad is not None and param.grad.requires_grad for param in side.params)
+            side.optimizer.step()
+    assert_equal(kept.params, usual.params, "three steps")
 
 
 @distributed(2, 3)

@@ -105,6 +105,18 @@ def test_whole_parameters_lie_in_the_order_of_their_owners() -> None:
     assert set(owners) == {0, 1, 2}
 
 
+@given(models(), st.integers(1, 9), st.booleans(), st.sampled_from([500, 5000, BUCKET_BYTES]))
+def test_small_parameters_of_an_owner_lie_together(
+    specs: list[ParamSpec], world_size: int, splittable: bool, size: int
+) -> None:
+    """So that their gradients are one message."""
+    layout, plans = plan_buckets(specs, list(reversed(range(len(specs)))), world_size, splittable, size)
+    for plan in plans:
+        held = [index for index in plan.params if specs[index].numel]
+        places = [(0 if splittable else layout.shards_of(index)[0].owner, -specs[index].numel) for index in held]
+        assert places == sorted(places)
+
+
 @settings(max_examples=100, deadline=None)
 @given(models(), st.integers(1, 9), st.sampled_from([1, 500, 5000, BUCKET_BYTES]))
 def test_one_ranks_shards_are_found_without_the_others(specs: list[ParamSpec], world_size: int, size: int) -> None:

@@ -16,7 +16,7 @@ import schedulefree  # type: ignore[import-untyped]
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
@@ -38,6 +38,7 @@ from onecopy.engine.stream import (
     receive_stream,
     send_stream,
 )
+from onecopy.engine.torch_private import buffers_of
 from onecopy.estimate import STAGED_BYTES
 
 CPU = torch.device("cpu")
@@ -738,3 +739,20 @@ def test_stretches_are_cut_into_messages_in_order(sizes: list[int], ranks: int) 
         while taken < size:
             taken += lengths.pop(0)
         assert taken == size
+
+
+# ---------------------------------------------------------------------------------------------------- buffers
+
+
+def test_the_buffers_of_a_module_are_those_that_torch_finds() -> None:
+    """In its order, each once, also those of shared submodules, added later, or registered as nothing."""
+    shared, own = nn.BatchNorm2d(2), torch.zeros(1)
+    inner = nn.Sequential(shared, nn.Linear(2, 2), shared)
+    module = nn.Sequential(nn.BatchNorm1d(3), inner, nn.BatchNorm1d(4))
+    module.register_buffer("own", own)
+    module.register_buffer("nothing", None)
+    module[2].register_buffer("again", own)
+    module.register_module("no module", None)
+    for _ in range(2):
+        assert [id(buffer) for buffer in buffers_of(module)] == [id(buffer) for buffer in module.buffers()]
+        inner.append(nn.BatchNorm1d(5))

@@ -207,9 +207,12 @@ class BackwardReducer:
 
     def _put(self, bucket: Bucket, position: int, gradient: Tensor) -> None:
         lane = self._lanes[bucket.device]
-        with lane.entered():
+        if lane.is_here:
             bucket.put(position, gradient, self._pool)
-            lane.keep(gradient)
+        else:
+            with lane.entered():
+                bucket.put(position, gradient, self._pool)
+                lane.keep(gradient)
         bucket.params[position].grad = None
 
     def _launch(self, current: _Pass) -> None:

@@ -19,9 +19,6 @@ from onecopy.layout import BucketPlan
 DIRECT_BYTES = 1 << 18
 """Gradients from this size on are sent from where autograd has put them: a message costs less than a copy."""
 
-CACHED_ELEMENTS = 1 << 18
-"""Adding up goes over so many elements at a time: they stay in the processor's cache for the next operation."""
-
 
 @dataclass(frozen=True, slots=True)
 class Policy:
@@ -45,21 +42,21 @@ class Policy:
 
 @dataclass(slots=True)
 class Run:
-    """Neighbours in a bucket whose gradients lie together in a pass: one that is large, or several that are small.
+    """Neighbours in a bucket whose gradients travel together: one that is large, or several that are small.
 
     Attributes:
         start: where it begins in the bucket.
         numel: how long it is, gaps between parameters (but none at its ends) included.
         alone: whether it is one parameter, whose gradient can be its memory.
-        memory: the gradients.
-        borrowed: whether that is memory of others, which is only read.
+        positions: of its parameters in the bucket.
+        memory: the gradients, from when the bucket is closed.
     """
 
     start: int
     numel: int
     alone: bool
+    positions: list[int]
     memory: Tensor | None = None
-    borrowed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,26 +96,30 @@ class Bucket:
         self.gradients: list[ShardGrad] = []
         self.left: dict[int, tuple[int, int]] = {}  # whole gradients as passes without synchronising left them
         self._policy = policy
-        self.runs, self._run_of = self._make_runs()
+        self._held: list[Tensor | None] = [None] * len(self.params)  # the pass's gradients, flat
+        self._lent: list[Tensor] = []  # the pool's memory among them and in the runs
+        self._zero = torch.zeros(1, dtype=self.wire_dtype, device=self.device)
+        self.runs = self._make_runs()
+        self._alone = {run.positions[0] for run in self.runs if run.alone}
+        # What leaves its own memory as it is can be sent from there; float16 is scaled before.
+        self._sent_as_is = self.wire_dtype is not torch.float16
         ranks = range(policy.collectives.world_size)
         self.messages = [self._messages_for(rank) for rank in ranks]
 
-    def _make_runs(self) -> tuple[list[Run], list[Run]]:
-        """The runs, and each parameter's."""
+    def _make_runs(self) -> list[Run]:
         plan, ranks = self.plan, self._policy.collectives.world_size
         if not self._policy.collectives.exchanges(self.device):
-            run = Run(0, plan.longest * ranks if plan.equal else plan.numel, len(self.params) == 1)
-            return [run], [run] * len(self.params)
+            length = plan.longest * ranks if plan.equal else plan.numel
+            return [Run(0, length, len(self.params) == 1, list(range(len(self.params))))]
         runs: list[Run] = []
-        run_of = []
-        for param, offset in zip(self.params, plan.offsets, strict=True):
+        for position, (param, offset) in enumerate(zip(self.params, plan.offsets, strict=True)):
             large = param.numel() * self.wire_dtype.itemsize >= DIRECT_BYTES
             if large or not runs or runs[-1].alone:
-                runs.append(Run(offset, param.numel(), large or len(self.params) == 1))
+                runs.append(Run(offset, param.numel(), large or len(self.params) == 1, [position]))
             else:
                 runs[-1].numel = offset + param.numel() - runs[-1].start
-            run_of.append(runs[-1])
-        return runs, run_of
+                runs[-1].positions.append(position)
+        return runs
 
     def _messages_for(self, rank: int) -> list[Message]:
         start, stop = self.plan.range_of(rank)
@@ -142,10 +143,11 @@ class Bucket:
 
     def give_back(self, pool: Pool) -> None:
         """Let go of the pass's gradients."""
+        pool.give_back(*self._lent)
+        self._lent.clear()
+        self._held = [None] * len(self.params)
         for run in self.runs:
-            if run.memory is not None and not run.borrowed:
-                pool.give_back(run.memory)
-            run.memory, run.borrowed = None, False
+            run.memory = None
 
     def allocate(self) -> None:
         """Make the memory of this rank's range, once, and what ``param.grad`` shows of it."""
@@ -159,61 +161,71 @@ class Bucket:
             self.gradients.append(ShardGrad(local, param, self._policy.collectives))
 
     def put(self, position: int, gradient: Tensor, pool: Pool) -> None:
-        """Take in one parameter's gradient, or add it to what has come before in this pass."""
-        param, offset = self.params[position], self.plan.offsets[position]
+        """Take in one parameter's gradient."""
+        param = self.params[position]
         if gradient.layout is not torch.strided:
             raise ValueError(
                 f"parameter {self.names[position]!r} has a sparse gradient, which cannot be divided among ranks; "
                 "make its module produce dense ones (sparse=False)"
             )
-        if self.launched:
+        if self.arrived[position] or self.launched:
             raise RuntimeError(
-                f"parameter {self.names[position]!r} got a gradient twice in one backward pass, after it had been "
-                "reduced; with activation checkpointing use use_reentrant=False"
+                f"parameter {self.names[position]!r} got a gradient twice in one backward pass; with activation "
+                "checkpointing use use_reentrant=False"
             )
-        run, again = self._run_of[position], self.arrived[position]
-        gradient = gradient.detach()
-        as_it_is = run.alone and not again and not gradient.is_conj() and not gradient.is_neg()
-        fits = gradient.dtype == self.wire_dtype is not torch.float16 and gradient.stride() == param.stride()
-        if as_it_is and fits:
+        if gradient.requires_grad:
+            gradient = gradient.detach()
+        if self._can_be_held(gradient, param):
             # Nothing to copy. It is only read, because others may hold the same memory.
-            run.memory, run.borrowed = flat_view(gradient), True
+            self._held[position] = gradient if gradient.dim() == 1 else flat_view(gradient)
         else:
-            memory = self._own_memory(run, pool)
-            home = memory.as_strided(param.shape, param.stride(), memory.storage_offset() + offset - run.start)
-            home.add_(gradient) if again else home.copy_(gradient)
-        self.missing -= not self.arrived[position]
+            numel = param.numel()
+            if position in self._alone:
+                memory = self._take(numel, pool)
+            else:
+                memory = torch.empty(numel, dtype=self.wire_dtype, device=self.device)
+            memory.as_strided(param.shape, param.stride(), memory.storage_offset()).copy_(gradient)
+            self._held[position] = memory
+        self.missing -= 1
         self.arrived[position] = True
 
-    def _own_memory(self, run: Run, pool: Pool) -> Tensor:
-        """A run's memory, which may be written to."""
-        if run.memory is None or run.borrowed:
-            mine = pool.take(run.numel, self.wire_dtype, self.device)
-            if run.memory is not None:
-                mine[: run.memory.numel()].copy_(run.memory)
-            run.memory, run.borrowed = mine, False
-        return run.memory
+    def _can_be_held(self, gradient: Tensor, param: Tensor) -> bool:
+        if gradient.dtype != self.wire_dtype or not self._sent_as_is or gradient.stride() != param.stride():
+            return False
+        return not gradient.is_conj() and not gradient.is_neg()
 
     def close(self, pool: Pool) -> None:
-        """The end of collecting: put zeros where nothing came."""
+        """The end of collecting: put small gradients together, and zeros where nothing came."""
         self.launched = True
-        ends = dict.fromkeys(map(id, self.runs), 0)
-        for position, (param, run) in enumerate(zip(self.params, self._run_of, strict=True)):
-            if not self.arrived[position]:
-                self.kept[position] = position in self.aside or isinstance(param.grad, ShardGrad)
-            if run.borrowed:
-                continue
-            memory, start = self._own_memory(run, pool), self.plan.offsets[position] - run.start
-            stop = start + param.numel()
-            if ends[id(run)] < start:
-                memory[ends[id(run)] : start].zero_()
-            if not self.arrived[position]:
-                memory[start:stop].zero_()
-            ends[id(run)] = stop
+        for position, arrived in enumerate(self.arrived):
+            if not arrived:
+                self.kept[position] = position in self.aside or isinstance(self.params[position].grad, ShardGrad)
         for run in self.runs:
-            assert run.memory is not None
-            if not run.borrowed and ends[id(run)] < run.numel:
-                run.memory[ends[id(run)] :].zero_()
+            held = self._held[run.positions[0]]
+            if run.alone and held is not None and held.numel() == run.numel:
+                run.memory = held
+            else:
+                run.memory = self._take(run.numel, pool)
+                torch.cat(self._parts(run), out=run.memory)
+
+    def _take(self, numel: int, pool: Pool) -> Tensor:
+        """Memory of the pool's, until the pass ends."""
+        self._lent.append(pool.take(numel, self.wire_dtype, self.device))
+        return self._lent[-1]
+
+    def _parts(self, run: Run) -> list[Tensor]:
+        """What a run consists of."""
+        parts, end = [], run.start
+        for position in run.positions:
+            offset, numel = self.plan.offsets[position], self.params[position].numel()
+            if end < offset:
+                parts.append(self._zero.expand(offset - end))
+            held = self._held[position]
+            parts.append(self._zero.expand(numel) if held is None else held)
+            end = offset + numel
+        if end < run.start + run.numel:
+            parts.append(self._zero.expand(run.start + run.numel - end))
+        return parts
 
     def outgoing(self) -> list[list[Tensor]]:
         """What each rank is sent, by rank."""
@@ -249,18 +261,16 @@ def sum_into(target: Tensor, rows: Sequence[Tensor], scale: float, keep: bool = 
     The order is fixed, so that the result depends neither on who owns what nor on where buckets end. Scaling the sum
     of two is bit by bit the sum of two scaled, short of the smallest numbers.
     """
-    for start in range(0, target.numel(), CACHED_ELEMENTS):
-        part = target[start : start + CACHED_ELEMENTS]
-        first, *others = [row[start : start + CACHED_ELEMENTS] for row in rows]
-        total = torch.empty_like(part) if keep else part
-        if others:
-            # In the type of the sum: a narrower one would round what others have not been added to yet.
-            torch.add(first.to(total.dtype), others[0].to(total.dtype), out=total)
-            for other in others[1:]:
-                total.add_(other)
-            if scale != 1.0:
-                total.mul_(scale)
-        else:
-            torch.mul(first, scale, out=total)
-        if keep:
-            part.add_(total)
+    first, *others = rows
+    total = torch.empty_like(target) if keep else target
+    if others:
+        # In the type of the sum: a narrower one would round what others have not been added to yet.
+        torch.add(first.to(total.dtype), others[0].to(total.dtype), out=total)
+        for other in others[1:]:
+            total.add_(other)
+        if scale != 1.0:
+            total.mul_(scale)
+    else:
+        torch.mul(first, scale, out=total)
+    if keep:
+        target.add_(total)

@@ -22,6 +22,7 @@ class Lane:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = None if device.type == "cpu" else torch.Stream(device)
+        self.is_here = self._stream is None  # nothing to enter, and nothing to keep
 
     def entered(self) -> contextlib.AbstractContextManager[None]:
         """Run the body on the lane, after what the caller's stream has enqueued."""

@@ -48,8 +48,10 @@ class Owned:
 
     def bind(self, range_: Tensor | None) -> None:
         """Give the stepped tensor a gradient, from a flat range in storage order, or none."""
-        if range_ is not None:
-            range_ = _converted(range_.as_strided(self.tensor.shape, self.tensor.stride()), self.tensor)
+        if range_ is not None and self.tensor.dim() != 1:
+            range_ = range_.as_strided(self.tensor.shape, self.tensor.stride())
+        if range_ is not None and (self.home is not None or range_.dtype != self.tensor.dtype):
+            range_ = _converted(range_, self.tensor)
         self.tensor.grad = range_
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from onecopy.engine.collectives import Collectives
 from onecopy.engine.flat import as_bytes, flat_view
+from onecopy.engine.torch_private import buffers_of
 
 PACK_BYTES = 16 << 20
 
@@ -24,7 +25,7 @@ class ModuleState:
 
     def buffers_to_share(self) -> list[Tensor]:
         """The buffers that the module has now."""
-        return [buffer.detach() for buffer in self._module.buffers()] if self._broadcast_buffers else []
+        return [buffer.detach() for buffer in buffers_of(self._module)] if self._broadcast_buffers else []
 
     def share_all(self, shard: Collectives, replicas: Collectives | None) -> None:
         """Make parameters and buffers those of the first rank."""

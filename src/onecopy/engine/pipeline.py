@@ -165,13 +165,12 @@ class Pipeline:
 
     def wait_for(self, params: Iterable[int]) -> None:
         """End the transfers of what holds some parameters."""
-        if self._flying:
-            numbers = {self._segment_of[param] for param in params}
-            self._drain([number for number in self._flying if number in numbers])
+        for param in params if self._flying else ():
+            number = self._segment_of[param]
+            if number in self._flying:
+                self._drain([number])
 
     def _drain(self, numbers: Sequence[int]) -> None:
-        if not numbers:
-            return
         for number in numbers:
             flying, changed = self._flying.pop(number)
             flying.drain()

@@ -10,8 +10,8 @@ class Pool:
     """Lends flat memory. It keeps little more than was in use at a time, and nothing that was not its own."""
 
     def __init__(self) -> None:
-        self._free: list[Tensor] = []
-        self._lent: dict[int, Tensor] = {}
+        self._free: list[tuple[int, Tensor]] = []  # with the size of each
+        self._lent: dict[int, tuple[int, Tensor]] = {}
         self._most = 0  # bytes that were lent at a time
 
     def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -20,19 +20,23 @@ class Pool:
         if nbytes == 0:
             return torch.empty(0, dtype=dtype, device=device)
         # What is much larger is left for those who need it.
-        fitting = [each for each in self._free if nbytes <= each.numel() <= 2 * nbytes and each.device == device]
+        fitting = [
+            (size, number)
+            for number, (size, each) in enumerate(self._free)
+            if nbytes <= size <= 2 * nbytes and each.device == device
+        ]
         if fitting:
-            memory = min(fitting, key=Tensor.numel)
-            self._free = [other for other in self._free if other is not memory]
+            size, memory = self._free.pop(min(fitting)[1])
         else:
-            lent = sum(each.numel() for each in self._lent.values()) + nbytes
+            size = nbytes
+            lent = sum(size for size, _ in self._lent.values()) + nbytes
             self._most = max(self._most, lent)
             # A little more is kept, or a few bytes too many would make the largest go.
-            while self._free and lent + sum(each.numel() for each in self._free) > self._most * 9 // 8:
+            while self._free and lent + sum(size for size, _ in self._free) > self._most * 9 // 8:
                 del self._free[0]
             memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
         flat = memory[:nbytes].view(dtype)
-        self._lent[flat.data_ptr()] = memory
+        self._lent[flat.data_ptr()] = (size, memory)
         return flat
 
     def give_back(self, *lent: Tensor) -> None:

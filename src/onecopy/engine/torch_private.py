@@ -58,6 +58,20 @@ def run_load_post_hooks(optimizer: Optimizer) -> None:
         hook(optimizer)
 
 
+def buffers_of(module: Module) -> list[Tensor]:
+    """What ``module.buffers()`` yields; asked in every forward pass, where that walk of nested generators costs."""
+    found: dict[int, Tensor] = {}
+    seen = set()
+    waiting = [module]
+    while waiting:
+        here = waiting.pop()
+        if here not in seen:
+            seen.add(here)
+            found.update((id(buffer), buffer) for buffer in here._buffers.values() if buffer is not None)
+            waiting += [child for child in reversed(here._modules.values()) if child is not None]
+    return list(found.values())
+
+
 def in_backward() -> bool:
     """Whether the calling thread is running a backward pass."""
     return bool(torch._C._current_graph_task_id() != -1)
@@ -70,7 +84,7 @@ def is_profiling() -> bool:
 
 def backward_number() -> int:
     """Which backward pass the calling thread is running."""
-    return int(torch._C._current_graph_task_id())
+    return torch._C._current_graph_task_id()
 
 
 def will_accumulate(node: Any) -> bool:

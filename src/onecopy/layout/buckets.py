@@ -126,7 +126,8 @@ def _fill(specs: Sequence[ParamSpec], order: Sequence[int], bucket_bytes: int) -
             left -= sizes[kind]
             full.append(open_.pop(kind))
             sizes.pop(kind)
-    return full + list(open_.values())
+    # Those that are small lie together, because they travel together.
+    return [sorted(params, key=lambda index: -specs[index].numel) for params in full + list(open_.values())]
 
 
 def _even_plan(specs: Sequence[ParamSpec], params: Sequence[int], world_size: int) -> BucketPlan:

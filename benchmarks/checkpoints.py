@@ -145,7 +145,7 @@ def run_dcp_onecopy(size: str, folder: Path, timer: Timer) -> None:
 
 
 def run_deepspeed(size: str, folder: Path, timer: Timer) -> None:
-    import deepspeed  # type: ignore[import-not-found]
+    import deepspeed
 
     model = model_with_gradients(size)
     config = {

@@ -22,6 +22,7 @@ from onecopy.engine.logs import log_share
 from onecopy.engine.module_state import ModuleState, cast_floating, tensors_in
 from onecopy.engine.norms import clip, total_norm
 from onecopy.engine.pipeline import Pipeline
+from onecopy.engine.row_buckets import RowBucket
 from onecopy.engine.torch_private import in_backward, in_join_context
 from onecopy.engine.waiting import WaitHooks, resolve_uses
 from onecopy.optimizer import ZeroRedundancyOptimizer
@@ -35,6 +36,7 @@ from onecopy.wrapping import (
     module_facts,
     plan,
     replicas_of,
+    sparse_embeddings_of,
     take_over,
     to_convert,
 )
@@ -64,6 +66,8 @@ class ShardedDataParallel(nn.Module, Joinable):
             just before its forward. Read :attr:`uses` first.
         uses: with ``overlap_forward``, parameters or submodules that a submodule reads beside its own, by name, such as
             ``{"head": ["embed.weight"]}``; the empty name is the module itself.
+        sparse_embeddings: let large embeddings produce sparse gradients, of which only the rows that a batch has used
+            are sent; what is stepped on is the same. On gloo only, elsewhere it changes nothing.
         mixed_precision: the types to compute and communicate in.
         mesh: a mesh of (replicate, shard): gradients and state are divided along the second dimension, whose group the
             optimizers must be on, and reduced over both.
@@ -78,6 +82,7 @@ class ShardedDataParallel(nn.Module, Joinable):
         bucket_bytes: int = BUCKET_BYTES,
         overlap_forward: bool = False,
         uses: Mapping[str, Sequence[str]] | None = None,
+        sparse_embeddings: bool = False,
         mixed_precision: MixedPrecision | None = None,
         mesh: DeviceMesh | None = None,
     ) -> None:
@@ -90,6 +95,8 @@ class ShardedDataParallel(nn.Module, Joinable):
         failure: Exception | None = None
         facts: list[Fact] = []
         planned: list[Planned] = []
+        embeddings: list[nn.Embedding] = []
+        apart: set[int] = set()
         try:
             if not isinstance(policy, MixedPrecision):
                 raise TypeError(
@@ -99,12 +106,17 @@ class ShardedDataParallel(nn.Module, Joinable):
             check_optimizers(optimizers, collectives)
             check_module(module, optimizers)
             replicas = None if mesh is None else replicas_of(mesh, collectives)
-            planned = [plan(module, each, bucket_bytes, policy) for each in optimizers]
+            if sparse_embeddings:
+                found = sparse_embeddings_of(module)
+                embeddings = [each for each in found if collectives.exchanges(each.weight.device)]
+            apart = {id(each.weight) for each in embeddings}
+            planned = [plan(module, each, bucket_bytes, policy, apart) for each in optimizers]
             facts = [Fact("bucket_bytes", str(bucket_bytes))]
             facts += [fact for each in planned for fact in layout_facts(each.layout, "bucket")]
             facts += module_facts(module)
             facts += [Fact("bucket", str(bucket)) for each in planned for bucket in each.plans]
             facts.append(Fact("mixed_precision, overlap_forward", f"{policy}, {overlap_forward}"))
+            facts.append(Fact("sparse_embeddings", f"{bool(sparse_embeddings)}, {len(embeddings)} of them"))
             if uses and not overlap_forward:
                 raise ValueError("uses says what to wait for with overlap_forward=True, and means nothing without it")
             resolve_uses(module, uses or {})
@@ -136,9 +148,12 @@ class ShardedDataParallel(nn.Module, Joinable):
             for bucket in each.plans:
                 params = [engine.params[index] for index in bucket.params]
                 last = max(order[id(param)] for param in params)
-                buckets.append((last, Bucket(bucket, params, [names[id(param)] for param in params], how)))
+                kind = RowBucket if id(params[0]) in apart else Bucket
+                buckets.append((last, kind(bucket, params, [names[id(param)] for param in params], how)))
             log_share(engine)
         convert(module.parameters(), chosen, policy)  # what no optimizer has
+        for embedding in embeddings:
+            embedding.sparse = True
         buckets.sort(key=lambda entry: entry[0])
         self._reducer = BackwardReducer([bucket for _, bucket in buckets], how)
         for gradients in taken:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -18,6 +19,9 @@ from onecopy.engine.gradients import ShardedGradients
 from onecopy.engine.masters import Masters
 from onecopy.layout import BucketPlan, Layout, plan_buckets
 from onecopy.optimizer import ZeroRedundancyOptimizer
+
+SPARSE_BYTES = 1 << 20
+"""Embeddings from this size on may send their gradients by rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,8 +127,36 @@ def check_module(module: object, optimizers: Sequence[ZeroRedundancyOptimizer]) 
             )
 
 
-def plan(module: nn.Module, optimizer: ZeroRedundancyOptimizer, bucket_bytes: int, policy: MixedPrecision) -> Planned:
-    """Divide one optimizer's parameters into buckets, in reverse order of their place in the module."""
+def sparse_embeddings_of(module: nn.Module) -> list[nn.Embedding]:
+    """Embeddings whose gradients are worth sending by rows: large ones, whose weights no other module has.
+
+    torch has no sparse gradients with ``scale_grad_by_freq``. Those of ``nn.EmbeddingBag`` are rounded otherwise than
+    its dense ones, so they are left as they are.
+    """
+    holders = Counter(id(param) for _, param in module.named_parameters(remove_duplicate=False))
+    return [
+        part
+        for part in module.modules()
+        if isinstance(part, nn.Embedding)
+        and part.weight.requires_grad
+        and part.weight.numel() * part.weight.element_size() >= SPARSE_BYTES
+        and part.weight.is_contiguous()
+        and holders[id(part.weight)] == 1
+        and not part.scale_grad_by_freq
+    ]
+
+
+def plan(
+    module: nn.Module,
+    optimizer: ZeroRedundancyOptimizer,
+    bucket_bytes: int,
+    policy: MixedPrecision,
+    apart: Collection[int],
+) -> Planned:
+    """Divide one optimizer's parameters into buckets, in reverse order of their place in the module.
+
+    Those whose identities are in ``apart`` get buckets of their own.
+    """
     if not isinstance(bucket_bytes, int) or bucket_bytes < 1:
         raise ValueError(f"bucket_bytes must be a positive number of bytes, got {bucket_bytes!r}")
     engine = optimizer.engine
@@ -136,7 +168,14 @@ def plan(module: nn.Module, optimizer: ZeroRedundancyOptimizer, bucket_bytes: in
     ]
     place = {id(param): number for number, param in enumerate(module.parameters())}
     order = sorted(range(len(specs)), key=lambda index: -place[id(engine.params[index])])
-    layout, plans = plan_buckets(specs, order, engine.collectives.world_size, optimizer.splittable, bucket_bytes)
+    layout, plans = plan_buckets(
+        specs,
+        order,
+        engine.collectives.world_size,
+        optimizer.splittable,
+        bucket_bytes,
+        {index for index in order if id(engine.params[index]) in apart},
+    )
     wanted = engine.local.wanted_masters
     precise = wanted.precise or (policy.param_dtype is not None and policy.master_weights)
     return Planned(optimizer, layout, plans, Masters(precise, wanted.offload))

@@ -124,13 +124,15 @@ def level_one(hook: str = "", views: bool = False, shard_by: Any = "parameter") 
     return make
 
 
-def sharded(overlap_forward: bool = False, bf16: bool = False) -> Make:
+def sharded(overlap_forward: bool = False, sparse: bool = False, bf16: bool = False) -> Make:
     """Our ShardedDataParallel."""
 
     def make(model: GPT) -> Trained:
         zero = ZeroRedundancyOptimizer(model.parameters(), AdamW, lr=LR, fused=True)
         policy = MixedPrecision(param_dtype=torch.bfloat16) if bf16 else None
-        wrapped = ShardedDataParallel(model, zero, overlap_forward=overlap_forward, mixed_precision=policy)
+        wrapped = ShardedDataParallel(
+            model, zero, overlap_forward=overlap_forward, sparse_embeddings=sparse, mixed_precision=policy
+        )
 
         def state() -> Iterable[Any]:
             masters = [owned.tensor for owned in zero.engine.local.owned if owned.home is not None]
@@ -164,7 +166,7 @@ def deepspeed(stage: int) -> Make:
     """DeepSpeed's engine, with clipping switched off, which it does at 1.0 by default."""
 
     def make(model: GPT) -> Trained:
-        import deepspeed  # type: ignore[import-not-found]
+        import deepspeed
 
         config = {
             "train_micro_batch_size_per_gpu": 1,
@@ -199,8 +201,8 @@ def fairscale(sharded_ddp: bool) -> Make:
     """OSS with DDP, or with its own wrapper, whose gradients must be zeroed through the model."""
 
     def make(model: GPT) -> Trained:
-        from fairscale.nn.data_parallel import ShardedDataParallel as ShardedDDP  # type: ignore[import-not-found]
-        from fairscale.optim.oss import OSS  # type: ignore[import-not-found]
+        from fairscale.nn.data_parallel import ShardedDataParallel as ShardedDDP
+        from fairscale.optim.oss import OSS
 
         oss = OSS(model.parameters(), optim=AdamW, lr=LR, fused=True)
         wrapped = (
@@ -230,6 +232,8 @@ VARIANTS: dict[str, Make] = {
     "onecopy, interleaved": level_one("interleaved"),
     "onecopy, ShardedDataParallel": sharded(),
     "onecopy, ShardedDataParallel, overlap_forward": sharded(overlap_forward=True),
+    "onecopy, ShardedDataParallel, sparse_embeddings": sharded(sparse=True),
+    "onecopy, ShardedDataParallel, overlap_forward, sparse_embeddings": sharded(overlap_forward=True, sparse=True),
     "FSDP2, no resharding": fsdp2(reshard=False),
     "FSDP2, resharding": fsdp2(reshard=True),
     "DeepSpeed ZeRO-1": deepspeed(1),

@@ -33,6 +33,7 @@ from onecopy.engine.grad_buckets import Bucket, Policy, sum_into
 from onecopy.engine.lanes import Lane
 from onecopy.engine.marks import mark
 from onecopy.engine.pool import Pool
+from onecopy.engine.row_buckets import RowBucket, RowExchange
 from onecopy.engine.shard_grad import ShardGrad
 from onecopy.engine.torch_private import backward_number, when_backward_ends, will_accumulate
 from onecopy.engine.words import LateWord, word_on
@@ -55,7 +56,7 @@ class _Pending:
 
     bucket: Bucket
     keeps: bool
-    work: Exchange | Work
+    work: Exchange | RowExchange | Work
     sum: Tensor | None = None
 
 
@@ -66,6 +67,7 @@ class _Pass:
     number: int
     next: int = 0  # the bucket that is launched next
     pending: deque[_Pending] = field(default_factory=deque)
+    departing: list[RowExchange] = field(default_factory=list)  # added up, but perhaps not all sent
     failure: Exception | None = None
 
 
@@ -220,7 +222,7 @@ class BackwardReducer:
         bucket = self._buckets[number]
         current.next += 1
         while sum(pending.bucket.nbytes for pending in current.pending) >= IN_FLIGHT_BYTES:
-            self._add_up(current.pending.popleft())
+            self._add_up(current)
         with mark("onecopy.reduce"), self._lanes[bucket.device].entered():
             current.pending.append(self._exchange(number, bucket))
 
@@ -228,6 +230,9 @@ class BackwardReducer:
         collectives, plan = self._policy.collectives, bucket.plan
         bucket.close(self._pool)
         bucket.allocate()
+        if isinstance(bucket, RowBucket):
+            rows = RowExchange(bucket, collectives, self._pool, self._tags + number)
+            return _Pending(bucket, any(bucket.kept), rows)
         if bucket.wire_dtype is torch.float16:
             for run in bucket.runs:
                 assert run.memory is not None
@@ -258,9 +263,12 @@ class BackwardReducer:
         )
         return _Pending(bucket, keeps, work)
 
-    def _add_up(self, pending: _Pending) -> None:
+    def _add_up(self, current: _Pass) -> None:
+        pending = current.pending.popleft()
         with self._lanes[pending.bucket.device].entered():
             self._add_up_here(pending)
+        if isinstance(pending.work, RowExchange):
+            current.departing.append(pending.work)
 
     def _add_up_here(self, pending: _Pending) -> None:
         bucket, replicas, keeps = pending.bucket, self._policy.replicas, pending.keeps
@@ -270,7 +278,10 @@ class BackwardReducer:
         # Zeros, because nothing is written into the gaps between parameters.
         target = bucket.shard if replicas is None else torch.zeros_like(bucket.shard)
         adds = keeps and replicas is None
-        if isinstance(pending.work, Exchange):
+        if isinstance(pending.work, RowExchange):
+            with mark("onecopy.add"):
+                pending.work.add_up(target, scale, adds)
+        elif isinstance(pending.work, Exchange):
             here = self._policy.collectives.group_rank
             for message, rows in zip(bucket.messages[here], pending.work.arrivals(), strict=True):
                 with mark("onecopy.add"):
@@ -286,7 +297,8 @@ class BackwardReducer:
         if replicas is not None:
             replicas.all_reduce(target).wait()
             bucket.shard.add_(target) if keeps else bucket.shard.copy_(target)
-        bucket.give_back(self._pool)
+        if not isinstance(pending.work, RowExchange):  # which ends later
+            bucket.give_back(self._pool)
 
     def finish(self) -> None:
         """The end of a backward pass."""
@@ -320,7 +332,9 @@ class BackwardReducer:
         word = word_on(collectives.control_device, flags, torch.uint8)
         work = collectives.all_reduce(word, largest=True)
         while current.pending:
-            self._add_up(current.pending.popleft())
+            self._add_up(current)
+        for departing in current.departing:
+            departing.end()
         work.wait()
         if self._policy.replicas is not None:
             self._policy.replicas.all_reduce(word, largest=True).wait()

@@ -95,7 +95,7 @@ class Bucket:
         self.kept = [False] * len(self.params)  # whose range of the shard holds a gradient that is added to
         self.gradients: list[ShardGrad] = []
         self.left: dict[int, tuple[int, int]] = {}  # whole gradients as passes without synchronising left them
-        self._policy = policy
+        self.policy = policy
         self._held: list[Tensor | None] = [None] * len(self.params)  # the pass's gradients, flat
         self._lent: list[Tensor] = []  # the pool's memory among them and in the runs
         self._zero = torch.zeros(1, dtype=self.wire_dtype, device=self.device)
@@ -107,8 +107,8 @@ class Bucket:
         self.messages = [self._messages_for(rank) for rank in ranks]
 
     def _make_runs(self) -> list[Run]:
-        plan, ranks = self.plan, self._policy.collectives.world_size
-        if not self._policy.collectives.exchanges(self.device):
+        plan, ranks = self.plan, self.policy.collectives.world_size
+        if not self.policy.collectives.exchanges(self.device):
             length = plan.longest * ranks if plan.equal else plan.numel
             return [Run(0, length, len(self.params) == 1, list(range(len(self.params))))]
         runs: list[Run] = []
@@ -123,7 +123,7 @@ class Bucket:
 
     def _messages_for(self, rank: int) -> list[Message]:
         start, stop = self.plan.range_of(rank)
-        step = message_length(self._policy.collectives.world_size, self.wire_dtype.itemsize)
+        step = message_length(self.policy.collectives.world_size, self.wire_dtype.itemsize)
         messages = []
         for run in self.runs:
             low, high = max(run.start, start), min(run.start + run.numel, stop)
@@ -158,7 +158,7 @@ class Bucket:
         for param, offset in zip(self.params, self.plan.offsets, strict=True):
             low, high = max(offset, start), min(offset + param.numel(), stop)
             local = self.shard[low - start : high - start] if low < high else self.shard[:0]
-            self.gradients.append(ShardGrad(local, param, self._policy.collectives))
+            self.gradients.append(ShardGrad(local, param, self.policy.collectives))
 
     def put(self, position: int, gradient: Tensor, pool: Pool) -> None:
         """Take in one parameter's gradient."""
@@ -166,13 +166,10 @@ class Bucket:
         if gradient.layout is not torch.strided:
             raise ValueError(
                 f"parameter {self.names[position]!r} has a sparse gradient, which cannot be divided among ranks; "
-                "make its module produce dense ones (sparse=False)"
+                "make its module produce dense ones (sparse=False), or, if that is an nn.Embedding, let "
+                "ShardedDataParallel(sparse_embeddings=True) choose"
             )
-        if self.arrived[position] or self.launched:
-            raise RuntimeError(
-                f"parameter {self.names[position]!r} got a gradient twice in one backward pass; with activation "
-                "checkpointing use use_reentrant=False"
-            )
+        self.check_first(position)
         if gradient.requires_grad:
             gradient = gradient.detach()
         if self._can_be_held(gradient, param):
@@ -186,6 +183,18 @@ class Bucket:
                 memory = torch.empty(numel, dtype=self.wire_dtype, device=self.device)
             memory.as_strided(param.shape, param.stride(), memory.storage_offset()).copy_(gradient)
             self._held[position] = memory
+        self.note_arrival(position)
+
+    def check_first(self, position: int) -> None:
+        """Raise if the pass has brought this gradient already."""
+        if self.arrived[position] or self.launched:
+            raise RuntimeError(
+                f"parameter {self.names[position]!r} got a gradient twice in one backward pass; with activation "
+                "checkpointing use use_reentrant=False"
+            )
+
+    def note_arrival(self, position: int) -> None:
+        """Count a gradient that was taken in."""
         self.missing -= 1
         self.arrived[position] = True
 
@@ -196,10 +205,7 @@ class Bucket:
 
     def close(self, pool: Pool) -> None:
         """The end of collecting: put small gradients together, and zeros where nothing came."""
-        self.launched = True
-        for position, arrived in enumerate(self.arrived):
-            if not arrived:
-                self.kept[position] = position in self.aside or isinstance(self.params[position].grad, ShardGrad)
+        self.note_missing()
         for run in self.runs:
             held = self._held[run.positions[0]]
             if run.alone and held is not None and held.numel() == run.numel:
@@ -207,6 +213,13 @@ class Bucket:
             else:
                 run.memory = self._take(run.numel, pool)
                 torch.cat(self._parts(run), out=run.memory)
+
+    def note_missing(self) -> None:
+        """Nothing comes any more: what has not come is as it was."""
+        self.launched = True
+        for position, arrived in enumerate(self.arrived):
+            if not arrived:
+                self.kept[position] = position in self.aside or isinstance(self.params[position].grad, ShardGrad)
 
     def _take(self, numel: int, pool: Pool) -> Tensor:
         """Memory of the pool's, until the pass ends."""
@@ -229,7 +242,7 @@ class Bucket:
 
     def outgoing(self) -> list[list[Tensor]]:
         """What each rank is sent, by rank."""
-        here = self._policy.collectives.group_rank
+        here = self.policy.collectives.group_rank
         return [
             [] if rank == here else [message.values for message in messages]
             for rank, messages in enumerate(self.messages)
@@ -252,7 +265,7 @@ class Bucket:
         gradient = self.params[position].grad
         assert gradient is not None
         same = self.left.get(position) == (id(gradient), version_of(gradient))
-        return same or bool(torch.count_nonzero(gradient))
+        return same or bool(torch.count_nonzero(gradient.coalesce().values() if gradient.is_sparse else gradient))
 
 
 def sum_into(target: Tensor, rows: Sequence[Tensor], scale: float, keep: bool = False) -> None:

@@ -72,6 +72,11 @@ def buffers_of(module: Module) -> list[Tensor]:
     return list(found.values())
 
 
+def sparse_parts(gradient: Tensor) -> tuple[Tensor, Tensor]:
+    """The row numbers of an embedding's sparse gradient, as they came and perhaps several times, and the rows."""
+    return gradient._indices()[0], gradient._values()
+
+
 def in_backward() -> bool:
     """Whether the calling thread is running a backward pass."""
     return bool(torch._C._current_graph_task_id() != -1)

@@ -7,7 +7,7 @@ their owners.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -53,7 +53,12 @@ class BucketPlan:
 
 
 def plan_buckets(
-    specs: Sequence[ParamSpec], order: Sequence[int], world_size: int, splittable: bool, bucket_bytes: int
+    specs: Sequence[ParamSpec],
+    order: Sequence[int],
+    world_size: int,
+    splittable: bool,
+    bucket_bytes: int,
+    apart: Collection[int] = (),
 ) -> tuple[Layout, tuple[BucketPlan, ...]]:
     """Fill buckets with parameters of one kind in the given order, and divide them.
 
@@ -63,11 +68,12 @@ def plan_buckets(
         world_size: the number of ranks.
         splittable: whether a parameter may be cut.
         bucket_bytes: a bucket is closed with this size, the last ones earlier; one parameter alone may be larger.
+        apart: indices of parameters that get a bucket of their own whatever their size.
 
     Returns:
         The layout, and the buckets in the order in which they are full.
     """
-    members = _fill(specs, order, bucket_bytes)
+    members = _fill(specs, order, bucket_bytes, apart)
     owners = {}
     if not splittable:
         owners = {shard.param: shard.owner for shard in by_parameter(specs, [0] * world_size, splittable=False)}
@@ -103,17 +109,22 @@ def _part(end: int, world_size: int) -> int:
     return -(-end // (CUT_MULTIPLE * world_size)) * CUT_MULTIPLE
 
 
-def _fill(specs: Sequence[ParamSpec], order: Sequence[int], bucket_bytes: int) -> list[list[int]]:
-    """Which parameters share a bucket. A parameter that is large enough has one of its own.
+def _fill(
+    specs: Sequence[ParamSpec], order: Sequence[int], bucket_bytes: int, apart: Collection[int] = ()
+) -> list[list[int]]:
+    """Which parameters share a bucket. A parameter that is large enough has one of its own, and so has one ``apart``.
 
     A bucket is large enough with half of all that is not in one yet, if that is less than ``bucket_bytes``.
     """
     full: list[list[int]] = []
     open_: dict[tuple[object, int], list[int]] = {}
     sizes: dict[tuple[object, int], int] = {}
-    left = sum(specs[index].nbytes for index in order)
+    left = sum(specs[index].nbytes for index in order if index not in apart)
     for index in order:
         spec = specs[index]
+        if index in apart:
+            full.append([index])
+            continue
         kind = (spec.dtype, spec.device_ordinal)
         enough = min(bucket_bytes, max(left // 2, LAST_BYTES))
         if spec.nbytes >= enough:

@@ -21,6 +21,8 @@ RANKS = (1, 16, 256, 4096, 16_384)
 TENSORS = (10, 100, 1000, 5000)
 BUCKET_BYTES = 8 << 20
 PEER = "torch's class, bucket views"
+SWEPT_BYTES = 64 << 20
+"""Written before each step, so that caches are as cold as after a backward pass, whoever had the turn before."""
 
 
 def specs_of(count: int) -> list[ParamSpec]:
@@ -87,6 +89,7 @@ def step_overhead(rounds: int) -> list[dict[str, Any]]:
         warnings.simplefilter("ignore", DeprecationWarning)
         from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
     rows = []
+    swept = torch.zeros(SWEPT_BYTES // 4)
     for count in TENSORS:
         contenders = {
             "torch's class": _contender(TorchZero, count, views=False),
@@ -100,6 +103,7 @@ def step_overhead(rounds: int) -> list[dict[str, Any]]:
         found: dict[str, list[tuple[float, float]]] = {name: [] for name in contenders}
         for _ in range(rounds):
             for name, step in contenders.items():
+                swept.add_(1.0)
                 found[name].append(step())
         rows += [
             {

@@ -1,4 +1,4 @@
-"""Bytes of tensors on one rank, by kind, between steps and at the peak of one; each variant in processes of its own."""
+"""Bytes of tensors on one rank when a step begins, between steps and at the peak; each variant in its own processes."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from torch.profiler import ProfilerActivity, profile
 
 from onecopy.bench.models import Sizes
 from onecopy.bench.timing import iterate
-from onecopy.bench.variants import MEMORY_ONLY, VARIANTS
+from onecopy.bench.variants import MEMORY_ONLY, VARIANTS, Trained
 from onecopy.engine.module_state import tensors_in
 
 KINDS = ("parameters", "gradients", "state", "other")
 
 
 def measure(name: str, sizes: Sizes) -> dict[str, Any]:
-    """Train a few steps and count. Gradients are left until the next step, as they are in most scripts."""
+    """Train a few steps and count: when ``step()`` is called, so that gradients are there, and after it."""
     trained = {**VARIANTS, **MEMORY_ONLY}[name](sizes.make())
     for number in range(3):
         iterate(trained, sizes, number)
@@ -33,23 +33,36 @@ def measure(name: str, sizes: Sizes) -> dict[str, Any]:
         trained.finish()  # torch's profiler crashes if a collective outlives it
 
     growth = peak_growth(step)
-    gc.collect()
-    everything = storages(thing for thing in gc.get_objects() if isinstance(thing, Tensor))
-    params = storages(trained.model.parameters())
-    grads = storages(param.grad for param in trained.model.parameters() if param.grad is not None)
-    state = storages(tensors_in(list(trained.state())))
-    state = {address: size for address, size in state.items() if address not in params}
-    known = params.keys() | grads.keys() | state.keys()
-    other = sum(size for address, size in everything.items() if address not in known)
-    found = [sum(kind.values()) for kind in (params, grads, state)] + [other]
+    between = sum(by_kind(trained).values())
+    trained.zero()
+    trained.forward_backward(sizes.tokens(dist.get_rank(), 4))
+    found = by_kind(trained)
+    trained.step()
+    trained.finish()
     return {
         "kind": "memory",
         "variant": name,
         "rank": dist.get_rank(),
-        **dict(zip(KINDS, found, strict=True)),
-        "peak": sum(found) + growth,
+        **found,
+        "between": between,
+        "peak": between + growth,
         "resident": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     }
+
+
+def by_kind(trained: Trained) -> dict[str, int]:
+    """What tensors hold now. What a variant does not count among its own is "other"."""
+    gc.collect()
+    everything = storages(thing for thing in gc.get_objects() if isinstance(thing, Tensor))
+    params = storages(trained.model.parameters())
+    grads = storages(param.grad for param in trained.model.parameters() if param.grad is not None)
+    grads |= storages(tensors_in(list(trained.gradients())))
+    state = storages(tensors_in(list(trained.state())))
+    state = {address: size for address, size in state.items() if address not in params}
+    known = params.keys() | grads.keys() | state.keys()
+    other = sum(size for address, size in everything.items() if address not in known)
+    found = [*(sum(kind.values()) for kind in (params, grads, state)), other]
+    return dict(zip(KINDS, found, strict=True))
 
 
 def held_by(tensor: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from onecopy.bench.growth import PEER
 from onecopy.bench.report import (
     MB,
     MEMORY_COLUMNS,
+    MEMORY_KINDS,
     SIZE_COLUMNS,
     TIME_COLUMNS,
     Row,
@@ -61,9 +62,10 @@ are predicted to measured.
 MEMORY = """## Memory
 
 Every variant in processes of its own, MB on the rank with the highest peak. Parameters to "other" are what tensors
-hold between steps; "peak" adds the most that was alive during a step, from torch's memory profiler, activations
-included. Resident size includes the profiler and the libraries. DeepSpeed runs with its defaults, which reserve
-buckets of up to 2 GB that this model never fills: look at its resident size instead.
+hold when `step()` is called, with gradients, and "together" is their sum; "between steps" is what is left after it;
+"peak" adds to that the most that was alive during a step, from torch's memory profiler, activations included. Resident
+size includes the profiler and the libraries. DeepSpeed runs with its defaults, which reserve buckets of up to 2 GB that
+this model never fills: look at its resident size instead.
 """
 
 SIZES = """### Models of several sizes
@@ -82,7 +84,7 @@ GROWTH = """## Growth
 
 Seconds to plan who owns what, without processes: all owners for `parameter`, one rank's own shards for `element` and
 `bucket`. Then ms of processor time that `step()` takes beside the inner optimizer's (in brackets: with it), for many
-parameters of 64 elements.
+parameters of 64 elements, with caches as cold as after a backward pass.
 """
 
 
@@ -160,7 +162,8 @@ def _memory_losses(rows: Sequence[Row], ranks: int) -> Iterator[str]:
     ours = "onecopy, ShardedDataParallel"
     for when, kinds in {
         "at the peak of a step": ("peak",),
-        "between steps": ("parameters", "gradients", "state", "other"),
+        "when step() is called": MEMORY_KINDS,
+        "between steps": ("between",),
     }.items():
         held: dict[str, float] = {}
         for row in select(rows, "memory"):

@@ -54,7 +54,7 @@ def _largest(rows: Sequence[Row], ranks: int, model: str | None = None) -> dict[
 
 
 def memory_picture(rows: Sequence[Row], ranks: int) -> Figure:
-    """Bytes per rank, stacked by kind: between steps, and what a step adds at its peak."""
+    """Bytes per rank, stacked by kind when a step begins, and what there is beside that at the peak."""
     found = _largest(rows, ranks)
     names = list(reversed(found))
     figure = Figure(figsize=(8, 0.36 * len(names) + 1.3), layout="constrained")
@@ -64,10 +64,10 @@ def memory_picture(rows: Sequence[Row], ranks: int) -> Figure:
     limit = 1.9 * usual
     for kind in (*KINDS, "step"):
         widths = [
-            (found[name]["peak"] / MB - left[place]) if kind == "step" else found[name][kind] / MB
+            max(0.0, found[name]["peak"] / MB - left[place]) if kind == "step" else found[name][kind] / MB
             for place, name in enumerate(names)
         ]
-        label = {"step": "added during a step", "other": "other buffers"}.get(kind, kind)
+        label = {"step": "more at the peak", "other": "other buffers"}.get(kind, kind)
         axes.barh(names, widths, left=left, color=COLOURS[kind], label=label, edgecolor="white", linewidth=0.4)
         left = [start + width for start, width in zip(left, widths, strict=True)]
     for place, name in enumerate(names):

@@ -175,7 +175,19 @@ def time_cells(summary: Row) -> list[str]:
 
 
 TIME_COLUMNS = ("variant", "ms", "backward", "step", "x DDP", "quartiles", "x torch", "idle", "wire", "difference")
-MEMORY_COLUMNS = ("variant", "parameters", "gradients", "state", "other", "peak", "resident", "max/mean state")
+MEMORY_COLUMNS = (
+    "variant",
+    "parameters",
+    "gradients",
+    "state",
+    "other",
+    "together",
+    "between steps",
+    "peak",
+    "resident",
+    "max/mean state",
+)
+MEMORY_KINDS = ("parameters", "gradients", "state", "other")
 
 
 def memory_rows(rows: Sequence[Row], ranks: int) -> list[list[str]]:
@@ -191,7 +203,9 @@ def memory_rows(rows: Sequence[Row], ranks: int) -> list[list[str]]:
             continue
         largest = max(each, key=lambda row: row["peak"])
         states = [row["state"] for row in each]
-        kinds = [f"{largest[kind] / MB:.1f}" for kind in ("parameters", "gradients", "state", "other", "peak")]
+        together = sum(largest[kind] for kind in MEMORY_KINDS)
+        held = [*(largest[kind] for kind in MEMORY_KINDS), together, largest["between"], largest["peak"]]
+        kinds = [f"{bytes_ / MB:.1f}" for bytes_ in held]
         uneven = max(states) * len(states) / sum(states) if sum(states) else 1.0
         cells.append([variant, *kinds, f"{largest['resident'] / MB:.0f}", f"{uneven:.3f}"])
     return cells
@@ -211,8 +225,8 @@ def size_rows(rows: Sequence[Row]) -> list[list[str]]:
             found[key] = row
     cells = []
     for (variant, count), row in found.items():
-        lasting = row["other"]
-        peak = row["peak"] - sum(row[kind] for kind in ("parameters", "gradients", "state"))
+        needed = sum(row[kind] for kind in ("parameters", "gradients", "state"))
+        lasting, peak = row["between"] - needed, row["peak"] - needed
         shares = [
             f"{each / MB:.1f}" if unit == "MB" else f"{100 * each / (4 * count):.1f}"
             for each in (lasting, peak)

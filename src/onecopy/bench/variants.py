@@ -34,6 +34,7 @@ class Trained:
     """A model that can be stepped, and where to look for what it holds.
 
     ``zero``, ``forward_backward`` and ``step`` are the parts of one iteration; ``finish`` ends what it has left.
+    ``gradients`` are those that are not in ``param.grad``.
     """
 
     model: nn.Module
@@ -42,6 +43,7 @@ class Trained:
     step: Callable[[], object]
     state: Callable[[], Iterable[Any]]
     finish: Callable[[], object] = nothing
+    gradients: Callable[[], Iterable[Any]] = tuple
     optimizer: Any = None
     parameters: Callable[[], list[Tensor]] = field(default=list)
 
@@ -190,6 +192,7 @@ def deepspeed(stage: int) -> Make:
             forward_backward,
             engine.step,
             state,
+            gradients=lambda: list(zero.averaged_gradients.values()),
             optimizer=optimizer,
             parameters=lambda: list(model.parameters()),
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -199,10 +200,12 @@ def test_an_embedding_that_a_rank_does_not_use(world_size: int) -> None:
     assert_replicas_equal(ours.params)
 
 
+@pytest.mark.parametrize("few", ["everywhere", "nowhere", "on some ranks"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("reduce", [None, torch.float32])
 @distributed(2, 3)
-def test_mixed_precision(world_size: int, dtype: torch.dtype, reduce: torch.dtype | None) -> None:
+def test_mixed_precision(world_size: int, dtype: torch.dtype, reduce: torch.dtype | None, few: str) -> None:
+    """The same as with dense gradients, also of words that come several times."""
     policy = MixedPrecision(param_dtype=dtype, reduce_dtype=reduce)
     with small_ones_too():
         dense, ours = (
@@ -211,7 +214,7 @@ def test_mixed_precision(world_size: int, dtype: torch.dtype, reduce: torch.dtyp
         )
         for step in range(6):
             for side in (dense, ours):
-                one_step(side, step)
+                one_step(side, step, {"everywhere": True, "nowhere": False}.get(few, dist.get_rank() == step % 2))
             assert_equal(ours.params, dense.params, f"step {step}")
 
 
@@ -270,6 +273,89 @@ def test_nobody_waits_for_what_others_receive_later(world_size: int) -> None:
     assert_replicas_equal(ours.params)
 
 
+class Twice(Reader):
+    """Reads its words in two calls, the second time some of the same, and the first ones of an empty batch."""
+
+    def forward(self, words: Tensor) -> Tensor:
+        return super().forward(words) + super().forward(words.flip(0)[:, :2]) + super().forward(words[:0]).sum(0)
+
+
+@distributed(1, 2, 3)
+def test_an_embedding_that_runs_several_times(world_size: int) -> None:
+    plain, ours = both(Twice)
+    for step in range(4):
+        for side in (plain, ours):
+            one_step(side, step)
+        assert_equal(ours.params, plain.params, f"step {step}", ROUNDING)
+
+
+class Sharing(nn.Module):
+    """A parameter gets the same gradient as the embedding's output, in the same memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.zeros(8 * WIDTH))
+        self.words = nn.Embedding(WORDS, WIDTH)
+        self.last = nn.Linear(WIDTH, 4)
+
+    def forward(self, words: Tensor | None) -> Tensor:
+        hidden = self.shift.view(8, WIDTH)
+        outputs: Tensor = self.last(hidden if words is None else hidden + self.words(words.flatten()))
+        return outputs
+
+
+@distributed(2)
+def test_rows_that_a_pass_leaves_are_in_memory_of_their_own_and_do_not_pile_up(world_size: int) -> None:
+    with small_ones_too():
+        dense, ours = (Side(True, Sharing, sparse_embeddings=sparse) for sparse in (False, True))
+    for side in (dense, ours):
+        for step in range(3):
+            for number in range(4):
+                with side.sharded.no_sync():
+                    words = None if number % 2 else words_of(dist.get_rank(), 10 * step)
+                    side.model(words).square().sum().backward()
+            left = side.module.get_parameter("words.weight").grad
+            assert left is not None
+            if side is ours:
+                assert left.is_sparse
+                assert left.coalesce().values().shape[0] == left._values().shape[0] <= 8
+            side.model(words_of(dist.get_rank(), 10 * step + 1)).square().sum().backward()
+            side.optimizer.step()
+            side.optimizer.zero_grad()
+    assert_equal(ours.params, dense.params, "after passes that left their gradients", ROUNDING)
+
+
+class Gathered(Reader):
+    """Its weight is read in a way that makes gradients sparse in both dimensions."""
+
+    def forward(self, words: Tensor) -> Tensor:
+        hidden = torch.gather(self.words.weight, 0, words[:, :1].expand(-1, WIDTH), sparse_grad=True)
+        outputs: Tensor = self.last(hidden)
+        return outputs
+
+
+@distributed(2)
+def test_other_sparse_gradients_are_refused_by_name(world_size: int) -> None:
+    with small_ones_too():
+        ours = Side(True, Gathered, sparse_embeddings=True)
+        with pytest.raises(ValueError, match=r"'words\.weight' has a sparse gradient"):
+            backward_of(ours, 0)
+
+
+@distributed(2)
+def test_replicas_add_up_at_the_same_time_whatever_rows_they_have(world_size: int) -> None:
+    """One that waits for its replica must not wait for one that waits inside its backward pass."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    with small_ones_too(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backward, "IN_FLIGHT_BYTES", 500)
+        ours = Side(True, Meets, group=mesh.get_group("shard"), mesh=mesh, sparse_embeddings=True)
+        for step in range(3):
+            side_words = words_of(0, step)[: 2 if dist.get_rank() else 1, : 4 if dist.get_rank() else 1]
+            ours.model(side_words).square().mean().backward()
+            ours.optimizer.step()
+    assert_replicas_equal(ours.params)
+
+
 # What it is for
 
 
@@ -318,10 +404,33 @@ def test_which_embeddings_are_chosen(world_size: int) -> None:
     )
     module["output"].weight = module["shared"].weight
     module["frozen"].requires_grad_(False)
-    for wanted, expected in ((False, set()), (True, {"large"})):
+    for wanted, expected in ((True, ["large.weight"]), (False, [])):
         optimizer = ZeroRedundancyOptimizer(module.parameters(), torch.optim.SGD, lr=0.1)
-        ShardedDataParallel(module, optimizer, sparse_embeddings=wanted)
-        assert {name for name, part in module.items() if getattr(part, "sparse", False)} == expected
+        model = ShardedDataParallel(module, optimizer, sparse_embeddings=wanted)
+        found = [name for bucket in model._reducer._buckets if isinstance(bucket, RowBucket) for name in bucket.names]
+        assert found == expected
+
+
+@distributed(2)
+def test_the_module_itself_stays_as_it_was(world_size: int) -> None:
+    """So that it can be copied, used without the wrapper, and wrapped again."""
+    module = Large()
+    optimizer = ZeroRedundancyOptimizer(module.parameters(), torch.optim.SGD, lr=0.1)
+    model = ShardedDataParallel(module, optimizer, sparse_embeddings=True)
+    seen = []
+    handle = module.words.register_forward_hook(lambda words, _inputs, _output: seen.append(words.sparse))
+    loss = model(words_of(0, 0)).sum()
+    with pytest.raises(IndexError):
+        model(torch.tensor([[20_000]]))
+    handle.remove()
+    assert seen == [True]
+    assert not module.words.sparse
+    loss.backward()
+    other = copy.deepcopy(module)
+    other.zero_grad()
+    other(words_of(0, 0)).sum().backward()
+    assert other.words.weight.grad is not None
+    assert not other.words.weight.grad.is_sparse
 
 
 @distributed(2)

@@ -152,8 +152,7 @@ class ShardedDataParallel(nn.Module, Joinable):
                 buckets.append((last, kind(bucket, params, [names[id(param)] for param in params], how)))
             log_share(engine)
         convert(module.parameters(), chosen, policy)  # what no optimizer has
-        for embedding in embeddings:
-            embedding.sparse = True
+        self._made_sparse = [embedding for embedding in embeddings if not embedding.sparse]
         buckets.sort(key=lambda entry: entry[0])
         self._reducer = BackwardReducer([bucket for _, bucket in buckets], how)
         for gradients in taken:
@@ -180,11 +179,23 @@ class ShardedDataParallel(nn.Module, Joinable):
         dtype = self.mixed_precision.param_dtype
         if dtype is not None and self.mixed_precision.cast_inputs:
             inputs, kwargs = cast_floating(inputs, dtype), cast_floating(kwargs, dtype)
-        output = self.module(*inputs, **kwargs)
+        with self._sparse():
+            output = self.module(*inputs, **kwargs)
         self._hear()
         if torch.is_grad_enabled():
             self._watch(output)
         return output
+
+    @contextlib.contextmanager
+    def _sparse(self) -> Iterator[None]:
+        """Let the chosen embeddings make sparse gradients of what is run inside, and of nothing else."""
+        for embedding in self._made_sparse:
+            embedding.sparse = True
+        try:
+            yield
+        finally:
+            for embedding in self._made_sparse:
+                embedding.sparse = False
 
     def _before_training_forward(self) -> None:
         self._reducer.attach()

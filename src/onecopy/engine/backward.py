@@ -233,10 +233,6 @@ class BackwardReducer:
         if isinstance(bucket, RowBucket):
             rows = RowExchange(bucket, collectives, self._pool, self._tags + number)
             return _Pending(bucket, any(bucket.kept), rows)
-        if bucket.wire_dtype is torch.float16:
-            for run in bucket.runs:
-                assert run.memory is not None
-                run.memory.mul_(self._policy.scale)  # a sum of many could leave its narrow range
         keeps = any(bucket.kept)
         if not collectives.exchanges(bucket.device):
             memory = self._pool.take(plan.longest, bucket.wire_dtype, bucket.device)

@@ -213,6 +213,8 @@ class Bucket:
             else:
                 run.memory = self._take(run.numel, pool)
                 torch.cat(self._parts(run), out=run.memory)
+            if not self._sent_as_is:
+                run.memory.mul_(self.policy.scale)  # a sum of many could leave its narrow range
 
     def note_missing(self) -> None:
         """Nothing comes any more: what has not come is as it was."""

@@ -3,7 +3,9 @@
 1. Autograd gives a sparse gradient. Its rows are put in order, each once; if most of the matrix is among them, it is
    made dense instead.
 2. Every rank tells every owner how many rows it has for it, and sends their numbers and values; or dense values.
-3. An owner adds them up in its range, rank by rank, so that the sum is that of dense gradients bit by bit.
+3. An owner adds them up in its range, rank by rank, as it would dense gradients.
+
+Dense values, and rows, are kept until the end of the pass.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from onecopy.engine.collectives import Collectives, Several, Work
 from onecopy.engine.flat import flat_view
 from onecopy.engine.grad_buckets import Bucket, Message, Policy
 from onecopy.engine.pool import Pool
-from onecopy.engine.torch_private import sparse_parts
+from onecopy.engine.torch_private import embedding_backward, sparse_parts
 from onecopy.layout import BucketPlan
 
 DENSE = -1
@@ -69,7 +71,7 @@ class RowRange:
     def scale(self, total: Tensor, numbers: Tensor, factor: float) -> None:
         """Multiply some rows of ``total``, given in order and each once; the others are zero."""
         low, high = self._whole
-        first, last = torch.searchsorted(numbers, torch.tensor([low, high])).tolist()
+        first, last = torch.searchsorted(numbers, numbers.new_tensor([low, high])).tolist()
         inside = numbers[first:last] - low
         if len(inside):
             matrix = self._matrix(total)
@@ -109,7 +111,7 @@ class RowRange:
 
     @staticmethod
     def _between(rows: Rows, low: int, high: int) -> Rows:
-        first, last = torch.searchsorted(rows.numbers, torch.tensor([low, max(low, high)])).tolist()
+        first, last = torch.searchsorted(rows.numbers, rows.numbers.new_tensor([low, max(low, high)])).tolist()
         return Rows(rows.numbers[first:last], rows.values[first:last])
 
 
@@ -122,40 +124,54 @@ class RowBucket(Bucket):
         self._count, self.width = param.shape[0], param.numel() // param.shape[0]
         self.rows: Rows | None = None  # of the pass; None if its gradient is dense
 
-    def begin(self, pool: Pool) -> None:
-        """Forget what an earlier backward pass has brought."""
-        super().begin(pool)
-        self.rows = None
-
     def put(self, position: int, gradient: Tensor, pool: Pool) -> None:
         """Take in the gradient, by rows if it is sparse and most of them are zero."""
-        if gradient.layout is torch.sparse_coo:
-            self.check_first(position)
-            used, found = sparse_parts(gradient.detach())
-            numbers, places = torch.unique(used, return_inverse=True)
-            if 2 * len(numbers) <= self._count:
-                # Not coalesce(), which adds in another order than autograd does for dense gradients.
-                values = found.new_zeros(len(numbers), self.width)
-                values = values.index_add_(0, places, found).to(self.wire_dtype)
-                if self.wire_dtype is torch.float16:
-                    values = values * self.policy.scale  # a sum of many could leave its narrow range
-                self.rows = Rows(numbers, values)
-                self.note_arrival(position)
-                return
-            gradient = found.new_zeros(gradient.shape).index_add_(0, used, found)
-        super().put(position, gradient, pool)
+        found = self._merged(gradient.detach())
+        if not isinstance(found, Rows):
+            super().put(position, found, pool)
+            return
+        self.check_first(position)
+        values = found.values.to(self.wire_dtype)
+        if self.wire_dtype is torch.float16:
+            values = values * self.policy.scale  # a sum of many could leave its narrow range
+        self.rows = Rows(found.numbers, values)
+        self.note_arrival(position)
+
+    def _merged(self, gradient: Tensor) -> Rows | Tensor:
+        """The rows of a sparse gradient in order and each once, in memory of their own; all of it if most are used."""
+        if gradient.layout is not torch.sparse_coo or gradient.sparse_dim() != 1:
+            return gradient
+        used, found = sparse_parts(gradient)
+        numbers, places = torch.unique(used, return_inverse=True)
+        # What autograd does for dense gradients, so that repeated rows are added up in the same way.
+        if 2 * len(numbers) <= self._count:
+            return Rows(numbers, embedding_backward(found, places, len(numbers)))
+        return embedding_backward(found, used, self._count)
+
+    def leave(self, position: int) -> None:
+        """Remember a gradient that a pass without synchronising has left, its rows merged.
+
+        torch would keep those of all passes one behind the other, the first in memory that others may write to.
+        """
+        param = self.params[position]
+        assert param.grad is not None
+        found = self._merged(param.grad.detach())
+        if isinstance(found, Rows):
+            found = torch.sparse_coo_tensor(
+                found.numbers.unsqueeze(0), found.values, param.shape, is_coalesced=True, check_invariants=False
+            )
+        param.grad = found
+        super().leave(position)
 
     def close(self, pool: Pool) -> None:
         """The end of collecting. If nothing came, there are no rows."""
         if self.arrived[0] and self.rows is None:
             super().close(pool)
-            self.nbytes = self.plan.numel * self.wire_dtype.itemsize
             return
         self.note_missing()
         if self.rows is None:
             nothing = torch.empty(0, self.width, dtype=self.wire_dtype, device=self.device)
             self.rows = Rows(torch.empty(0, dtype=torch.int64, device=self.device), nothing)
-        self.nbytes = self.rows.values.nbytes
 
     def range_of(self, rank: int) -> RowRange:
         """What a rank owns of the matrix."""
@@ -179,7 +195,7 @@ class RowExchange:
         self._bucket, self._collectives, self._pool, self._tag = bucket, collectives, pool, tag
         here, ranks = collectives.group_rank, collectives.world_size
         others = [(here + turn) % ranks for turn in range(1, ranks)]
-        self._told = {rank: torch.empty(1, dtype=torch.int64) for rank in others}
+        self._told = {rank: torch.empty(1, dtype=torch.int64, device=bucket.device) for rank in others}
         self._hearing = {rank: collectives.receive(self._told[rank], rank, tag) for rank in others}
         self._sent: list[Tensor] = []  # kept until it has gone
         self._departures: list[Work] = []
@@ -190,10 +206,9 @@ class RowExchange:
 
     def _outgoing(self, rank: int) -> list[Tensor]:
         bucket = self._bucket
-        if bucket.rows is None:
-            return [torch.tensor([DENSE]), *(message.values for message in bucket.messages[rank])]
-        part = bucket.range_of(rank).part_of(bucket.rows)
-        return [torch.tensor([len(part.numbers)]), *part.tensors]
+        part = None if bucket.rows is None else bucket.range_of(rank).part_of(bucket.rows)
+        told = torch.tensor([DENSE if part is None else len(part.numbers)], device=bucket.device)
+        return [told, *([message.values for message in bucket.messages[rank]] if part is None else part.tensors)]
 
     def add_up(self, target: Tensor, scale: float, keep: bool) -> None:
         """Write (or, with ``keep``, add) the sum over all ranks, times ``scale``, into this rank's range."""

@@ -77,6 +77,12 @@ def sparse_parts(gradient: Tensor) -> tuple[Tensor, Tensor]:
     return gradient._indices()[0], gradient._values()
 
 
+def embedding_backward(gradient: Tensor, numbers: Tensor, count: int) -> Tensor:
+    """A dense gradient of ``count`` rows from the rows that ``numbers`` says, as autograd makes it."""
+    dense: Tensor = torch.ops.aten.embedding_dense_backward(gradient, numbers, count, -1, False)
+    return dense
+
+
 def in_backward() -> bool:
     """Whether the calling thread is running a backward pass."""
     return bool(torch._C._current_graph_task_id() != -1)

@@ -48,8 +48,9 @@ nothing for the second). "Idle" is how much of the time the machine's cores had 
 ranks as cores, what more overlap could gain at most. "Wire" is what the loopback counted, headers included, in
 units of the model's bytes times (N-1). "Difference" is the largest of any parameter from DDP's after 10 steps.
 FSDP2 and DeepSpeed send 3 units and more here because gloo has no reduce-scatter of its own; on NCCL it is 2 (3
-with resharding). On two cores a ratio can differ by 0.05 to 0.1 when a whole run is repeated: smaller differences say
-nothing.
+with resharding). What `sparse_embeddings` gains depends on how few of an embedding's rows a batch uses: here at most
+128 of the reference model's 32,768 on each rank. On two cores a ratio can differ by 0.05 to 0.1 when a whole run is
+repeated: smaller differences say nothing.
 """
 
 MODEL = """## The time model

@@ -25,6 +25,7 @@ from onecopy.engine import backward
 from onecopy.engine.row_buckets import RowBucket, RowRange, Rows
 from onecopy.errors import RanksDisagreeError
 from test_data_parallel import ADAMW, ROUNDING, SGD, Side, as_if_large
+from test_data_parallel_setups import Meeting
 
 WORDS, WIDTH = 64, 10
 """A row is no multiple of 64 elements, so that ranges begin and end inside rows."""
@@ -238,19 +239,6 @@ def test_a_mesh(world_size: int) -> None:
             for side in (plain, ours):
                 one_step(side, step)
             assert_equal(ours.params, plain.params, f"step {step}", ROUNDING)
-
-
-class Meeting(torch.autograd.Function):
-    """Its backward waits for all ranks."""
-
-    @staticmethod
-    def forward(_context: Any, inputs: Tensor) -> Tensor:
-        return inputs.clone()
-
-    @staticmethod
-    def backward(_context: Any, gradient: Tensor) -> Any:
-        dist.barrier()
-        return gradient
 
 
 class Meets(Reader):

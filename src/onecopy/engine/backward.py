@@ -1,7 +1,8 @@
 """Gradients sharded during the backward pass: every bucket is reduced to its owners as soon as it is full.
 
 1. A hook in front of a parameter's gradient takes away the range that an earlier pass left there, so that autograd
-   finds nothing to add to. A hook behind it gives the new gradient to its bucket, which copies it only if it is small.
+   finds nothing to add to. A hook behind it gives the new gradient to its bucket, which copies it only if it is small
+   (and takes an embedding's by rows, if wanted).
 2. Buckets are exchanged in the same order on all ranks: each when it is full and all before it are under way, those
    that do not fill (unused parameters) when the pass ends. Few are under way at a time.
 3. When the pass ends, all are added up, the ranks agree on which parameters have a gradient anywhere, and
@@ -230,10 +231,9 @@ class BackwardReducer:
         collectives, plan = self._policy.collectives, bucket.plan
         bucket.close(self._pool)
         bucket.allocate()
-        if isinstance(bucket, RowBucket):
-            rows = RowExchange(bucket, collectives, self._pool, self._tags + number)
-            return _Pending(bucket, any(bucket.kept), rows)
         keeps = any(bucket.kept)
+        if isinstance(bucket, RowBucket):
+            return _Pending(bucket, keeps, RowExchange(bucket, collectives, self._pool, self._tags + number))
         if not collectives.exchanges(bucket.device):
             memory = self._pool.take(plan.longest, bucket.wire_dtype, bucket.device)
             sizes = [stop - start for start, stop in pairwise(plan.bounds)]

@@ -117,8 +117,7 @@ def _finish(
         group.clear()
         group.update({**members, **saved, "params": members["params"]})
     local.pull_options(groups)
-    local.version += 1
-    local.has_state = has_state
+    local.note_loaded(has_state)
 
 
 def shallow_copy(state_dict: object) -> StateDict:

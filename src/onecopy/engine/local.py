@@ -14,8 +14,10 @@ from torch.optim import Optimizer
 from onecopy.engine.classes import SKIPS_MISSING_GRADIENTS, check_options
 from onecopy.engine.codec import map_tensors
 from onecopy.engine.flat import flat_like
+from onecopy.engine.flat_updates import FlatUpdates, Run
 from onecopy.engine.inputs import Group
 from onecopy.engine.masters import Master, MasterCopies, Masters
+from onecopy.engine.storage import Adjacent
 from onecopy.engine.torch_private import asked_by_torchs_state_dicts, bare_step
 from onecopy.layout import Layout, Shard
 
@@ -103,6 +105,7 @@ class LocalOptimizer:
         )
         check_options(self.inner)
         self.run_inner = bare_step(self.inner)
+        self._flat_updates = FlatUpdates(self.inner, defaults, ())
         self._takes_closure = "closure" in inspect.signature(type(self.inner).step).parameters
         # An unknown class may move parameters that have no gradient (weight decay alone).
         self.moves_all = type(self.inner) not in SKIPS_MISSING_GRADIENTS
@@ -172,6 +175,22 @@ class LocalOptimizer:
             elif owned.is_alias:
                 owned.tensor.data = alias(owned.shard, owned.param, flats[owned.shard.param])
 
+    def flatten(self, adjacent: Sequence[Adjacent], layout: Layout) -> None:
+        """Update together from now on what lies side by side, where that is bitwise the same."""
+        stepped = {owned.shard.param: owned.tensor for owned in self.owned if owned.home is None and not owned.is_cut}
+        runs = [
+            Run(layout.params[part.params[0]].group, tuple(stepped[index] for index in part.params), part.memory)
+            for part in adjacent
+            if all(index in stepped for index in part.params)
+        ]
+        self._flat_updates = FlatUpdates(self.inner, self.defaults, runs)
+
+    def note_loaded(self, has_state: bool) -> None:
+        """Note that the state has been replaced, and whether any rank has some now."""
+        self.version += 1
+        self.has_state = has_state
+        self._flat_updates.wake()
+
     def push_options(self, groups: Sequence[Group]) -> None:
         """Copy the options of ``groups`` into the inner optimizer's groups."""
         _copy_options(groups, self.inner.param_groups)
@@ -228,7 +247,7 @@ class LocalOptimizer:
         self.version += 1
         self.has_state = True
         if closure is None:
-            loss = self.run_inner(**kwargs)
+            loss = None if not kwargs and self._flat_updates.step() else self.run_inner(**kwargs)
         elif self._takes_closure:
             loss = self.run_inner(closure=closure, **kwargs)
         else:

@@ -1,24 +1,31 @@
 """Where the parameters' memory is: left in place, or gathered in flat buckets.
 
-Both kinds answer two questions: which pieces of memory each owner sends after a step, and which parameters have been
-moved since by ``model.to()``, ``param.data = ...`` and the like.
+Both kinds answer which pieces of memory each owner sends after a step, which parameters have been moved since by
+``model.to()``, ``param.data = ...`` and the like, and which ones lie side by side, to be updated together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, chain, groupby
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from onecopy.engine.flat import as_bytes, flat_view
+from onecopy.engine.flat import as_bytes, flat_view, is_row_major
 from onecopy.engine.stream import DIRECT_BYTES, MESSAGE_BYTES
-from onecopy.layout import Layout
+from onecopy.layout import CUT_MULTIPLE, Layout, ParamSpec
 
 ALIGNMENT = 64
 """Bytes to which a parameter's start in a bucket is aligned, for vectorised kernels."""
+
+SMALL_BYTES = 16 << 10
+"""Up to this size, copying a gradient takes less time than the Python of a parameter's own update."""
+
+RUN_BYTES = 1 << 20
+"""So much is updated together: optimizers make temporary tensors as long as what they update."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,11 +37,20 @@ class Piece:
     memory: Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class Adjacent:
+    """Small parameters of one group and owner that lie side by side without gaps, and their memory as one tensor."""
+
+    params: tuple[int, ...]
+    memory: Tensor
+
+
 class Storage(Protocol):
     """What the engine asks of either kind."""
 
     flats: list[Tensor]
     pieces: tuple[Piece, ...]
+    adjacent: tuple[Adjacent, ...]
     direct_bytes: int
     convertible: bool  # whether parameters may get another type or device before there is state
 
@@ -47,6 +63,7 @@ class InPlace:
 
     direct_bytes = DIRECT_BYTES
     convertible = True
+    adjacent: tuple[Adjacent, ...] = ()
 
     def __init__(self, params: Sequence[Tensor], layout: Layout) -> None:
         self._params = list(params)
@@ -96,13 +113,15 @@ class Buckets(InPlace):
             *(Piece(owner[members[0]], members, memory) for members, memory in buckets),
             *(piece for piece in self.pieces if piece.params[0] in cut),
         )
+        self.adjacent = tuple(chain.from_iterable(_adjacent(params, layout, *bucket) for bucket in buckets))
 
 
 def _plan_buckets(layout: Layout) -> list[tuple[int, ...]]:
     """Which whole parameters share a bucket, in the order in which they lie there."""
     kinds: dict[tuple[int, int, torch.dtype], list[list[int]]] = {}
     sizes: dict[tuple[int, int, torch.dtype], int] = {}
-    for shard in layout.shards:
+    # Small parameters of a group come together, so that they can be updated together.
+    for shard in sorted(layout.shards, key=lambda shard: _neighbourhood(layout.params[shard.param])):
         spec = layout.params[shard.param]
         if not layout.is_whole(shard) or spec.numel == 0:
             continue
@@ -130,6 +149,31 @@ def _move_in(params: Sequence[Tensor], members: tuple[int, ...]) -> tuple[tuple[
         param.data = home
         offset += size
     return members, memory
+
+
+def _adjacent(params: Sequence[Tensor], layout: Layout, members: tuple[int, ...], memory: Tensor) -> Iterator[Adjacent]:
+    """What lies side by side in one bucket, in runs that are not too long."""
+    sizes = [_aligned(layout.params[index].nbytes) for index in members]
+    starts = [0, *accumulate(sizes)]
+
+    def place(position: int) -> tuple[int, int]:
+        return _neighbourhood(layout.params[members[position]]), starts[position] // RUN_BYTES
+
+    for (neighbourhood, _), run in groupby(range(len(members)), place):
+        first, *others = run
+        if others and neighbourhood >= 0:
+            part = memory[starts[first] : starts[others[-1] + 1]]
+            yield Adjacent(members[first : others[-1] + 1], part.view(params[members[first]].dtype))
+
+
+def _neighbourhood(spec: ParamSpec) -> int:
+    """The group of a parameter that may be updated together with others of it, else -1.
+
+    That is a small one of whole vectors, which therefore leaves no gap behind it.
+    """
+    fits = 0 < spec.nbytes <= SMALL_BYTES and spec.numel % CUT_MULTIPLE == 0
+    plain = spec.dtype in (torch.float32, torch.float64) and is_row_major(spec.shape, spec.stride)
+    return spec.group if fits and plain else -1
 
 
 def _aligned(nbytes: int) -> int:

@@ -43,6 +43,11 @@ def bare_step(optimizer: Optimizer) -> Callable[..., Any]:
     return step
 
 
+def has_step_hooks(optimizer: Optimizer) -> bool:
+    """Whether someone has registered a hook for this optimizer's own step."""
+    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+
+
 def run_load_pre_hooks(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     """The state dict to load after the registered hooks have seen it."""
     for hook in optimizer._optimizer_load_state_dict_pre_hooks.values():

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,8 @@ from onecopy import ZeroRedundancyOptimizer
 from onecopy.checkpoint import get_optimizer_state_dict, load, save, set_optimizer_state_dict
 from onecopy.engine.classes import ELEMENTWISE
 from onecopy.engine.flat_updates import FlatUpdates, Run
+from onecopy.engine.storage import RUN_BYTES, SMALL_BYTES, Buckets, InPlace
+from onecopy.layout import ParamSpec, extend
 
 CLASSES: list[tuple[type[Optimizer], dict[str, Any]]] = [
     (AdamW, {"fused": True}),
@@ -51,10 +55,15 @@ def label(value: Any) -> str | None:
 
 
 class Pair:
-    """The same tensors twice: each by itself under a plain optimizer, and side by side under one with flat updates."""
+    """The same tensors twice: under a plain optimizer, and under one with flat updates, side by side or scattered."""
 
     def __init__(
-        self, optimizer_class: type[Optimizer], options: dict[str, Any], shapes: list[tuple[int, ...]], seed: int = 0
+        self,
+        optimizer_class: type[Optimizer],
+        options: dict[str, Any],
+        shapes: list[tuple[int, ...]],
+        seed: int = 0,
+        scattered: bool = False,
     ) -> None:
         self.generator = torch.Generator().manual_seed(seed)
         values = [torch.randn(shape, generator=self.generator) for shape in shapes]
@@ -67,7 +76,13 @@ class Pair:
         self.inner = optimizer_class(self._groups(self.params, self.lone), **copy.deepcopy(options))
         half = len(shapes) // 2
         cut = sum(value.numel() for value in values[:half])
-        runs = [Run(0, tuple(self.params[:half]), memory[:cut]), Run(1, tuple(self.params[half:]), memory[cut:])]
+        if scattered:
+            for param in self.params:
+                param.data = param.data.clone()
+        runs = [
+            Run(0, tuple(self.params[:half]), None if scattered else memory[:cut]),
+            Run(1, tuple(self.params[half:]), None if scattered else memory[cut:]),
+        ]
         self.flat = FlatUpdates(self.inner, copy.deepcopy(options), runs)
         self.flat_steps = 0
 
@@ -83,21 +98,33 @@ class Pair:
             (self.inner, [*self.params, self.lone]),
         )
 
-    def step(self, without: int | None = None) -> None:
-        """One step with new gradients, of which one may be missing."""
+    def step(
+        self,
+        without: int | tuple[int, int] | None = None,
+        odd: dict[int, Callable[[Tensor], Tensor]] | None = None,
+    ) -> int:
+        """One step with new gradients, of which some may be missing or changed; how many tensors the inner one had."""
+        missing = range(*without) if isinstance(without, tuple) else [without]
         gradients = [
             torch.randn(param.shape, generator=self.generator) * 10.0 ** (position % 9 - 6)
             for position, param in enumerate([*self.params, self.lone])
         ]
         for _, params in self.both:
             for position, (param, gradient) in enumerate(zip(params, gradients, strict=True)):
-                param.grad = None if position == without else gradient.clone()
+                change = (odd or {}).get(position, torch.clone)
+                param.grad = None if position in missing else change(gradient)
         self.plain.step()
-        if self.flat.step():
-            self.flat_steps += 1
-        else:
+        stepped = 0
+
+        def run_inner() -> None:
+            nonlocal stepped
+            stepped = sum(len(group["params"]) for group in self.inner.param_groups)
             self.inner.step()
+
+        self.flat.step(run_inner)
+        self.flat_steps += stepped <= len(self.params) // 2
         self.check()
+        return stepped
 
     def check(self) -> None:
         for ours, plain in zip(self.both[1][1], self.both[0][1], strict=True):
@@ -111,13 +138,15 @@ class Pair:
 
 @pytest.mark.parametrize("case", CLASSES, ids=label)
 @pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("scattered", [False, True])
 def test_every_class_is_updated_bitwise_as_by_itself(
-    case: tuple[type[Optimizer], dict[str, Any]], threads: int
+    case: tuple[type[Optimizer], dict[str, Any]], threads: int, scattered: bool
 ) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        pair = Pair(*case, [(64 * (1 + position % 7),) for position in range(200)])
+        # So long that torch divides the work among threads.
+        pair = Pair(*case, [(512 * (1 + position % 7),) for position in range(100)], scattered=scattered)
         for _ in range(4):
             pair.step()
     finally:
@@ -133,7 +162,7 @@ def test_another_class_is_left_to_itself() -> None:
     class Mine(AdamW):
         pass
 
-    pair = Pair(Mine, {"fused": True}, [(64,)] * 32)
+    pair = Pair(Mine, {"fused": True}, [(64,)] * 64)
     for _ in range(3):
         pair.step()
     assert not pair.flat_steps
@@ -178,6 +207,17 @@ def add_entry(optimizer: Optimizer, param: nn.Parameter) -> None:
     optimizer.state[param]["note"] = torch.tensor(1.0)
 
 
+def give_state_other_memory(optimizer: Optimizer, param: nn.Parameter) -> None:
+    del param
+    for state in optimizer.state.values():
+        for value in state.values():
+            value.data = value.data.clone()
+
+
+def reset_by_other_memory(optimizer: Optimizer, param: nn.Parameter) -> None:
+    optimizer.state[param]["exp_avg"].data = torch.zeros_like(param)
+
+
 def reload(optimizer: Optimizer, param: nn.Parameter) -> None:
     del param
     file = io.BytesIO()
@@ -216,6 +256,8 @@ CHANGES: dict[str, Callable[[Optimizer, nn.Parameter], None]] = {
         forget_one,
         forget_all,
         add_entry,
+        give_state_other_memory,
+        reset_by_other_memory,
         reload,
         other_options,
         other_implementation,
@@ -229,17 +271,20 @@ CHANGES: dict[str, Callable[[Optimizer, nn.Parameter], None]] = {
     actions=st.lists(
         st.one_of(
             st.just(("step", 0)),
-            st.tuples(st.just("without"), st.integers(0, 32)),
-            st.tuples(st.sampled_from(sorted(CHANGES)), st.integers(0, 32)),
+            st.tuples(st.just("without"), st.integers(0, 64)),
+            st.tuples(st.sampled_from(sorted(CHANGES)), st.integers(0, 64)),
         ),
         min_size=1,
         max_size=10,
     ),
     seed=st.integers(0, 1000),
+    scattered=st.booleans(),
 )
-def test_whatever_happens_between_steps_the_result_is_the_same(actions: list[tuple[str, int]], seed: int) -> None:
-    shapes: list[tuple[int, ...]] = [(64,), (2, 64), (128,), (4, 4, 4), (192,), (64, 2), (64,), (64,)] * 4
-    pair = Pair(AdamW, {"fused": True}, shapes, seed)
+def test_whatever_happens_between_steps_the_result_is_the_same(
+    actions: list[tuple[str, int]], seed: int, scattered: bool
+) -> None:
+    shapes: list[tuple[int, ...]] = [(64,), (2, 64), (128,), (4, 4, 4), (192,), (64, 2), (64,), (64,)] * 8
+    pair = Pair(AdamW, {"fused": True}, shapes, seed, scattered)
     pair.step()
     pair.step()
     assert pair.flat_steps == 1
@@ -256,27 +301,28 @@ def test_whatever_happens_between_steps_the_result_is_the_same(actions: list[tup
 
 @pytest.mark.parametrize("change", ["reload", "write_all_counters", "other_options", "write_entry", "forget_one"])
 def test_what_leaves_the_counters_equal_does_not_end_it(change: str) -> None:
-    pair = Pair(AdamW, {"fused": True}, [(64,)] * 40)
+    pair = Pair(AdamW, {"fused": True}, [(64,)] * 80)
     for _ in range(3):
         pair.step()
     for optimizer, params in pair.both:
         CHANGES[change](optimizer, params[1])
     before = pair.flat_steps
-    pair.step()
-    pair.step()
-    assert pair.flat_steps == before + 2
+    for _ in range(4):
+        pair.step()
+    assert pair.flat_steps >= before + 3
 
 
 def test_parameters_that_differ_in_their_counters_are_updated_in_parts() -> None:
-    pair = Pair(AdamW, {"fused": True}, [(64,)] * 90)
+    pair = Pair(AdamW, {"fused": True}, [(64,)] * 200)
     pair.step(without=20)
-    pair.step(without=70)
-    pair.step()
-    assert pair.flat_steps == 1
+    pair.step(without=150)
+    for _ in range(6):
+        pair.step()
+    assert pair.flat_steps >= 3
 
 
 def test_hooks_of_the_inner_optimizer_are_heard() -> None:
-    pair = Pair(AdamW, {"fused": True}, [(64,)] * 32)
+    pair = Pair(AdamW, {"fused": True}, [(64,)] * 64)
     pair.step()
     pair.step()
     heard: list[str] = []
@@ -285,12 +331,13 @@ def test_hooks_of_the_inner_optimizer_are_heard() -> None:
     assert heard == ["after"]
     assert pair.flat_steps == 1
     handle.remove()
-    pair.step()
-    assert pair.flat_steps == 2
+    for _ in range(3):
+        pair.step()
+    assert pair.flat_steps >= 2
 
 
 def test_a_scale_left_for_the_optimizer_is_applied() -> None:
-    pair = Pair(AdamW, {"fused": True}, [(64,)] * 32)
+    pair = Pair(AdamW, {"fused": True}, [(64,)] * 64)
     for _ in range(2):
         pair.step()
     for optimizer, _ in pair.both:
@@ -299,12 +346,154 @@ def test_a_scale_left_for_the_optimizer_is_applied() -> None:
     assert pair.flat_steps == 1
 
 
+def sparse(gradient: Tensor) -> Tensor:
+    return (gradient * (torch.arange(gradient.numel()).view(gradient.shape) % 5 == 0)).to_sparse()
+
+
+def every_other(gradient: Tensor) -> Tensor:
+    return torch.stack([gradient, gradient], -1)[..., 0]
+
+
+def differentiable(gradient: Tensor) -> Tensor:
+    return gradient * torch.ones((), requires_grad=True)
+
+
+@pytest.mark.parametrize("odd", [sparse, every_other, differentiable, Tensor.double])
+@pytest.mark.parametrize("position", [1, 50])
+@pytest.mark.parametrize("options", [{"lr": 0.1, "momentum": 0.9}, {"lr": 0.1, "momentum": 0.9, "fused": True}])
+def test_odd_gradients_are_not_copied_as_if_they_were_plain(
+    odd: Callable[[Tensor], Tensor], position: int, options: dict[str, Any]
+) -> None:
+    if odd is sparse and "fused" in options:
+        pytest.skip("torch's fused SGD takes no sparse gradients")
+    if odd is Tensor.double and "fused" in options:
+        pytest.skip("torch's fused SGD takes no gradients of another type")
+    pair = Pair(SGD, options, [(64,) if position < 40 else (4, 16) for position in range(80)])
+    pair.step()
+    pair.step()
+    before = pair.flat_steps
+    if odd is Tensor.double:
+        for _, params in pair.both:
+            params[position].grad_dtype = None
+    pair.step(odd={position: odd})
+    pair.step()
+    assert before
+
+
+def memories(optimizer: Optimizer) -> dict[int, int]:
+    """The bytes of all memory that the state keeps, by address."""
+    found = [value.untyped_storage() for state in optimizer.state.values() for value in state.values()]
+    return {storage.data_ptr(): storage.nbytes() for storage in found}
+
+
+def test_parameters_that_fall_out_of_a_run_do_not_keep_its_memory() -> None:
+    pair = Pair(AdamW, {"fused": True}, [(1024,)] * 200)
+    pair.step()
+    before = sum(memories(pair.inner).values())
+    for position in range(60):
+        pair.step(without=position)
+    assert sum(memories(pair.inner).values()) < 1.5 * before
+
+
+@pytest.mark.parametrize("how", ["clear", "load"])
+def test_nothing_keeps_old_state_alive(how: str) -> None:
+    pair = Pair(AdamW, {"fused": True}, [(64,)] * 80)
+    for _ in range(3):
+        pair.step()
+    held = weakref.ref(pair.inner.state[pair.params[0]]["exp_avg"]._base)
+    alone = weakref.ref(pair.inner.state[pair.lone]["exp_avg"])
+    assert held() is not None
+    if how == "clear":
+        for optimizer, _ in pair.both:
+            optimizer.state.clear()
+        assert alone() is None, "only small state may stay until the next step"
+        pair.step(without=0)
+    else:
+        reload(pair.inner, pair.lone)
+        pair.flat.wake()
+    gc.collect()
+    assert alone() is None
+    assert held() is None
+    pair.step()
+
+
+def test_one_missing_gradient_costs_one_run_its_flat_step() -> None:
+    pair = Pair(AdamW, {"fused": True}, [(64,)] * 80)
+    pair.step()
+    pair.step()
+    assert pair.step(without=(40, 80)) == 1, "a run without any gradient is left out; the lone one is stepped"
+    assert pair.step(without=3) == 40 + 1, "the run of that parameter"
+
+
+def test_an_implementation_that_makes_new_state_is_followed(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = Pair(AdamW, {}, [(64,)] * 80)
+    pair.step()
+    original = AdamW.step
+
+    def step(self: AdamW, closure: Any = None) -> Any:
+        loss = original(self, closure)
+        for state in self.state.values():
+            state["exp_avg"] = state["exp_avg"].clone()
+        return loss
+
+    step.hooked = True  # type: ignore[attr-defined]
+    step.__wrapped__ = step  # type: ignore[attr-defined]
+    monkeypatch.setattr(AdamW, "step", step)
+    for _ in range(4):
+        pair.step()
+    assert pair.flat_steps
+
+
+def specs(count: int) -> tuple[list[nn.Parameter], list[ParamSpec]]:
+    """Parameters of every sort, in two groups."""
+    shapes: list[tuple[int, ...]] = [(64,), (61,), (8, 64), (4096,), (3,), (128,), (0,)]
+    params = [nn.Parameter(torch.randn(shapes[index % len(shapes)])) for index in range(count)]
+    for index in range(0, count, 9):
+        params[index] = nn.Parameter(torch.randn(16, 8).t())
+    for index in range(4, count, 11):
+        params[index] = nn.Parameter(torch.randn(64).bfloat16())
+    return params, [
+        ParamSpec(index, str(index), tuple(param.shape), param.stride(), param.dtype, int(index > count // 2))
+        for index, param in enumerate(params)
+    ]
+
+
+@pytest.mark.parametrize("storage_class", [InPlace, Buckets])
+def test_only_small_parameters_of_whole_vectors_keep_company(storage_class: type[InPlace]) -> None:
+    params, found = specs(3000)
+    layout = extend(None, found, 2, "parameter", True)
+    storage = storage_class(params, layout)
+    owner = {shard.param: shard.owner for shard in layout.shards}
+    seen: set[int] = set()
+    for company in storage.companies:
+        assert not seen & set(company.params)
+        seen.update(company.params)
+        members = [params[index] for index in company.params]
+        assert len({(owner[index], found[index].group) for index in company.params}) == 1
+        assert sum(member.nbytes for member in members) <= RUN_BYTES + SMALL_BYTES
+        for member in members:
+            assert member.is_contiguous()
+            assert member.dtype == torch.float32
+            assert 0 < member.nbytes <= SMALL_BYTES
+            assert member.numel() % 64 == 0
+        if storage_class is Buckets:
+            assert company.memory is not None
+            assert torch.equal(company.memory, torch.cat([member.detach().reshape(-1) for member in members]))
+            assert company.memory.data_ptr() == members[0].data_ptr()
+    fitting = [
+        index
+        for index, param in enumerate(params)
+        if param.is_contiguous() and param.dtype == torch.float32 and param.numel() in (64, 128, 512)
+    ]
+    assert seen == set(fitting) - set(layout.cut_params)
+
+
 class Small(nn.Module):
-    """Eighty small layers among a few that are larger or of odd sizes."""
+    """Many small layers among a few that are larger or of odd sizes."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.scales = nn.ParameterList([nn.Parameter(torch.randn(64)) for _ in range(80)])
+        self.scales = nn.ParameterList([nn.Parameter(torch.randn(64)) for _ in range(120)])
         self.low = nn.ParameterList([nn.Parameter(torch.randn(8, 64)) for _ in range(6)])
         self.odd = nn.Parameter(torch.randn(61))
         self.large = nn.Parameter(torch.randn(96, 64))
@@ -319,19 +508,19 @@ class Small(nn.Module):
 
 
 class Training:
-    """A model under our optimizer with bucket views, and its equal under the plain one."""
+    """A model under our optimizer, and its equal under the plain one."""
 
-    def __init__(self, optimizer_class: type[Optimizer] = AdamW, **options: Any) -> None:
+    def __init__(self, optimizer_class: type[Optimizer] = AdamW, bucket_view: bool = True, **options: Any) -> None:
         torch.manual_seed(3)
         self.model = Small()
         self.plain_model = copy.deepcopy(self.model)
         self.plain = optimizer_class(self._groups(self.plain_model), **options)
+        self.bucket_view = bucket_view
         self.ours = self.optimizer(optimizer_class, **options)
 
     def optimizer(self, optimizer_class: type[Optimizer] = AdamW, **options: Any) -> ZeroRedundancyOptimizer:
-        return ZeroRedundancyOptimizer(
-            self._groups(self.model), optimizer_class, parameters_as_bucket_view=True, **options
-        )
+        groups = self._groups(self.model)
+        return ZeroRedundancyOptimizer(groups, optimizer_class, parameters_as_bucket_view=self.bucket_view, **options)
 
     @staticmethod
     def _groups(model: nn.Module) -> list[dict[str, Any]]:
@@ -377,13 +566,17 @@ def assert_equal(ours: Any, plain: Any) -> None:
         assert ours == plain
 
 
+BOTH = pytest.mark.parametrize("bucket_view", [False, True])
 IMPLEMENTATIONS = pytest.mark.parametrize("options", [{"fused": True}, {"foreach": False}], ids=["fused", "loop"])
 
 
 @distributed(2, 3)
+@BOTH
 @IMPLEMENTATIONS
-def test_training_and_state_are_those_of_the_plain_optimizer(world_size: int, options: dict[str, Any]) -> None:
-    training = Training(lr=0.01, **options)
+def test_training_and_state_are_those_of_the_plain_optimizer(
+    world_size: int, bucket_view: bool, options: dict[str, Any]
+) -> None:
+    training = Training(bucket_view=bucket_view, lr=0.01, **options)
     schedulers = [StepLR(optimizer, 2, 0.5) for optimizer in (training.ours, training.plain)]
     for _ in range(3):
         training.train(2)
@@ -395,8 +588,34 @@ def test_training_and_state_are_those_of_the_plain_optimizer(world_size: int, op
 
 
 @distributed(2)
-def test_steps_with_a_closure_or_without_some_gradients_mix_in(world_size: int) -> None:
-    training = Training(lr=0.01, fused=True)
+@BOTH
+def test_parameters_of_every_sort_are_those_of_the_plain_optimizer(world_size: int, bucket_view: bool) -> None:
+    torch.manual_seed(5)
+    params, found = specs(400)
+    plain_params = [nn.Parameter(torch.empty_strided(p.shape, p.stride(), dtype=p.dtype).copy_(p)) for p in params]
+    groups, plain_groups = (
+        [
+            {"params": [param for param, spec in zip(each, found, strict=True) if spec.group == group]}
+            for group in (0, 1)
+        ]
+        for each in (params, plain_params)
+    )
+    ours = ZeroRedundancyOptimizer(groups, AdamW, parameters_as_bucket_view=bucket_view, lr=0.1)
+    plain = AdamW(plain_groups, lr=0.1)
+    for _ in range(4):
+        for param, other in zip(params, plain_params, strict=True):
+            gradient = torch.randn(param.shape).to(param.dtype)
+            param.grad, other.grad = gradient, gradient.clone()
+        ours.step()
+        plain.step()
+    for param, other in zip(params, plain_params, strict=True):
+        assert torch.equal(param, other)
+
+
+@distributed(2)
+@BOTH
+def test_steps_with_a_closure_or_without_some_gradients_mix_in(world_size: int, bucket_view: bool) -> None:
+    training = Training(bucket_view=bucket_view, lr=0.01, fused=True)
     training.train(3)
     inputs = torch.randn(4, 64)
     for optimizer, model in ((training.ours, training.model), (training.plain, training.plain_model)):
@@ -417,8 +636,9 @@ def test_steps_with_a_closure_or_without_some_gradients_mix_in(world_size: int) 
 
 
 @distributed(2)
-def test_state_goes_through_files_and_state_dicts(world_size: int, tmp_path: Path) -> None:
-    training = Training(lr=0.01, fused=True)
+@BOTH
+def test_state_goes_through_files_and_state_dicts(world_size: int, bucket_view: bool, tmp_path: Path) -> None:
+    training = Training(bucket_view=bucket_view, lr=0.01, fused=True)
     training.train(3)
     assert training.is_flat()
     save(tmp_path, model=training.model, optimizer=training.ours, step=3)
@@ -445,23 +665,25 @@ def test_state_goes_through_files_and_state_dicts(world_size: int, tmp_path: Pat
 
 
 @distributed(2)
-def test_moved_parameters_and_new_groups_are_followed(world_size: int) -> None:
-    training = Training(lr=0.01, fused=True)
+@BOTH
+def test_moved_parameters_and_new_groups_are_followed(world_size: int, bucket_view: bool) -> None:
+    training = Training(bucket_view=bucket_view, lr=0.01, fused=True)
     training.train(3)
     for model in (training.model, training.plain_model):
         model.scales[5].data = torch.full((64,), 0.5)
-    training.train(3)
+    training.train(8)
     assert training.is_flat()
     for optimizer, model in ((training.ours, training.model), (training.plain, training.plain_model)):
         model.scales.append(nn.Parameter(torch.ones(64)))
-        optimizer.add_param_group({"params": [("scales.80", model.scales[80])], "lr": 0.1})
+        optimizer.add_param_group({"params": [("scales.120", model.scales[120])], "lr": 0.1})
     training.train(3)
     training.check_state()
 
 
 @distributed(2)
-def test_the_state_that_people_look_at_is_alive(world_size: int) -> None:
-    training = Training(lr=0.01, fused=True)
+@BOTH
+def test_the_state_that_people_look_at_is_alive(world_size: int, bucket_view: bool) -> None:
+    training = Training(bucket_view=bucket_view, lr=0.01, fused=True)
     training.train(2)
     mine = [param for param in training.model.scales if param in training.ours.state]
     seen = [training.ours.state[param]["exp_avg"] for param in mine]

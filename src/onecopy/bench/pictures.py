@@ -158,11 +158,9 @@ def growth_picture(rows: Sequence[Row]) -> Figure:
     left.set_ylabel(f"seconds to plan for {most:,} ranks")
     left.set_xlabel("parameters")
     for variant in dict.fromkeys(row["variant"] for row in select(rows, "overhead")):
-        points = [
-            (row["tensors"], 1e3 * row["seconds"]) for row in select(rows, "overhead") if row["variant"] == variant
-        ]
+        points = [(row["tensors"], 1e3 * row["whole"]) for row in select(rows, "overhead") if row["variant"] == variant]
         right.plot(*zip(*points, strict=True), "o-", label=variant)
-    right.set_ylabel("ms of step() beside the inner step()")
+    right.set_ylabel("ms of processor time in step()")
     right.set_xlabel("parameters (2 ranks)")
     for axes in (left, right):
         axes.set_xscale("log")

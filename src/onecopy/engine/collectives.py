@@ -185,7 +185,7 @@ class Collectives:
         """Every rank's word of integers, in rank order, on the control device."""
         mine = word_on(self.control_device, word)
         rows = list(mine.new_empty(self.world_size, len(word)))
-        dist.all_gather(rows, mine, group=self.process_group)
+        self.process_group.allgather([rows], [mine]).wait()
         return rows
 
     def all_gather_bytes(self, payload: bytes) -> list[bytes]:

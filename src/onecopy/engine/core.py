@@ -95,7 +95,7 @@ class Engine:
         self._probe_params = shared_params(layout)
         self.storage = self._storage_class(self.params, layout)
         self.local.repoint(self.storage.flats)
-        self.local.flatten(self.storage.adjacent, layout)
+        self.local.keep_company(self.storage.companies, layout)
         self.sharing = Sharing(self.collectives, self.storage.pieces, self.storage.direct_bytes)
         self._watch = ReplacementWatch(self.params, [spec.name for spec in layout.params])
 

@@ -1,21 +1,23 @@
 """Many small parameters updated as one: what a step costs in Python is then a matter of runs, not of parameters.
 
-A run is small parameters that lie side by side in one bucket, each of so many elements that the same vector
-instructions work on them in a longer tensor. For torch's own elementwise classes the result is then bitwise the same,
-whichever implementation they use (not with bf16 and fp16, where the ends of a thread's part are rounded otherwise).
+A run is small parameters, each of so many elements that the same vector instructions work on them in a longer tensor.
+For torch's own elementwise classes the result is then bitwise the same, whichever implementation they use (not with
+bf16 and fp16, where the ends of a thread's part are rounded otherwise). Parameters that lie side by side in a bucket
+are updated where they are, others in a copy.
 
-The state of a run is moved side by side as well, once, and seen through views from then on; so the inner optimizer can
-go on at any time, one parameter after the other, and everyone else finds the state where it was. Each run
-has a *twin*, another optimizer of the same class with one flat tensor; what is in no run has one together. In each step
-these step or, whenever anything is not as they take, the inner optimizer does.
+The state of a run is *adopted*: moved side by side, once, and seen through views from then on, so that those who read
+or write the state of one parameter find it under the same keys. A *twin*, another optimizer of the same class, steps
+one flat tensor. Whatever is not as that takes is left to the inner optimizer, with state in memory of its own again:
+torch adds some sparse gradients at the wrong place to a tensor that is part of a longer memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import chain, groupby, repeat
-from operator import is_, is_not
+from operator import is_, is_not, itemgetter
 from typing import Any
 
 import torch
@@ -23,24 +25,229 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from onecopy.engine.classes import ELEMENTWISE
-from onecopy.engine.torch_private import bare_step, has_step_hooks, version_of
+from onecopy.engine.flat import flat_views
+from onecopy.engine.torch_private import bare_step, copy_each, has_step_hooks, version_of
 
-FEWEST = 16
+FEWEST = 32
 """The tensors of a run are at least so many: to call one more ``step`` takes as long as to loop over these."""
+
+LONGEST_WAIT = 1000
+"""So many steps at most go by before state that did not fit is looked at again; in the beginning none do."""
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Tensors of one group that fill a flat tensor, one after the other."""
+    """Tensors of one group, and the flat memory that they fill, one after the other, if there is such."""
 
     group: int
     tensors: tuple[Tensor, ...]
-    flat: Tensor
+    memory: Tensor | None
+
+
+class FlatUpdates:
+    """Steps an optimizer, its runs as flat tensors where the result is bitwise the same."""
+
+    def __init__(self, inner: Optimizer, defaults: dict[str, Any], runs: Sequence[Run], patience: int = 0) -> None:
+        self._inner = inner
+        self._runs = [_Updates(inner, defaults, run, patience) for run in runs if type(inner) in ELEMENTWISE]
+        in_runs = {id(tensor) for run in runs for tensor in run.tensors}
+        self._others = [
+            [tensor for tensor in group["params"] if id(tensor) not in in_runs] for group in inner.param_groups
+        ]
+        self._counts = [len(group["params"]) for group in inner.param_groups]
+
+    @property
+    def patience(self) -> int:
+        """How many steps those who come after this one should wait."""
+        return max((run.patience for run in self._runs), default=0)
+
+    def wake(self) -> None:
+        """Note that the state is new: hold on to nothing of the old, and look whether the new fits."""
+        for run in self._runs:
+            run.wake()
+
+    @torch.no_grad()
+    def let_go(self) -> None:
+        """Make the state such as if no run had been adopted, for a step that the inner optimizer makes alone."""
+        for run in self._runs:
+            run.let_go()
+
+    def step(self, run_inner: Callable[[], Any]) -> Any:
+        """Make one step; ``run_inner`` is the inner optimizer's own."""
+        if not self._runs or not self._permitted():
+            self.let_go()
+            return run_inner()
+        left = [list(others) for others in self._others]
+        with torch.no_grad():
+            entries = _Entries(self._inner.state)
+            for run in self._runs:
+                left[run.group] += run.step(entries)
+        if [len(tensors) for tensors in left] == self._counts:
+            return run_inner()
+        groups = self._inner.param_groups
+        before = [group["params"] for group in groups]
+        try:
+            for group, tensors in zip(groups, left, strict=True):
+                group["params"] = tensors
+            return run_inner() if any(left) else None
+        finally:
+            for group, tensors in zip(groups, before, strict=True):
+                group["params"] = tensors
+
+    def _permitted(self) -> bool:
+        inner = self._inner
+        return (
+            not has_step_hooks(inner)
+            # What torch's GradScaler leaves for an optimizer that divides by the scale itself.
+            and getattr(inner, "grad_scale", None) is None
+            and getattr(inner, "found_inf", None) is None
+            and [len(group["params"]) for group in inner.param_groups] == self._counts
+        )
+
+
+class _Entries:
+    """An optimizer's state as lists, because to look up every tensor takes longer."""
+
+    def __init__(self, state: Mapping[Tensor, Any]) -> None:
+        self.tensors = list(state)
+        self.values = list(state.values())
+
+    @cached_property
+    def positions(self) -> dict[int, int]:
+        """Where each tensor is in these lists."""
+        return {id(tensor): position for position, tensor in enumerate(self.tensors)}
+
+
+class _Updates:
+    """One run: in adopted parts, as far as its state fits, and what is left for the inner optimizer."""
+
+    def __init__(self, inner: Optimizer, defaults: dict[str, Any], run: Run, patience: int) -> None:
+        self._inner, self._defaults, self._run = inner, defaults, run
+        self.group = run.group
+        self.wake(patience)
+
+    def wake(self, patience: int = 0) -> None:
+        """Begin anew."""
+        self._parts: list[_Part] = []
+        self._left: Sequence[Tensor] = self._run.tensors
+        self._wait = self.patience = patience
+
+    def let_go(self) -> None:
+        """Leave everything to the inner optimizer, for this time."""
+        self._drop(self._parts)
+
+    def step(self, entries: _Entries) -> Sequence[Tensor]:
+        """Update what can be updated together; return what is left."""
+        self._drop([part for part in self._parts if not part.is_intact(entries)])
+        if self._left:
+            self._wait -= 1
+            if self._wait < 0:
+                self._adopt(entries.positions)
+        gradients = [(part, part.gradients()) for part in self._parts]
+        self._drop([part for part, found in gradients if found is None and part.has_gradient()])
+        for part, found in gradients:
+            if found is not None:
+                part.step(found)
+        return self._left
+
+    def _adopt(self, positions: Mapping[int, int]) -> None:
+        runs = list(_alike_parts(self._run, self._left, self._inner.state))
+        self._parts += [_Part(self._inner, self._defaults, run, positions) for run in runs]
+        taken = {id(tensor) for run in runs for tensor in run.tensors}
+        self._left = [tensor for tensor in self._left if id(tensor) not in taken]
+        if self._left:
+            self._lose_patience()
+
+    def _drop(self, parts: Sequence[_Part]) -> None:
+        for part in parts:
+            for tensor in part.tensors:
+                _give_own_memory(self._inner.state.get(tensor))
+        if parts:
+            self._left = [*self._left, *(tensor for part in parts for tensor in part.tensors)]
+            self._parts = [part for part in self._parts if part not in parts]
+            self._lose_patience()
+
+    def _lose_patience(self) -> None:
+        self._wait = self.patience
+        self.patience = min(2 * self.patience + 1, LONGEST_WAIT)
+
+
+class _Part:
+    """Tensors whose state lies side by side, and their twin."""
+
+    def __init__(self, inner: Optimizer, defaults: dict[str, Any], run: Run, positions: Mapping[int, int]) -> None:
+        self._inner, self._group, self.tensors = inner, run.group, run.tensors
+        states = [inner.state[tensor] for tensor in run.tensors]
+        self._held, self._counters = _side_by_side(states)
+        # Which entries of the optimizer's state these are, and at which addresses: only numbers, which keep nothing.
+        self._pick = itemgetter(*(positions[id(tensor)] for tensor in run.tensors))
+        self._addresses = _addresses(states)
+        self._matrices = [position for position, tensor in enumerate(run.tensors) if tensor.dim() != 1]
+        self._homes = [] if run.memory is not None else flat_views(run.tensors)
+        first = run.tensors[0]
+        self._flat = torch.empty(0, dtype=first.dtype, device=first.device) if run.memory is None else run.memory
+        self._twin = type(inner)([self._options()], **defaults)
+        self._twin.state.clear()
+        self._twin.state[self._flat] = dict(self._held)
+        self._step_twin = bare_step(self._twin)
+
+    def is_intact(self, entries: _Entries) -> bool:
+        """Whether the state of all is still where it was put, and the counters are still the same for all."""
+        try:
+            same = all(map(is_, self._pick(entries.tensors), self.tensors))
+            same = same and _addresses(self._pick(entries.values)) == self._addresses
+        except (IndexError, TypeError):  # state was taken away, or something else put there
+            return False
+        return same and all(counter.is_common() for counter in self._counters)
+
+    def has_gradient(self) -> bool:
+        """Whether any of them has one; else torch's classes leave all of them alone."""
+        return any(tensor.grad is not None for tensor in self.tensors)
+
+    def gradients(self) -> Tensor | None:
+        """All gradients one after the other; None if one is missing, or not such that it can be copied as it is."""
+        found: list[Any] = [tensor.grad for tensor in self.tensors]
+        if not all(map(is_not, found, repeat(None))):
+            return None
+        try:
+            if not all(map(Tensor.is_contiguous, found)):
+                return None
+            for position in self._matrices:
+                found[position] = found[position].view(-1)
+            flat = torch.cat(found)
+        except RuntimeError:  # sparse
+            return None
+        return flat if flat.dtype == self._flat.dtype else None
+
+    def step(self, gradient: Tensor) -> None:
+        """Update all, and make what each one's state shows equal to the twin's."""
+        flat, values = self._flat, self._flat
+        if self._homes:
+            values = torch.cat(self._homes)
+            flat.data = values
+        flat.grad = gradient
+        self._twin.param_groups[0] = self._options()
+        self._step_twin()
+        flat.grad = None
+        if self._homes:
+            copy_each(self._homes, list(values.split([home.numel() for home in self._homes])))
+            flat.data = values.new_empty(0)
+        state = self._twin.state[flat]
+        for key, held in self._held.items():
+            if state[key] is not held:  # an implementation that makes new tensors instead of changing these
+                held.copy_(state[key])
+                state[key] = held
+        for counter in self._counters:
+            counter.spread()
+
+    def _options(self) -> dict[str, Any]:
+        group = self._inner.param_groups[self._group]
+        return {key: value for key, value in group.items() if key != "param_names"} | {"params": [self._flat]}
 
 
 @dataclass(slots=True)
 class _Counter:
-    """A number that the state of each parameter of a run holds, such as how many steps were made: all the same."""
+    """A number in the state of each parameter, such as how many steps were made, that is the same for all."""
 
     flat: Tensor
     each: Tensor
@@ -66,156 +273,16 @@ class _Counter:
         return True
 
 
-class _Twin:
-    """An optimizer over tensors that stand for those of some of the inner optimizer's groups, by the group's number."""
-
-    def __init__(self, inner: Optimizer, defaults: dict[str, Any], tensors: Mapping[int, list[Tensor]]) -> None:
-        self._inner, self._tensors = inner, tensors
-        self.optimizer = type(inner)(self._groups(), **defaults)
-        self._step = bare_step(self.optimizer)
-
-    def _groups(self) -> list[dict[str, Any]]:
-        groups = ((self._inner.param_groups[position], tensors) for position, tensors in self._tensors.items())
-        return [
-            {key: value for key, value in group.items() if key != "param_names"} | {"params": tensors}
-            for group, tensors in groups
-        ]
-
-    def step(self) -> None:
-        """Step with the options that the inner optimizer has now."""
-        self.optimizer.param_groups = self._groups()
-        self._step()
-
-
-class _Adopted:
-    """A run whose state lies side by side, and its twin."""
-
-    def __init__(
-        self, run: Run, held: dict[Any, Tensor], counters: list[_Counter], twin: _Twin, gradient: Tensor
-    ) -> None:
-        self.run = run
-        self._held, self.counters, self._twin = held, counters, twin
-        self._matrices = [position for position, tensor in enumerate(run.tensors) if tensor.dim() != 1]
-        run.flat.grad = gradient
-        twin.optimizer.state[run.flat] = dict(held)
-
-    def gradients(self) -> list[Any] | None:
-        """The gradients, each flat; None if one is missing or sparse."""
-        found: list[Any] = [tensor.grad for tensor in self.run.tensors]
-        if not all(map(is_not, found, repeat(None))):
-            return None
-        for position in self._matrices:
-            if found[position].layout is not torch.strided:
-                return None
-            found[position] = found[position].reshape(-1)
-        return found
-
-    def step(self, gradients: list[Tensor]) -> None:
-        """Update the run, and make what each parameter's state shows equal to the twin's."""
-        torch.cat(gradients, out=self.run.flat.grad)
-        self._twin.step()
-        state = self._twin.optimizer.state[self.run.flat]
-        for key, held in self._held.items():
-            if state[key] is not held:  # an implementation that makes new tensors instead of changing these
-                held.copy_(state[key])
-                state[key] = held
-        for counter in self.counters:
-            counter.spread()
-
-
-class FlatUpdates:
-    """Steps for the inner optimizer where the result is bitwise the same."""
-
-    def __init__(self, inner: Optimizer, defaults: dict[str, Any], runs: Sequence[Run]) -> None:
-        self._inner = inner
-        self._defaults = defaults
-        self._runs = runs if type(inner) in ELEMENTWISE else ()
-        self._asleep = not self._runs
-        self._adopted: list[_Adopted] = []
-        self._rest: _Twin | None = None
-
-    def wake(self) -> None:
-        """Note that the state is new: what did not fit may fit now."""
-        self._asleep = not self._runs
-
-    @torch.no_grad()
-    def step(self) -> bool:
-        """Make the step that the inner optimizer would make; False if it has to make it itself."""
-        if self._asleep or not self._permitted():
-            return False
-        if not (self._adopted and self._intact()) and not self._adopt():
-            return False
-        gradients = [adopted.gradients() for adopted in self._adopted]
-        if None in gradients:
-            return False
-        for adopted, found in zip(self._adopted, gradients, strict=True):
-            assert found is not None
-            adopted.step(found)
-        if self._rest is not None:
-            self._rest.optimizer.state = self._inner.state
-            self._rest.step()
-        return True
-
-    def _permitted(self) -> bool:
-        inner = self._inner
-        return (
-            not has_step_hooks(inner)
-            # What torch's GradScaler leaves for an optimizer that divides by the scale itself.
-            and getattr(inner, "grad_scale", None) is None
-            and getattr(inner, "found_inf", None) is None
-        )
-
-    def _intact(self) -> bool:
-        """Whether the state is still the one that was moved side by side."""
-        state = self._inner.state
-        # In the order of the dict, because looking each tensor up takes longer. New entries come last.
-        if len(state) < len(self._known) or not all(map(is_, state.values(), self._known)):
-            return False
-        entries = list(chain.from_iterable(map(dict.values, self._states)))
-        return (
-            len(entries) == len(self._entries)
-            and all(map(is_, entries, self._entries))
-            and all(counter.is_common() for adopted in self._adopted for counter in adopted.counters)
-        )
-
-    def _adopt(self) -> bool:
-        """Move the state of each run side by side and make the twins; False if there is no state, or none that fits."""
-        state = self._inner.state
-        parts = [part for run in self._runs for part in _alike_parts(run, state)]
-        self._adopted = []
-        if not parts:
-            self._asleep = bool(state)
-            return False
-        memories = {part.flat.device: part.flat for part in sorted(parts, key=lambda part: part.flat.nbytes)}
-        # They use the memory for their gradients one after the other.
-        memories = {device: torch.zeros_like(flat).view(torch.uint8) for device, flat in memories.items()}
-        for part in parts:
-            held, counters = _side_by_side(part, state)
-            twin = _Twin(self._inner, self._defaults, {part.group: [part.flat]})
-            gradient = memories[part.flat.device][: part.flat.nbytes].view(part.flat.dtype)
-            self._adopted.append(_Adopted(part, held, counters, twin, gradient))
-        taken = {id(tensor) for part in parts for tensor in part.tensors}
-        rest = {
-            position: [tensor for tensor in group["params"] if id(tensor) not in taken]
-            for position, group in enumerate(self._inner.param_groups)
-        }
-        rest = {position: tensors for position, tensors in rest.items() if tensors}
-        self._rest = _Twin(self._inner, self._defaults, rest) if rest else None
-        self._known = list(state.values())
-        self._states = [state[tensor] for part in parts for tensor in part.tensors]
-        self._entries = list(chain.from_iterable(map(dict.values, self._states)))
-        return True
-
-
-def _alike_parts(run: Run, state: Mapping[Tensor, Any]) -> Iterator[Run]:
-    """The parts of a run whose tensors have state of the same kind and have made as many steps."""
-    kinds = [_kind(state.get(tensor), tensor) for tensor in run.tensors]
+def _alike_parts(run: Run, among: Sequence[Tensor], state: Mapping[Tensor, Any]) -> Iterator[Run]:
+    """The parts of a run whose tensors, all ``among`` these, have state of one kind and have made as many steps."""
+    chosen = {id(tensor) for tensor in among}
+    kinds = [_kind(state.get(tensor), tensor) if id(tensor) in chosen else None for tensor in run.tensors]
     start = stop = 0
     for kind, members in groupby(range(len(kinds)), kinds.__getitem__):
-        tensors = [run.tensors[position] for position in members]
+        tensors = tuple(run.tensors[position] for position in members)
         start, stop = stop, stop + sum(tensor.numel() for tensor in tensors)
         if kind is not None and len(tensors) >= FEWEST:
-            yield Run(run.group, tuple(tensors), run.flat[start:stop])
+            yield replace(run, tensors=tensors, memory=None if run.memory is None else run.memory[start:stop])
 
 
 def _kind(state: Any, tensor: Tensor) -> tuple[Any, ...] | None:
@@ -230,12 +297,11 @@ def _kind(state: Any, tensor: Tensor) -> tuple[Any, ...] | None:
     return tuple(kind)
 
 
-def _side_by_side(run: Run, state: Mapping[Tensor, dict[Any, Any]]) -> tuple[dict[Any, Tensor], list[_Counter]]:
+def _side_by_side(states: Sequence[dict[Any, Any]]) -> tuple[dict[Any, Tensor], list[_Counter]]:
     """Move equal entries of all states into one tensor, entry by entry, and leave views of it in their place."""
-    states = [state[tensor] for tensor in run.tensors]
     held, counters = {}, []
     for key, first in list(states[0].items()):
-        values = [entries[key] for entries in states]
+        values = [state[key] for state in states]
         if first.dim() == 0:
             counter = _Counter(first.clone(), torch.stack(values))
             counters.append(counter)
@@ -245,6 +311,18 @@ def _side_by_side(run: Run, state: Mapping[Tensor, dict[Any, Any]]) -> tuple[dic
             held[key] = torch.cat([value.reshape(-1) for value in values])
             pieces = held[key].split([value.numel() for value in values])
             views = [piece.view(value.shape) for piece, value in zip(pieces, values, strict=True)]
-        for entries, view in zip(states, views, strict=True):
-            entries[key] = view
+        for state, view in zip(states, views, strict=True):
+            state[key] = view
     return held, counters
+
+
+def _addresses(states: Sequence[dict[Any, Any]]) -> list[int]:
+    return list(map(Tensor.data_ptr, chain.from_iterable(map(dict.values, states))))
+
+
+def _give_own_memory(state: Any) -> None:
+    """Give a parameter's state memory of its own again, because a view keeps all that it was part of."""
+    for key, value in state.items() if isinstance(state, dict) else ():
+        dense = isinstance(value, Tensor) and value.layout is torch.strided
+        if dense and value.untyped_storage().nbytes() > value.nbytes:
+            state[key] = value.clone()

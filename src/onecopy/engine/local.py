@@ -17,7 +17,7 @@ from onecopy.engine.flat import flat_like
 from onecopy.engine.flat_updates import FlatUpdates, Run
 from onecopy.engine.inputs import Group
 from onecopy.engine.masters import Master, MasterCopies, Masters
-from onecopy.engine.storage import Adjacent
+from onecopy.engine.storage import Company
 from onecopy.engine.torch_private import asked_by_torchs_state_dicts, bare_step
 from onecopy.layout import Layout, Shard
 
@@ -175,15 +175,18 @@ class LocalOptimizer:
             elif owned.is_alias:
                 owned.tensor.data = alias(owned.shard, owned.param, flats[owned.shard.param])
 
-    def flatten(self, adjacent: Sequence[Adjacent], layout: Layout) -> None:
-        """Update together from now on what lies side by side, where that is bitwise the same."""
-        stepped = {owned.shard.param: owned.tensor for owned in self.owned if owned.home is None and not owned.is_cut}
+    def keep_company(self, companies: Sequence[Company], layout: Layout) -> None:
+        """Update these together from now on, where that is bitwise the same."""
+        # Aliases are for those who step some of them at a time.
+        together = self._stepped is not alias
+        stepped = {entry.shard.param: entry.tensor for entry in self.owned if entry.home is None and not entry.is_cut}
         runs = [
-            Run(layout.params[part.params[0]].group, tuple(stepped[index] for index in part.params), part.memory)
-            for part in adjacent
-            if all(index in stepped for index in part.params)
+            Run(layout.params[company.params[0]].group, tuple(map(stepped.__getitem__, company.params)), company.memory)
+            for company in companies
+            if together and stepped.keys() >= set(company.params)
         ]
-        self._flat_updates = FlatUpdates(self.inner, self.defaults, runs)
+        self._flat_updates.let_go()
+        self._flat_updates = FlatUpdates(self.inner, self.defaults, runs, self._flat_updates.patience)
 
     def note_loaded(self, has_state: bool) -> None:
         """Note that the state has been replaced, and whether any rank has some now."""
@@ -246,15 +249,23 @@ class LocalOptimizer:
         """Step the inner optimizer; a class whose ``step`` takes no closure has it evaluated beforehand."""
         self.version += 1
         self.has_state = True
+        if closure is None and not kwargs:
+            loss = self._flat_updates.step(self.run_inner)
+        else:
+            self._flat_updates.let_go()
+            loss = self._step_alone(closure, kwargs)
+        self.copies.publish(self.moves_all)
+        return loss
+
+    def _step_alone(self, closure: Callable[[], Any] | None, kwargs: dict[str, Any]) -> Any:
         if closure is None:
-            loss = None if not kwargs and self._flat_updates.step() else self.run_inner(**kwargs)
-        elif self._takes_closure:
+            return self.run_inner(**kwargs)
+        if self._takes_closure:
             loss = self.run_inner(closure=closure, **kwargs)
         else:
             with torch.enable_grad():
                 loss = closure()
             self.run_inner(**kwargs)
-        self.copies.publish(self.moves_all)
         return loss
 
 

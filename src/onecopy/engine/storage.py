@@ -21,11 +21,12 @@ from onecopy.layout import CUT_MULTIPLE, Layout, ParamSpec
 ALIGNMENT = 64
 """Bytes to which a parameter's start in a bucket is aligned, for vectorised kernels."""
 
-SMALL_BYTES = 16 << 10
+SMALL_BYTES = 8 << 10
 """Up to this size, copying a gradient takes less time than the Python of a parameter's own update."""
 
-RUN_BYTES = 1 << 20
-"""So much is updated together: optimizers make temporary tensors as long as what they update."""
+RUN_BYTES = 256 << 10
+"""So much is updated together: optimizers make temporary tensors as long as what they update, and whoever keeps the
+state of one parameter keeps that of a whole run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +39,11 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Adjacent:
-    """Small parameters of one group and owner that lie side by side without gaps, and their memory as one tensor."""
+class Company:
+    """Small parameters of one group and owner that may be updated together; their memory, if it is in one piece."""
 
     params: tuple[int, ...]
-    memory: Tensor
+    memory: Tensor | None = None
 
 
 class Storage(Protocol):
@@ -50,7 +51,7 @@ class Storage(Protocol):
 
     flats: list[Tensor]
     pieces: tuple[Piece, ...]
-    adjacent: tuple[Adjacent, ...]
+    companies: tuple[Company, ...]
     direct_bytes: int
     convertible: bool  # whether parameters may get another type or device before there is state
 
@@ -63,7 +64,6 @@ class InPlace:
 
     direct_bytes = DIRECT_BYTES
     convertible = True
-    adjacent: tuple[Adjacent, ...] = ()
 
     def __init__(self, params: Sequence[Tensor], layout: Layout) -> None:
         self._params = list(params)
@@ -78,6 +78,7 @@ class InPlace:
             Piece(shard.owner, (shard.param,), as_bytes(self.flats[shard.param][shard.start : shard.stop]))
             for shard in layout.shards
         )
+        self.companies = tuple(Company(members) for members in _plan_companies(layout))
 
     def moved(self) -> list[int]:
         """The parameters whose memory is no longer where it was."""
@@ -113,7 +114,7 @@ class Buckets(InPlace):
             *(Piece(owner[members[0]], members, memory) for members, memory in buckets),
             *(piece for piece in self.pieces if piece.params[0] in cut),
         )
-        self.adjacent = tuple(chain.from_iterable(_adjacent(params, layout, *bucket) for bucket in buckets))
+        self.companies = tuple(chain.from_iterable(_companies(params, layout, *bucket) for bucket in buckets))
 
 
 def _plan_buckets(layout: Layout) -> list[tuple[int, ...]]:
@@ -151,19 +152,40 @@ def _move_in(params: Sequence[Tensor], members: tuple[int, ...]) -> tuple[tuple[
     return members, memory
 
 
-def _adjacent(params: Sequence[Tensor], layout: Layout, members: tuple[int, ...], memory: Tensor) -> Iterator[Adjacent]:
-    """What lies side by side in one bucket, in runs that are not too long."""
-    sizes = [_aligned(layout.params[index].nbytes) for index in members]
-    starts = [0, *accumulate(sizes)]
+def _plan_companies(layout: Layout) -> Iterator[tuple[int, ...]]:
+    """Which whole parameters may be updated together, wherever they are."""
+    whole = [(shard, layout.params[shard.param]) for shard in layout.shards if layout.is_whole(shard)]
+    kinds: dict[tuple[int, int, torch.dtype, int], list[int]] = {}
+    for shard, spec in whole:
+        if _neighbourhood(spec) >= 0:
+            kinds.setdefault((shard.owner, spec.device_ordinal, spec.dtype, spec.group), []).append(shard.param)
+    for members in kinds.values():
+        yield from (tuple(members[position] for position in run) for run in _runs(layout, members))
+
+
+def _companies(params: Sequence[Tensor], layout: Layout, members: tuple[int, ...], memory: Tensor) -> Iterator[Company]:
+    """What lies side by side in one bucket and may be updated together."""
+    starts = _starts(layout, members)
+    for run in _runs(layout, members):
+        part = memory[starts[run[0]] : starts[run[-1] + 1]]
+        yield Company(members[run[0] : run[-1] + 1], part.view(params[members[run[0]]].dtype))
+
+
+def _runs(layout: Layout, members: Sequence[int]) -> Iterator[list[int]]:
+    """Positions, one after the other, of small parameters of one group; not too many in a run."""
+    starts = _starts(layout, members)
 
     def place(position: int) -> tuple[int, int]:
         return _neighbourhood(layout.params[members[position]]), starts[position] // RUN_BYTES
 
     for (neighbourhood, _), run in groupby(range(len(members)), place):
-        first, *others = run
-        if others and neighbourhood >= 0:
-            part = memory[starts[first] : starts[others[-1] + 1]]
-            yield Adjacent(members[first : others[-1] + 1], part.view(params[members[first]].dtype))
+        if neighbourhood >= 0:
+            yield list(run)
+
+
+def _starts(layout: Layout, members: Sequence[int]) -> list[int]:
+    """Where each of some parameters lies in a bucket, in bytes; at last the bucket's size."""
+    return [0, *accumulate(_aligned(layout.params[index].nbytes) for index in members)]
 
 
 def _neighbourhood(spec: ParamSpec) -> int:

@@ -77,6 +77,11 @@ def buffers_of(module: Module) -> list[Tensor]:
     return list(found.values())
 
 
+def copy_each(destinations: list[Tensor], sources: list[Tensor]) -> None:
+    """Copy each of many tensors into another one."""
+    torch._foreach_copy_(destinations, sources)
+
+
 def sparse_parts(gradient: Tensor) -> tuple[Tensor, Tensor]:
     """The row numbers of an embedding's sparse gradient, as they came and perhaps several times, and the rows."""
     return gradient._indices()[0], gradient._values()

@@ -432,8 +432,9 @@ def test_an_implementation_that_makes_new_state_is_followed(monkeypatch: pytest.
 
     def step(self: AdamW, closure: Any = None) -> Any:
         loss = original(self, closure)
-        for state in self.state.values():
-            state["exp_avg"] = state["exp_avg"].clone()
+        for group in self.param_groups:
+            for param in group["params"]:
+                self.state[param]["exp_avg"] = self.state[param]["exp_avg"].clone()
         return loss
 
     step.hooked = True  # type: ignore[attr-defined]
@@ -460,7 +461,7 @@ def specs(count: int) -> tuple[list[nn.Parameter], list[ParamSpec]]:
 
 @pytest.mark.parametrize("storage_class", [InPlace, Buckets])
 def test_only_small_parameters_of_whole_vectors_keep_company(storage_class: type[InPlace]) -> None:
-    params, found = specs(3000)
+    params, found = specs(8000)
     layout = extend(None, found, 2, "parameter", True)
     storage = storage_class(params, layout)
     owner = {shard.param: shard.owner for shard in layout.shards}
@@ -633,6 +634,39 @@ def test_steps_with_a_closure_or_without_some_gradients_mix_in(world_size: int, 
         optimizer.step()
     training.train(3)
     training.check_state()
+
+
+@distributed(2)
+@pytest.mark.parametrize("how", ["closure", "moved", "hook", "plain"])
+def test_the_inner_optimizer_is_given_state_with_memory_of_its_own(world_size: int, how: str) -> None:
+    """torch adds sparse gradients of single elements at the wrong place to a view."""
+    params, plain_params = ([nn.Parameter(torch.ones(64)) for _ in range(100)] for _ in range(2))
+    ours = ZeroRedundancyOptimizer(params, SGD, lr=0.1, momentum=0.9)
+    plain = SGD(plain_params, lr=0.1, momentum=0.9)
+
+    def give(change: Callable[[Tensor], Tensor]) -> None:
+        for position, (param, other) in enumerate(zip(params, plain_params, strict=True)):
+            gradient = torch.arange(64.0) + position
+            param.grad, other.grad = change(gradient), change(gradient)
+
+    for _ in range(3):
+        give(torch.clone)
+        ours.step()
+        plain.step()
+    views = [ours.state[param]["momentum_buffer"] for param in params if param in ours.state]
+    assert all(view.untyped_storage().nbytes() > view.nbytes for view in views)
+    if how == "moved":
+        for param in (params[0], params[-1]):
+            param.data = param.data.clone()
+    elif how == "hook":
+        ours.optim.register_step_post_hook(lambda *_: None)
+    if how == "closure":
+        ours.step(lambda: give(sparse) or 1.0)  # type: ignore[func-returns-value]
+    else:
+        give(sparse)
+        ours.step()
+    plain.step()
+    assert all(map(torch.equal, params, plain_params))
 
 
 @distributed(2)

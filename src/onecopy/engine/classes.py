@@ -29,6 +29,13 @@ SKIPS_MISSING_GRADIENTS: frozenset[type[Optimizer]] = ELEMENTWISE | {
 }
 """Classes that leave a parameter without a gradient alone, so that it need not be sent."""
 
+REFUSES_SPARSE_GRADIENTS: frozenset[type[Optimizer]] = SKIPS_MISSING_GRADIENTS - {
+    torch.optim.SGD,
+    torch.optim.Adagrad,
+    torch.optim.SparseAdam,
+}
+"""Classes that raise an error of their own."""
+
 COMBINING = {
     "LBFGS": "it builds one direction from all parameters",
     "Prodigy": "it estimates one step size from all parameters",

@@ -49,7 +49,8 @@ class FlatUpdates:
 
     def __init__(self, inner: Optimizer, defaults: dict[str, Any], runs: Sequence[Run], patience: int = 0) -> None:
         self._inner = inner
-        self._runs = [_Updates(inner, defaults, run, patience) for run in runs if type(inner) in ELEMENTWISE]
+        runs = [run for run in runs if len(run.tensors) >= FEWEST and type(inner) in ELEMENTWISE]
+        self._runs = [_Updates(inner, defaults, run, patience) for run in runs]
         in_runs = {id(tensor) for run in runs for tensor in run.tensors}
         self._others = [
             [tensor for tensor in group["params"] if id(tensor) not in in_runs] for group in inner.param_groups
@@ -63,6 +64,7 @@ class FlatUpdates:
 
     def wake(self) -> None:
         """Note that the state is new: hold on to nothing of the old, and look whether the new fits."""
+        self.let_go()
         for run in self._runs:
             run.wake()
 
@@ -81,18 +83,26 @@ class FlatUpdates:
         with torch.no_grad():
             entries = _Entries(self._inner.state)
             for run in self._runs:
-                left[run.group] += run.step(entries)
-        if [len(tensors) for tensors in left] == self._counts:
-            return run_inner()
+                left[run.group] += run.prepare(entries)
+        # First, because it is the one that refuses what it cannot step: then nothing has changed.
+        loss = self._step_some(left, run_inner)
+        with torch.no_grad():
+            for run in self._runs:
+                run.step()
+        return loss
+
+    def _step_some(self, tensors: Sequence[list[Tensor]], run_inner: Callable[[], Any]) -> Any:
+        """Step the inner optimizer over some of the tensors of each group."""
         groups = self._inner.param_groups
         before = [group["params"] for group in groups]
         try:
-            for group, tensors in zip(groups, left, strict=True):
-                group["params"] = tensors
-            return run_inner() if any(left) else None
+            for group, some in zip(groups, tensors, strict=True):
+                if len(some) != len(group["params"]):
+                    group["params"] = some
+            return run_inner() if any(tensors) else None
         finally:
-            for group, tensors in zip(groups, before, strict=True):
-                group["params"] = tensors
+            for group, params in zip(groups, before, strict=True):
+                group["params"] = params
 
     def _permitted(self) -> bool:
         inner = self._inner
@@ -136,19 +146,20 @@ class _Updates:
         """Leave everything to the inner optimizer, for this time."""
         self._drop(self._parts)
 
-    def step(self, entries: _Entries) -> Sequence[Tensor]:
-        """Update what can be updated together; return what is left."""
+    def prepare(self, entries: _Entries) -> Sequence[Tensor]:
+        """Find out what can be updated together in this step; return what is left."""
         self._drop([part for part in self._parts if not part.is_intact(entries)])
         if self._left:
             self._wait -= 1
             if self._wait < 0:
                 self._adopt(entries.positions)
-        gradients = [(part, part.gradients()) for part in self._parts]
-        self._drop([part for part, found in gradients if found is None and part.has_gradient()])
-        for part, found in gradients:
-            if found is not None:
-                part.step(found)
+        self._drop([part for part in self._parts if not part.take_gradients()])
         return self._left
+
+    def step(self) -> None:
+        """Update it."""
+        for part in self._parts:
+            part.step()
 
     def _adopt(self, positions: Mapping[int, int]) -> None:
         runs = list(_alike_parts(self._run, self._left, self._inner.state))
@@ -200,35 +211,35 @@ class _Part:
             return False
         return same and all(counter.is_common() for counter in self._counters)
 
-    def has_gradient(self) -> bool:
-        """Whether any of them has one; else torch's classes leave all of them alone."""
-        return any(tensor.grad is not None for tensor in self.tensors)
-
-    def gradients(self) -> Tensor | None:
-        """All gradients one after the other; None if one is missing, or not such that it can be copied as it is."""
+    def take_gradients(self) -> bool:
+        """Hold on to the gradients for this step; False if some are missing, or not such as can be put side by side."""
         found: list[Any] = [tensor.grad for tensor in self.tensors]
+        self._gradients: list[Tensor] = []
         if not all(map(is_not, found, repeat(None))):
-            return None
-        try:
-            if not all(map(Tensor.is_contiguous, found)):
-                return None
-            for position in self._matrices:
-                found[position] = found[position].view(-1)
-            flat = torch.cat(found)
-        except RuntimeError:  # sparse
-            return None
-        return flat if flat.dtype == self._flat.dtype else None
+            return all(map(is_, found, repeat(None)))  # if all are missing, torch's classes leave all alone
+        # Sparse ones are not contiguous.
+        if not all(map(Tensor.is_contiguous, found)) or {gradient.dtype for gradient in found} != {self._flat.dtype}:
+            return False
+        self._gradients = found
+        return True
 
-    def step(self, gradient: Tensor) -> None:
+    def step(self) -> None:
         """Update all, and make what each one's state shows equal to the twin's."""
+        gradients, self._gradients = self._gradients, []
+        if not gradients:
+            return
+        for position in self._matrices:
+            gradients[position] = gradients[position].view(-1)
         flat, values = self._flat, self._flat
         if self._homes:
             values = torch.cat(self._homes)
             flat.data = values
-        flat.grad = gradient
+        flat.grad = torch.cat(gradients)
         self._twin.param_groups[0] = self._options()
-        self._step_twin()
-        flat.grad = None
+        try:
+            self._step_twin()
+        finally:
+            flat.grad = None
         if self._homes:
             copy_each(self._homes, list(values.split([home.numel() for home in self._homes])))
             flat.data = values.new_empty(0)

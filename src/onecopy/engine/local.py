@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from onecopy.engine.classes import SKIPS_MISSING_GRADIENTS, check_options
+from onecopy.engine.classes import REFUSES_SPARSE_GRADIENTS, SKIPS_MISSING_GRADIENTS, check_options
 from onecopy.engine.codec import map_tensors
 from onecopy.engine.flat import flat_like
 from onecopy.engine.flat_updates import FlatUpdates, Run
@@ -106,6 +106,7 @@ class LocalOptimizer:
         check_options(self.inner)
         self.run_inner = bare_step(self.inner)
         self._flat_updates = FlatUpdates(self.inner, defaults, ())
+        self._in_buckets: list[Owned] = []
         self._takes_closure = "closure" in inspect.signature(type(self.inner).step).parameters
         # An unknown class may move parameters that have no gradient (weight decay alone).
         self.moves_all = type(self.inner) not in SKIPS_MISSING_GRADIENTS
@@ -185,6 +186,8 @@ class LocalOptimizer:
             for company in companies
             if together and stepped.keys() >= set(company.params)
         ]
+        refuses = type(self.inner) in REFUSES_SPARSE_GRADIENTS
+        self._in_buckets = [] if refuses else [entry for entry in self.owned if entry.tensor.storage_offset()]
         self._flat_updates.let_go()
         self._flat_updates = FlatUpdates(self.inner, self.defaults, runs, self._flat_updates.patience)
 
@@ -211,6 +214,14 @@ class LocalOptimizer:
             return
         for owned in self._aliases:
             owned.tensor.grad = self._own_range(owned, layout)
+        for owned in self._in_buckets:
+            gradient = owned.tensor.grad
+            if gradient is not None and gradient.is_sparse and gradient.dense_dim() == 0:
+                raise ValueError(
+                    f"rank {self.group_rank}: parameter {layout.params[owned.shard.param].name!r} has a sparse "
+                    "gradient of single elements, which torch adds at the wrong place to a tensor that is part of a "
+                    "longer memory; use parameters_as_bucket_view=False"
+                )
 
     def _own_range(self, owned: Owned, layout: Layout) -> Tensor | None:
         gradient = owned.param.grad

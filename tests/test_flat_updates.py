@@ -23,6 +23,7 @@ from torch.optim.lr_scheduler import StepLR
 from harness import distributed
 from onecopy import ZeroRedundancyOptimizer
 from onecopy.checkpoint import get_optimizer_state_dict, load, save, set_optimizer_state_dict
+from onecopy.engine import flat_updates
 from onecopy.engine.classes import ELEMENTWISE
 from onecopy.engine.flat_updates import FlatUpdates, Run
 from onecopy.engine.storage import RUN_BYTES, SMALL_BYTES, Buckets, InPlace
@@ -203,6 +204,12 @@ def forget_all(optimizer: Optimizer, param: nn.Parameter) -> None:
     optimizer.state.clear()
 
 
+def give_to_another(optimizer: Optimizer, param: nn.Parameter) -> None:
+    entries = list(optimizer.state.items())
+    optimizer.state.clear()
+    optimizer.state.update((torch.ones(1) if tensor is param else tensor, state) for tensor, state in entries)
+
+
 def add_entry(optimizer: Optimizer, param: nn.Parameter) -> None:
     optimizer.state[param]["note"] = torch.tensor(1.0)
 
@@ -219,6 +226,8 @@ def reset_by_other_memory(optimizer: Optimizer, param: nn.Parameter) -> None:
 
 
 def reload(optimizer: Optimizer, param: nn.Parameter) -> None:
+    if any(type(tensor) is Tensor for tensor in optimizer.state):
+        return  # torch saves no state of what is in no group
     del param
     file = io.BytesIO()
     torch.save(optimizer.state_dict(), file)
@@ -255,6 +264,7 @@ CHANGES: dict[str, Callable[[Optimizer, nn.Parameter], None]] = {
         write_all_counters,
         forget_one,
         forget_all,
+        give_to_another,
         add_entry,
         give_state_other_memory,
         reset_by_other_memory,
@@ -417,6 +427,43 @@ def test_nothing_keeps_old_state_alive(how: str) -> None:
     pair.step()
 
 
+def test_a_step_that_is_refused_changes_nothing() -> None:
+    pair = Pair(AdamW, {"fused": True}, [(64,)] * 80)
+    pair.step()
+    pair.step()
+    before = copy.deepcopy(pair.params)
+    with pytest.raises(RuntimeError, match="sparse"):
+        pair.step(odd={80: sparse})
+    assert all(map(torch.equal, pair.params, before))
+    assert all(pair.inner.state[param]["step"].item() == 2.0 for param in pair.params)
+    assert all(len(group["params"]) == count for group, count in zip(pair.inner.param_groups, (40, 41), strict=True))
+
+
+def test_parameters_taken_out_of_the_inner_groups_are_not_stepped() -> None:
+    pair = Pair(AdamW, {"fused": True}, [(64,)] * 80)
+    pair.step()
+    pair.step()
+    for optimizer, _ in pair.both:
+        del optimizer.param_groups[0]["params"][3]
+    pair.step()
+
+
+def test_state_that_often_does_not_fit_is_looked_at_less_and_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    tries = 0
+
+    def count(*args: Any) -> Any:
+        nonlocal tries
+        tries += 1
+        return alike_parts(*args)
+
+    alike_parts = flat_updates._alike_parts
+    monkeypatch.setattr(flat_updates, "_alike_parts", count)
+    pair = Pair(AdamW, {"fused": True}, [(64,)] * 200)
+    for position in range(100):
+        pair.step(without=position)
+    assert tries < 2 * 16
+
+
 def test_one_missing_gradient_costs_one_run_its_flat_step() -> None:
     pair = Pair(AdamW, {"fused": True}, [(64,)] * 80)
     pair.step()
@@ -434,7 +481,9 @@ def test_an_implementation_that_makes_new_state_is_followed(monkeypatch: pytest.
         loss = original(self, closure)
         for group in self.param_groups:
             for param in group["params"]:
-                self.state[param]["exp_avg"] = self.state[param]["exp_avg"].clone()
+                old = self.state[param]["exp_avg"]
+                self.state[param]["exp_avg"] = old.clone()
+                old.fill_(torch.nan)
         return loss
 
     step.hooked = True  # type: ignore[attr-defined]

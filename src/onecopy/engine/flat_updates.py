@@ -252,8 +252,7 @@ class _Part:
             counter.spread()
 
     def _options(self) -> dict[str, Any]:
-        group = self._inner.param_groups[self._group]
-        return {key: value for key, value in group.items() if key != "param_names"} | {"params": [self._flat]}
+        return {**self._inner.param_groups[self._group], "params": [self._flat]}
 
 
 @dataclass(slots=True)

@@ -162,7 +162,7 @@ def growth_picture(rows: Sequence[Row]) -> Figure:
         tensors = [row["tensors"] for row in mine]
         (whole,) = right.plot(tensors, [1e3 * row["whole"] for row in mine], "o-", label=variant)
         right.plot(tensors, [1e3 * row["seconds"] for row in mine], "--", color=whole.get_color(), linewidth=1)
-    right.set_ylabel("ms in step(); dashed: beside AdamW's own")
+    right.set_ylabel("ms in step() (dashed: not AdamW's)")
     right.set_xlabel("parameters (2 ranks)")
     for axes in (left, right):
         axes.set_xscale("log")

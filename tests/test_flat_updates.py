@@ -6,6 +6,7 @@ import copy
 import gc
 import io
 import weakref
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from onecopy.checkpoint import get_optimizer_state_dict, load, save, set_optimiz
 from onecopy.engine import flat_updates
 from onecopy.engine.classes import ELEMENTWISE
 from onecopy.engine.flat_updates import FlatUpdates, Run
+from onecopy.engine.held_state import HeldState
 from onecopy.engine.storage import RUN_BYTES, SMALL_BYTES, Buckets, InPlace
 from onecopy.layout import ParamSpec, extend
 
@@ -124,17 +126,20 @@ class Pair:
 
         self.flat.step(run_inner)
         self.flat_steps += stepped <= len(self.params) // 2
-        self.check()
-        return stepped
-
-    def check(self) -> None:
         for ours, plain in zip(self.both[1][1], self.both[0][1], strict=True):
             assert torch.equal(ours, plain)
+        return stepped
+
+    def check_state(self) -> None:
+        """Compare the state, which has to be moved back for that."""
+        assert len(self.inner.state) == len(self.plain.state)
+        for ours, plain in zip(self.both[1][1], self.both[0][1], strict=True):
             mine, theirs = self.inner.state[ours], self.plain.state[plain]
             assert mine.keys() == theirs.keys()
             for key, value in theirs.items():
                 assert torch.equal(mine[key], value), key
                 assert mine[key].dtype == value.dtype
+                assert mine[key].untyped_storage().nbytes() == mine[key].nbytes
 
 
 @pytest.mark.parametrize("case", CLASSES, ids=label)
@@ -150,6 +155,7 @@ def test_every_class_is_updated_bitwise_as_by_itself(
         pair = Pair(*case, [(512 * (1 + position % 7),) for position in range(100)], scattered=scattered)
         for _ in range(4):
             pair.step()
+        pair.check_state()
     finally:
         torch.set_num_threads(before)
     assert pair.flat_steps == (4 if case[0] is Adagrad else 3), "Adagrad alone has state before its first step"
@@ -167,6 +173,7 @@ def test_another_class_is_left_to_itself() -> None:
     for _ in range(3):
         pair.step()
     assert not pair.flat_steps
+    assert type(pair.inner.state) is defaultdict
 
 
 def replace_state(optimizer: Optimizer, param: nn.Parameter) -> None:
@@ -281,7 +288,7 @@ CHANGES: dict[str, Callable[[Optimizer, nn.Parameter], None]] = {
     actions=st.lists(
         st.one_of(
             st.just(("step", 0)),
-            st.tuples(st.just("without"), st.integers(0, 64)),
+            st.tuples(st.sampled_from(("without", "keep")), st.integers(0, 64)),
             st.tuples(st.sampled_from(sorted(CHANGES)), st.integers(0, 64)),
         ),
         min_size=1,
@@ -298,21 +305,27 @@ def test_whatever_happens_between_steps_the_result_is_the_same(
     pair.step()
     pair.step()
     assert pair.flat_steps == 1
-    for action, position in actions:
-        if action in CHANGES:
-            for optimizer, params in pair.both:
-                if "exp_avg" in optimizer.state.get(params[position], {}):
+    kept: list[list[Tensor]] = [[], []]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(flat_updates, "PAYS_OFF", 0)  # so that state is adopted again in the next step
+        for action, position in actions:
+            for own, (optimizer, params) in zip(kept, pair.both, strict=True):
+                if action in CHANGES and "exp_avg" in optimizer.state[params[position]]:
                     CHANGES[action](optimizer, params[position])
+                elif action == "keep":
+                    own += optimizer.state[params[position]].values()
             if action == "reload":
                 pair.flat.wake()
-        pair.step(position if action == "without" else None)
-    pair.step()
+            pair.step(position if action == "without" else None)
+            assert all(map(torch.equal, *kept))
+        pair.step()
+    pair.check_state()
 
 
 @pytest.mark.parametrize("change", ["reload", "write_all_counters", "other_options", "write_entry", "forget_one"])
 def test_what_leaves_the_counters_equal_does_not_end_it(change: str) -> None:
     pair = Pair(AdamW, {"fused": True}, [(64,)] * 80)
-    for _ in range(3):
+    for _ in range(1 + flat_updates.PAYS_OFF):
         pair.step()
     for optimizer, params in pair.both:
         CHANGES[change](optimizer, params[1])
@@ -329,6 +342,7 @@ def test_parameters_that_differ_in_their_counters_are_updated_in_parts() -> None
     for _ in range(6):
         pair.step()
     assert pair.flat_steps >= 3
+    pair.check_state()
 
 
 def test_hooks_of_the_inner_optimizer_are_heard() -> None:
@@ -354,6 +368,7 @@ def test_a_scale_left_for_the_optimizer_is_applied() -> None:
         optimizer.grad_scale, optimizer.found_inf = torch.tensor(4.0), torch.tensor(0.0)  # type: ignore[attr-defined]
     pair.step()
     assert pair.flat_steps == 1
+    pair.check_state()
 
 
 def sparse(gradient: Tensor) -> Tensor:
@@ -388,43 +403,57 @@ def test_odd_gradients_are_not_copied_as_if_they_were_plain(
     pair.step(odd={position: odd})
     pair.step()
     assert before
+    pair.check_state()
 
 
-def memories(optimizer: Optimizer) -> dict[int, int]:
-    """The bytes of all memory that the state keeps, by address."""
-    found = [value.untyped_storage() for state in optimizer.state.values() for value in state.values()]
-    return {storage.data_ptr(): storage.nbytes() for storage in found}
+def living_bytes() -> int:
+    """The bytes of the memory of all tensors that there are."""
+    gc.collect()
+    found = [value.untyped_storage() for value in gc.get_objects() if type(value) in (Tensor, nn.Parameter)]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in found}.values())
 
 
 def test_parameters_that_fall_out_of_a_run_do_not_keep_its_memory() -> None:
     pair = Pair(AdamW, {"fused": True}, [(1024,)] * 200)
     pair.step()
-    before = sum(memories(pair.inner).values())
+    before = living_bytes()
     for position in range(60):
         pair.step(without=position)
-    assert sum(memories(pair.inner).values()) < 1.5 * before
+        assert living_bytes() < 1.1 * before
+    pair.check_state()
+    assert living_bytes() < 1.1 * before
 
 
-@pytest.mark.parametrize("how", ["clear", "load"])
+@pytest.mark.parametrize("how", ["clear", "replace", "load"])
 def test_nothing_keeps_old_state_alive(how: str) -> None:
     pair = Pair(AdamW, {"fused": True}, [(64,)] * 80)
     for _ in range(3):
         pair.step()
-    held = weakref.ref(pair.inner.state[pair.params[0]]["exp_avg"]._base)
+    holder = weakref.ref(next(iter(held_state(pair.inner)._holder_of.values())))
     alone = weakref.ref(pair.inner.state[pair.lone]["exp_avg"])
-    assert held() is not None
+    assert held_state(pair.inner).held == 80
     if how == "clear":
         for optimizer, _ in pair.both:
             optimizer.state.clear()
-        assert alone() is None, "only small state may stay until the next step"
-        pair.step(without=0)
+    elif how == "replace":
+        for optimizer, _ in pair.both:
+            optimizer.state = defaultdict(dict)
     else:
         reload(pair.inner, pair.lone)
         pair.flat.wake()
+    if how != "load":
+        pair.step()
     gc.collect()
     assert alone() is None
-    assert held() is None
+    assert holder() is None
     pair.step()
+    pair.check_state()
+
+
+def held_state(optimizer: Optimizer) -> HeldState:
+    state = optimizer.state
+    assert isinstance(state, HeldState)
+    return state
 
 
 def test_a_step_that_is_refused_changes_nothing() -> None:
@@ -472,6 +501,60 @@ def test_one_missing_gradient_costs_one_run_its_flat_step() -> None:
     assert pair.step(without=3) == 40 + 1, "the run of that parameter"
 
 
+def test_state_asked_for_now_and_then_is_adopted_again_at_once() -> None:
+    pair = Pair(AdamW, {"fused": True}, [(64,)] * 80)
+    pair.step()
+    for _ in range(3):
+        pair.flat_steps = 0
+        for _ in range(flat_updates.PAYS_OFF):
+            pair.step()
+        assert pair.flat_steps == flat_updates.PAYS_OFF
+        pair.check_state()
+
+
+def test_state_asked_for_after_every_step_is_left_alone() -> None:
+    pair = Pair(AdamW, {"fused": True}, [(64,)] * 80)
+    for _ in range(40):
+        pair.step()
+        pair.check_state()
+    assert pair.flat_steps < 8
+
+
+@pytest.mark.parametrize(
+    "kept",
+    [
+        lambda state: state,
+        lambda state: state["exp_avg"],
+        lambda state: state["exp_avg"].view(8, 8)[2:],
+        lambda state: state["step"].detach(),
+        lambda state: torch.from_numpy(state["exp_avg_sq"].numpy()),
+    ],
+    ids=["dict", "tensor", "view", "detached", "array"],
+)
+@pytest.mark.parametrize("since", [1, 3])
+def test_state_that_somebody_keeps_stays_the_current_one(kept: Callable[[Any], Any], since: int) -> None:
+    pair = Pair(AdamW, {"fused": True}, [(64,)] * 80)
+    for _ in range(since):
+        pair.step()
+    mine = kept(pair.inner.state[pair.params[7]])
+    for _ in range(20):
+        pair.step()
+    theirs = kept(pair.plain.state[pair.plain_params[7]])
+    assert_equal(mine, theirs)
+    assert pair.flat_steps >= 10, "the others are updated together"
+
+
+def test_state_may_be_asked_for_while_evaluating() -> None:
+    pair = Pair(AdamW, {"fused": True}, [(64,)] * 80)
+    for _ in range(3):
+        pair.step()
+    with torch.inference_mode():
+        assert len(pair.inner.state.values()) == 81
+    for _ in range(4):
+        pair.step()
+    pair.check_state()
+
+
 def test_an_implementation_that_makes_new_state_is_followed(monkeypatch: pytest.MonkeyPatch) -> None:
     pair = Pair(AdamW, {}, [(64,)] * 80)
     pair.step()
@@ -492,6 +575,7 @@ def test_an_implementation_that_makes_new_state_is_followed(monkeypatch: pytest.
     for _ in range(4):
         pair.step()
     assert pair.flat_steps
+    pair.check_state()
 
 
 def specs(count: int) -> tuple[list[nn.Parameter], list[ParamSpec]]:
@@ -599,10 +683,8 @@ class Training:
                 assert_equal(self.ours.state_dict()["state"], self.plain.state_dict()["state"])
 
     def is_flat(self) -> bool:
-        """Whether many parameters' state lies in few memories."""
-        states = [self.ours.optim.state[param] for param in self.model.scales if param in self.ours.optim.state]
-        memories = {state["exp_avg"].untyped_storage().data_ptr() for state in states}
-        return len(states) > 5 and len(memories) <= 2
+        """Whether many parameters are updated together."""
+        return held_state(self.ours.optim).held > 32
 
 
 def assert_equal(ours: Any, plain: Any) -> None:
@@ -702,8 +784,7 @@ def test_the_inner_optimizer_is_given_state_with_memory_of_its_own(world_size: i
         give(torch.clone)
         ours.step()
         plain.step()
-    views = [ours.state[param]["momentum_buffer"] for param in params if param in ours.state]
-    assert all(view.untyped_storage().nbytes() > view.nbytes for view in views)
+    assert held_state(ours.optim).held
     if how == "moved":
         for param in (params[0], params[-1]):
             param.data = param.data.clone()

@@ -263,7 +263,6 @@ class LocalOptimizer:
         if closure is None and not kwargs:
             loss = self._flat_updates.step(self.run_inner)
         else:
-            self._flat_updates.let_go()
             loss = self._step_alone(closure, kwargs)
         self.copies.publish(self.moves_all)
         return loss

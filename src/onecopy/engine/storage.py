@@ -24,9 +24,8 @@ ALIGNMENT = 64
 SMALL_BYTES = 8 << 10
 """Up to this size, copying a gradient takes less time than the Python of a parameter's own update."""
 
-RUN_BYTES = 256 << 10
-"""So much is updated together: optimizers make temporary tensors as long as what they update, and whoever keeps the
-state of one parameter keeps that of a whole run."""
+RUN_BYTES = 1 << 20
+"""So much is updated together: optimizers make temporary tensors as long as what they update."""
 
 
 @dataclass(frozen=True, slots=True)

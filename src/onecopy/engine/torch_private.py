@@ -82,6 +82,11 @@ def copy_each(destinations: list[Tensor], sources: list[Tensor]) -> None:
     torch._foreach_copy_(destinations, sources)
 
 
+def split_copies(flat: Tensor, sizes: list[int]) -> list[Tensor]:
+    """Copies of the parts of a flat tensor, each with memory of its own."""
+    return list(torch.ops.aten.split_with_sizes_copy.default(flat, sizes))
+
+
 def sparse_parts(gradient: Tensor) -> tuple[Tensor, Tensor]:
     """The row numbers of an embedding's sparse gradient, as they came and perhaps several times, and the rows."""
     return gradient._indices()[0], gradient._values()
@@ -139,6 +144,12 @@ def is_managed_by_fsdp(tensor: Tensor) -> bool:
 def version_of(tensor: Tensor) -> int:
     """How often a tensor was changed in place, as autograd counts it."""
     return tensor._version
+
+
+def has_memory_to_itself(tensor: Tensor) -> bool:
+    """Whether no other tensor (a view, a detached one) and no array has the memory of this one."""
+    tensor_and_who_asks = 2
+    return bool(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) == tensor_and_who_asks)
 
 
 def timeout_of(process_group: dist.ProcessGroup, device: torch.device) -> timedelta:

@@ -409,8 +409,9 @@ def test_odd_gradients_are_not_copied_as_if_they_were_plain(
 def living_bytes() -> int:
     """The bytes of the memory of all tensors that there are."""
     gc.collect()
-    found = [value.untyped_storage() for value in gc.get_objects() if type(value) in (Tensor, nn.Parameter)]
-    return sum({storage.data_ptr(): storage.nbytes() for storage in found}.values())
+    tensors = [value for value in gc.get_objects() if type(value) in (Tensor, nn.Parameter)]
+    storages = [value.untyped_storage() for value in tensors if value.layout is torch.strided]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def test_parameters_that_fall_out_of_a_run_do_not_keep_its_memory() -> None:

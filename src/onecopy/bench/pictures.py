@@ -162,6 +162,10 @@ def growth_picture(rows: Sequence[Row]) -> Figure:
         tensors = [row["tensors"] for row in mine]
         (whole,) = right.plot(tensors, [1e3 * row["whole"] for row in mine], "o-", label=variant)
         right.plot(tensors, [1e3 * row["seconds"] for row in mine], "--", color=whole.get_color(), linewidth=1)
+    alone = select(rows, "alone")
+    if alone:
+        tensors = [row["tensors"] for row in alone]
+        right.plot(tensors, [1e3 * row["whole"] for row in alone], ":", color="black", label=alone[0]["variant"])
     right.set_ylabel("ms in step() (dashed: not AdamW's)")
     right.set_xlabel("parameters (2 ranks)")
     for axes in (left, right):

@@ -266,6 +266,7 @@ def print_tables(rows: Sequence[Row], console: Console) -> None:
         console.print(_table("seconds", ("variant", "gather the state", "save"), save_rows(rows)))
     for kind, columns in (
         ("planning", ("policy", "parameters", "ranks", "seconds")),
+        ("alone", ("variant", "tensors", "whole")),
         ("overhead", ("variant", "tensors", "seconds", "whole")),
     ):
         cells = [[_number(row[column]) for column in columns] for row in rows if row["kind"] == kind]

@@ -420,7 +420,7 @@ def test_parameters_that_fall_out_of_a_run_do_not_keep_its_memory() -> None:
     before = living_bytes()
     for position in range(60):
         pair.step(without=position)
-        assert living_bytes() < 1.1 * before
+    assert living_bytes() < 1.1 * before
     pair.check_state()
     assert living_bytes() < 1.1 * before
 

@@ -13,6 +13,7 @@ whatever is not as that takes is left. State that somebody holds on to is not ad
 from __future__ import annotations
 
 import sys
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -26,8 +27,15 @@ from torch.optim import Optimizer
 
 from onecopy.engine.classes import ELEMENTWISE
 from onecopy.engine.flat import flat_views
-from onecopy.engine.held_state import HeldState
-from onecopy.engine.torch_private import bare_step, copy_each, has_memory_to_itself, has_step_hooks, split_copies
+from onecopy.engine.held_state import HeldState, Holder
+from onecopy.engine.torch_private import (
+    bare_step,
+    copy_each,
+    has_memory_to_itself,
+    has_step_hooks,
+    plain_operations,
+    split_copies,
+)
 
 FEWEST = 32
 """The tensors of a run are at least so many: to call one more ``step`` takes as long as to loop over these."""
@@ -60,7 +68,7 @@ class FlatUpdates:
             [tensor for tensor in group["params"] if id(tensor) not in in_runs] for group in inner.param_groups
         ]
         self._counts = [len(group["params"]) for group in inner.param_groups]
-        self._state: HeldState | None = None
+        self._find_state()
 
     @property
     def patience(self) -> int:
@@ -68,39 +76,37 @@ class FlatUpdates:
         return max((run.patience for run in self._runs), default=0)
 
     def wake(self) -> None:
-        """Note that the state is new: hold on to nothing of the old, and look whether the new fits."""
-        self._state = None
+        """Note that the state is new, and look at once whether it fits."""
+        self._find_state()
         for run in self._runs:
             run.wake()
 
-    def let_go(self) -> None:
-        """Make the state such as if no run had been adopted."""
-        if self._state is not None:
-            self._state.take_all_back()
-
     def step(self, run_inner: Callable[[], Any]) -> Any:
         """Make one step; ``run_inner`` is the inner optimizer's own."""
-        if not self._runs or not self._permitted():
+        state = self._find_state()
+        if state is None or not self._permitted():
             return run_inner()
-        with torch.no_grad():
-            state = self._held_state()
-            left = [list(others) for others in self._others]
-            for run in self._runs:
-                left[run.group] += run.prepare(state)
+        left = [list(others) for others in self._others]
+        ready: list[tuple[_Part, list[Tensor]]] = []
+        for run in self._runs:
+            ready += run.prepare(state)
+            left[run.group] += run.left
         # First, because it is the one that refuses what it cannot step: then nothing has changed.
         loss = self._step_some(left, run_inner)
-        with torch.no_grad():
-            for run in self._runs:
-                run.step()
+        asked_for: list[list[Tensor]] = [[] for _ in self._others]
+        for part, gradients in ready:
+            if not part.step(state, self._inner.param_groups[part.group], gradients):
+                asked_for[part.group] += part.tensors
+        self._step_some(asked_for, run_inner)
         return loss
 
-    def _held_state(self) -> HeldState:
-        """The inner optimizer's state, made such that some of it can be held."""
-        if self._inner.state is not self._state:
-            self.let_go()  # of a state that is no longer the optimizer's, and may become it again
-            state = self._inner.state
-            self._inner.state = self._state = state if isinstance(state, HeldState) else HeldState(dict, state)
-        return self._state
+    def _find_state(self) -> HeldState | None:
+        """The inner optimizer's state, made such that some of it can be held; None if there is no use or no way."""
+        inner = self._inner
+        plain = self._runs and type(inner.state) is defaultdict and inner.state.default_factory is dict
+        if plain and _held_by_nobody_else([inner.state]) == [True]:
+            inner.state = HeldState(dict, inner.state)
+        return inner.state if self._runs and isinstance(inner.state, HeldState) else None
 
     def _step_some(self, tensors: Sequence[list[Tensor]], run_inner: Callable[[], Any]) -> Any:
         """Step the inner optimizer over some of the tensors of each group."""
@@ -122,8 +128,8 @@ class FlatUpdates:
             # What torch's GradScaler leaves for an optimizer that divides by the scale itself.
             and getattr(inner, "grad_scale", None) is None
             and getattr(inner, "found_inf", None) is None
-            and isinstance(inner.state, defaultdict)
             and [len(group["params"]) for group in inner.param_groups] == self._counts
+            and not torch.is_inference_mode_enabled()
         )
 
 
@@ -137,61 +143,67 @@ class _Updates:
 
     def wake(self, patience: int = 0) -> None:
         """Begin anew."""
-        self._parts: list[_Part] = []
-        self._left: Sequence[Tensor] = self._run.tensors
-        self._wait = self.patience = patience
+        self._set_parts([])
+        self._wait = self._patience = patience
 
-    def prepare(self, state: HeldState) -> Sequence[Tensor]:
-        """Find out what can be updated together in this step; return what is left."""
-        self._leave([part for part in self._parts if not state.is_held(part)])
-        if self._left:
+    @property
+    def patience(self) -> int:
+        """How many steps go by before what is left is looked at again."""
+        return 0 if any(part.steps >= PAYS_OFF for part in self._parts) else self._patience
+
+    def prepare(self, state: HeldState) -> list[tuple[_Part, list[Tensor]]]:
+        """Find out which parts can be updated together in this step, with which gradients, and what is left."""
+        self._drop_given_back(state)
+        if self.left:
             self._wait -= 1
             if self._wait < 0:
                 self._adopt(state)
-        lacking = [part for part in self._parts if not part.take_gradients()]
-        for part in lacking:
-            state.take_back(part)
-        self._leave(lacking)
-        return self._left
-
-    def step(self) -> None:
-        """Update it."""
-        options = self._inner.param_groups[self.group]
+        ready = []
         for part in self._parts:
-            part.step(options)
+            gradients = part.find_gradients()
+            if gradients is None:
+                state.take_back(part)
+            else:
+                ready.append((part, gradients))
+        self._drop_given_back(state)
+        return ready
 
     def _adopt(self, state: HeldState) -> None:
-        for run in list(_alike_parts(self._run, self._left, state)):
-            part = _Part(type(self._inner), self._defaults, run, [state[tensor] for tensor in run.tensors])
-            state.hold(part)
-            self._parts.append(part)
-        taken = {id(tensor) for part in self._parts for tensor in part.tensors}
-        self._left = [tensor for tensor in self._left if id(tensor) not in taken]
-        if self._left:
+        with plain_operations():
+            for run in list(_alike_parts(self._run, self.left, state)):
+                part = _Part(type(self._inner), self._defaults, run, [state[tensor] for tensor in run.tensors])
+                state.hold(part)
+                self._set_parts([*self._parts, part])
+        if self.left:
             self._lose_patience()
 
-    def _leave(self, parts: Sequence[_Part]) -> None:
-        """Note that these are no longer held."""
-        if parts:
-            self._left = [*self._left, *(tensor for part in parts for tensor in part.tensors)]
-            self._parts = [part for part in self._parts if part not in parts]
-            if min(part.steps for part in parts) >= PAYS_OFF:
-                self._wait = self.patience = 0
+    def _set_parts(self, parts: Sequence[_Part]) -> None:
+        self._parts = parts
+        taken = {id(tensor) for part in parts for tensor in part.tensors}
+        self.left = [tensor for tensor in self._run.tensors if id(tensor) not in taken]
+
+    def _drop_given_back(self, state: HeldState) -> None:
+        """Notice which parts somebody has asked for."""
+        gone = [part for part in self._parts if not state.is_held(part)]
+        if gone:
+            self._set_parts([part for part in self._parts if part not in gone])
+            if min(part.steps for part in gone) >= PAYS_OFF:
+                self._wait = self._patience = 0
             else:
                 self._lose_patience()
 
     def _lose_patience(self) -> None:
-        self._wait = self.patience
-        self.patience = min(2 * self.patience + 1, LONGEST_WAIT)
+        self._wait = self._patience
+        self._patience = min(2 * self._patience + 1, LONGEST_WAIT)
 
 
-class _Part:
+class _Part(Holder):
     """Tensors whose state lies side by side in a twin, which updates them all."""
 
     def __init__(
         self, optimizer_class: type[Optimizer], defaults: dict[str, Any], run: Run, states: Sequence[dict[Any, Any]]
     ) -> None:
-        self.tensors = run.tensors
+        self.tensors, self.group = run.tensors, run.group
         self.steps = 0
         self._matrices = [position for position, tensor in enumerate(run.tensors) if tensor.dim() != 1]
         self._homes = [] if run.memory is not None else flat_views(run.tensors)
@@ -201,41 +213,65 @@ class _Part:
         self._twin.state.clear()
         self._twin.state[self._flat] = _side_by_side(states)
         self._step_twin = bare_step(self._twin)
+        self._stepping = False
+        self._asked_for: list[dict[Any, Any]] = []
 
-    def hand_over(self) -> list[dict[Any, Any]]:
-        """The state of each tensor, in memory of its own; nothing is left here."""
+    def copies(self) -> list[dict[Any, Any]]:
+        """The state of each tensor, in memory of its own."""
         states: list[dict[Any, Any]] = [{} for _ in self.tensors]
         sizes = [tensor.numel() for tensor in self.tensors]
-        with torch.inference_mode(False):  # whoever asks may be evaluating, but it will be changed again
+        with plain_operations():
             for key, value in self._twin.state[self._flat].items():
                 if value.dim():
                     pieces = split_copies(value, sizes)
                     for position in self._matrices:
-                        pieces[position] = pieces[position].view(self.tensors[position].shape).clone()
+                        pieces[position].resize_(self.tensors[position].shape)
                 else:
                     pieces = [value.clone() for _ in sizes]
                 for state, piece in zip(states, pieces, strict=True):
                     state[key] = piece
-        self._twin.state.clear()
+        if self._stepping:
+            self._asked_for = [dict(state) for state in states]
         return states
 
-    def take_gradients(self) -> bool:
-        """Hold on to the gradients for this step; False if some are missing, or not such as can be put side by side."""
+    def forget(self) -> None:
+        """Keep nothing, unless a step is being made, which forgets it."""
+        if not self._stepping:
+            self._twin.state.clear()
+
+    def find_gradients(self) -> list[Tensor] | None:
+        """The gradients of all, or of none; None if some are missing, or not such as can be put side by side."""
         found: list[Any] = [tensor.grad for tensor in self.tensors]
-        self._gradients: list[Tensor] = []
         if not all(map(is_not, found, repeat(None))):
-            return all(map(is_, found, repeat(None)))  # if all are missing, torch's classes leave all alone
+            return [] if all(map(is_, found, repeat(None))) else None  # torch's classes leave alone what has none
         # Sparse ones are not contiguous.
         if not all(map(Tensor.is_contiguous, found)) or {gradient.dtype for gradient in found} != {self._flat.dtype}:
-            return False
-        self._gradients = found
+            return None
+        return found
+
+    @torch.no_grad()
+    def step(self, state: HeldState, options: Mapping[str, Any], gradients: list[Tensor]) -> bool:
+        """Update all; False, and nothing is done, if their state is no longer here."""
+        with state.lock:
+            if not state.is_held(self):
+                return False
+            # From now on whoever asks, a thread or a signal's handler, gets copies that are brought up to date below.
+            self._stepping = True
+        try:
+            if gradients:
+                self._step(options, gradients)
+        finally:
+            with state.lock:
+                self._stepping = False
+                asked_for, self._asked_for = self._asked_for, []
+                if asked_for:
+                    for old, new in zip(asked_for, self.copies(), strict=True):
+                        for key, value in old.items():
+                            value.copy_(new[key])
+                    self.forget()
         return True
 
-    def step(self, options: Mapping[str, Any]) -> None:
-        """Update all."""
-        gradients, self._gradients = self._gradients, []
-        if not gradients:
-            return
+    def _step(self, options: Mapping[str, Any], gradients: list[Tensor]) -> None:
         self.steps += 1
         for position in self._matrices:
             gradients[position] = gradients[position].view(-1)
@@ -285,9 +321,10 @@ def _kind(state: Any, tensor: Tensor) -> tuple[Any, ...] | None:
         return None
     kind = []
     for key, value in state.items():
-        if not isinstance(value, Tensor) or value.layout is not torch.strided or value.shape not in ((), tensor.shape):
+        if type(value) is not Tensor or value.layout is not torch.strided or value.shape not in ((), tensor.shape):
             return None
-        if not has_memory_to_itself(value):
+        known_to_somebody = vars(value) or value.requires_grad or weakref.getweakrefcount(value)
+        if known_to_somebody or not has_memory_to_itself(value):
             return None
         kind.append((key, value.dtype, value.device, None if value.dim() else value.item()))
     return tuple(kind)

@@ -188,7 +188,6 @@ class LocalOptimizer:
         ]
         refuses = type(self.inner) in REFUSES_SPARSE_GRADIENTS
         self._in_buckets = [] if refuses else [entry for entry in self.owned if entry.tensor.storage_offset()]
-        self._flat_updates.let_go()
         self._flat_updates = FlatUpdates(self.inner, self.defaults, runs, self._flat_updates.patience)
 
     def note_loaded(self, has_state: bool) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 import warnings
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -147,9 +149,40 @@ def version_of(tensor: Tensor) -> int:
 
 
 def has_memory_to_itself(tensor: Tensor) -> bool:
-    """Whether no other tensor (a view, a detached one) and no array has the memory of this one."""
-    tensor_and_who_asks = 2
-    return bool(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) == tensor_and_who_asks)
+    """Whether no other tensor (a view, a detached one), no array and no other process has the memory of this one."""
+    shared = tensor.device.type == "cpu" and tensor.is_shared()
+    return not shared and _users_of_memory(tensor) == _users_of_a_new_tensors_memory()
+
+
+def _users_of_memory(tensor: Tensor) -> tuple[int, int]:
+    """How many refer to a tensor's memory, in C++ and in Python, those included that are needed for asking."""
+    storage = tensor.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata), sys.getrefcount(storage)
+
+
+@functools.cache
+def _users_of_a_new_tensors_memory() -> tuple[int, int]:
+    return _users_of_memory(torch.empty(1, device="cpu"))
+
+
+@contextlib.contextmanager
+def plain_operations() -> Iterator[None]:
+    """Operations whose results can be used anywhere, whatever modes whoever asks for them is in."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.no_grad())
+        if torch._C._len_torch_dispatch_stack():
+            stack.enter_context(torch.utils._python_dispatch._disable_current_modes())
+        yield
+
+
+def register_as_tree(cls: type[defaultdict[Any, Any]]) -> None:
+    """Let torch's functions for trees go into a kind of dict."""
+    torch.utils._pytree.register_pytree_node(
+        cls,
+        lambda tree: (list(tree.values()), (tree.default_factory, list(tree))),
+        lambda values, context: defaultdict(context[0], zip(context[1], values, strict=True)),
+    )
 
 
 def timeout_of(process_group: dist.ProcessGroup, device: torch.device) -> timedelta:

@@ -158,15 +158,12 @@ class _Updates:
             self._wait -= 1
             if self._wait < 0:
                 self._adopt(state)
-        ready = []
-        for part in self._parts:
-            gradients = part.find_gradients()
+        found = {part: part.find_gradients() for part in self._parts}
+        for part, gradients in found.items():
             if gradients is None:
                 state.take_back(part)
-            else:
-                ready.append((part, gradients))
-        self._drop_given_back(state)
-        return ready
+        self._drop_given_back(state)  # which somebody may have asked for just now: what is left is not ready too
+        return [(part, gradients) for part in self._parts if (gradients := found[part]) is not None]
 
     def _adopt(self, state: HeldState) -> None:
         with plain_operations():

@@ -663,6 +663,25 @@ def test_an_adoption_that_fails_half_way_changes_nothing(monkeypatch: pytest.Mon
     assert pair.flat_steps
 
 
+def test_a_part_asked_for_while_gradients_are_gathered_is_stepped_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = Pair(AdamW, {"fused": True}, [(64,)] * 240)
+    pair.step(without=60)
+    pair.step()
+    assert held_state(pair.inner).held == 240 - 1, "the first run is in two parts"
+    original = flat_updates._Part.find_gradients
+
+    def ask(self: Any) -> Any:
+        if self.tensors[0] is pair.params[61]:
+            assert len(pair.inner.state[pair.params[0]]) == 3
+        return original(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(flat_updates._Part, "find_gradients", ask)
+        pair.step()
+    assert held_state(pair.inner).held == 240 - 61
+    pair.check_state()
+
+
 def test_a_mapping_that_somebody_took_stays_the_current_one() -> None:
     pair = Pair(AdamW, {"fused": True}, [(64,)] * 80)
     taken = pair.inner.state

@@ -363,12 +363,14 @@ def test_hooks_of_the_inner_optimizer_are_heard() -> None:
     assert pair.flat_steps >= 2
 
 
-def test_a_scale_left_for_the_optimizer_is_applied() -> None:
+@pytest.mark.parametrize("left", [{"grad_scale": 4.0, "found_inf": 0.0}, {"grad_scale": 4.0}, {"found_inf": 1.0}])
+def test_a_scale_left_for_the_optimizer_is_applied(left: dict[str, float]) -> None:
     pair = Pair(AdamW, {"fused": True}, [(64,)] * 64)
     for _ in range(2):
         pair.step()
     for optimizer, _ in pair.both:
-        optimizer.grad_scale, optimizer.found_inf = torch.tensor(4.0), torch.tensor(0.0)  # type: ignore[attr-defined]
+        for name, value in left.items():
+            setattr(optimizer, name, torch.tensor(value))
     pair.step()
     assert pair.flat_steps == 1
     pair.check_state()
@@ -701,6 +703,19 @@ def test_a_mapping_that_somebody_took_stays_the_current_one() -> None:
         pair.step()
     assert pair.flat_steps
     pair.check_state()
+
+
+@pytest.mark.parametrize("odd", [torch.ones(3), torch.ones(64).to_sparse(), "text", None])
+def test_state_of_another_sort_is_left_alone(odd: Any) -> None:
+    pair = Pair(AdamW, {"fused": True}, [(64,)] * 80)
+    pair.step()
+    for optimizer, params in pair.both:
+        for param in params[:40]:
+            optimizer.state[param]["odd"] = odd
+    for _ in range(3):
+        pair.step()
+    assert held_state(pair.inner).held == 40
+    assert pair.inner.state[pair.params[0]]["odd"] is odd
 
 
 def test_matrices_are_adopted_again() -> None:

@@ -7,6 +7,7 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from typing import Any
 
 import pytest
@@ -839,6 +840,31 @@ def test_gradients_for_different_parameters_are_an_error_that_names_the_first(
         odd, training.ours.step, "parameter 'three': no gradient, shape", "parameter 'three': a gradient, shape"
     )
     check_pool()
+
+
+CALLS: dict[str, Callable[[Any], object]] = {
+    "step()": lambda training: training.ours.step(),
+    "consolidate_state_dict()": lambda training: training.ours.consolidate_state_dict(),
+    "load_state_dict()": lambda training: training.ours.load_state_dict(training.plain.state_dict()),
+    "add_param_group()": lambda training: training.ours.add_param_group({"params": [parameter(3)]}),
+    "the norm of the gradients": lambda training: training.ours.clip_grad_norm_(1.0),
+}
+
+
+@distributed(2, 3)
+@pytest.mark.parametrize(("one", "other"), list(combinations(CALLS, 2)))
+def test_ranks_at_different_calls_are_all_told_where_each_of_them_is(world_size: int, one: str, other: str) -> None:
+    training = Training()
+    training.train()
+    here = one if dist.get_rank() == 0 else other
+    error = failure_of(lambda: CALLS[here](training))
+    pattern = rf"different calls\. rank 0: {re.escape(one)}; rank 1: {re.escape(other)}[;.]"
+    expect(error, RanksDisagreeError, pattern)
+    with torch.no_grad():  # a rank that was at step() has stepped what it owns
+        for param, plain in zip(training.params, training.plain_params, strict=True):
+            param.copy_(plain)
+    training.ours.load_state_dict(training.plain.state_dict())
+    training.train()
 
 
 @distributed(2, 3)

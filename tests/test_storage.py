@@ -619,3 +619,24 @@ def test_otherwise_construction_logs_nothing(world_size: int) -> None:
         dist.set_debug_level(dist.DebugLevel.OFF)  # type: ignore[attr-defined]
         ZeroRedundancyOptimizer([nn.Parameter(torch.ones(60, 40))], Adam)
     assert messages == []
+
+
+@distributed(2, 3)
+@BOTH
+def test_messages_that_a_user_has_under_way_in_the_same_group_are_left_alone(
+    world_size: int, bucket_view: bool
+) -> None:
+    twins = Twins(parameters_as_bucket_view=bucket_view)
+    arriving = [torch.zeros(5000) for _ in range(world_size)]
+    others = [rank for rank in range(world_size) if rank != dist.get_rank()]
+    works = [dist.irecv(arriving[rank], rank) for rank in others]
+    twins.train(1)
+    twins.ours.consolidate_state_dict()
+    works += [dist.isend(torch.full((5000,), dist.get_rank() + 1.0), rank) for rank in others]
+    for work in works:
+        assert work is not None
+        work.wait()
+    for rank, received in enumerate(arriving):
+        expected = 0.0 if rank == dist.get_rank() else rank + 1.0
+        assert torch.equal(received, torch.full((5000,), expected))
+    twins.train(1)

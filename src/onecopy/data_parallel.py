@@ -328,7 +328,7 @@ class ShardedDataParallel(nn.Module, Joinable):
 
     def _exchange_join_flags(self, active: bool, synchronises: bool) -> tuple[int, bool]:
         """The lowest rank that has inputs, and whether its backward pass will synchronise."""
-        flags = self._collectives.all_gather_words([int(active), int(synchronises)])
+        flags = self._collectives.all_gather_words([int(active), int(synchronises)], "forward()")
         source = next(rank for rank, flag in enumerate(flags) if flag[0])
         return source, bool(flags[source][1])
 

@@ -43,7 +43,7 @@ class ServeShard(JoinHook):
     def post_hook(self, is_last_joiner: bool) -> None:
         """Leave all ranks with the options of a last one: its scheduler may have run after its last step."""
         collectives, groups = self._engine.collectives, self._groups()
-        flags = [row[0] for row in collectives.all_gather_words([int(is_last_joiner)])]
+        flags = [row[0] for row in collectives.all_gather_words([int(is_last_joiner)], "leaving the join context")]
         source, header = flags.index(1), b""
         failure: Exception | None = None
         try:
@@ -87,7 +87,7 @@ def _round(
         engine.follow_moves()
     except Exception as error:
         failure = error
-    flags = [row[0] for row in engine.collectives.all_gather_words([int(active)])]
+    flags = [row[0] for row in engine.collectives.all_gather_words([int(active)], "step()")]
     joined = [group_rank for group_rank, is_active in enumerate(flags) if not is_active]
     has_gradient = engine.gradients.has_gradient()
     lent: dict[int, Tensor] | None = None

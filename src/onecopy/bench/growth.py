@@ -113,6 +113,8 @@ def step_overhead(rounds: int) -> list[dict[str, Any]]:
         found: dict[str, list[tuple[float, float]]] = {name: [] for name in contenders}
         for _ in range(rounds):
             for name, step in contenders.items():
+                # The one before has left free memory in disorder; in training everyone comes after itself.
+                step()
                 swept.add_(1.0)
                 found[name].append(step())
         rows += [

@@ -131,7 +131,7 @@ def _load_from(
     except Exception as error:
         failure = as_checkpoint_error(f"rank {ranks.rank}: reading {folder}", error)
     try:
-        failures = [failed for failed in ranks.gather(_kind_of(failure)) if failed]
+        failures = [failed for failed in ranks.gather("loading a checkpoint", _kind_of(failure)) if failed]
         if failures and not last and all(kind == "corrupt" for kind, _ in failures):
             logger.warning("%s is damaged, so an older one is loaded: %s", folder, failures[0][1])
             return None

@@ -58,13 +58,13 @@ class Ranks:
         except Exception as error:
             failure = failure or error
         self.agree(what, [], failure)
-        return self.gather(content)
+        return self.gather(what, content)
 
-    def gather(self, content: Any) -> list[Any]:
+    def gather(self, what: str, content: Any) -> list[Any]:
         """What each has to say, as plain JSON data."""
         if self._collectives is None:
             return [content]
-        return [codec.loads(text) for text in self._collectives.all_gather_bytes(codec.dumps(content))]
+        return [codec.loads(text) for text in self._collectives.all_gather_bytes(codec.dumps(content), what)]
 
 
 def as_checkpoint_error(what: str, error: Exception) -> Exception:

@@ -39,7 +39,7 @@ def agree(
         flag: anything that one rank knows and all must hear.
     """
     digest = _digest(facts)
-    words = collectives.all_gather_words([int(failure is not None), digest, int(flag)])
+    words = collectives.all_gather_words([int(failure is not None), digest, int(flag)], what)
     if any(failed for failed, _, _ in words):
         raise_together(collectives, what, failure)
     if any(other != digest for _, other, _ in words):
@@ -49,7 +49,7 @@ def agree(
 
 def raise_together(collectives: Collectives, what: str, failure: Exception | None) -> None:
     """Raise on every rank: the own failure where there is one, elsewhere the first failing rank's message."""
-    messages = collectives.all_gather_bytes(_message(failure))
+    messages = collectives.all_gather_bytes(_message(failure), what)
     if failure is not None:
         raise failure
     failed = [group_rank for group_rank, message in enumerate(messages) if message]
@@ -62,7 +62,7 @@ def raise_together(collectives: Collectives, what: str, failure: Exception | Non
 
 def _raise_difference(collectives: Collectives, what: str, facts: Sequence[Fact]) -> None:
     mine = codec.dumps([[fact.subject, fact.value] for fact in facts])
-    everyone = [codec.loads(text) for text in collectives.all_gather_bytes(mine)]
+    everyone = [codec.loads(text) for text in collectives.all_gather_bytes(mine, what)]
     longest = max(len(rows) for rows in everyone)
     for position in range(longest):
         rows = [tuple(lines[position]) if position < len(lines) else None for lines in everyone]

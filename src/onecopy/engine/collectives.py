@@ -14,8 +14,8 @@ from torch import Tensor
 
 from onecopy.engine.flat import as_bytes, flat_view, to_bytes
 from onecopy.engine.torch_private import counts_calls, number_of_groups, timeout_of
-from onecopy.engine.words import word_on
-from onecopy.errors import OnecopyError
+from onecopy.engine.words import Rows, word_on
+from onecopy.errors import OnecopyError, RanksDisagreeError
 
 
 class Work(Protocol):
@@ -61,6 +61,12 @@ _companions: dict[tuple[str, str], tuple[dist.ProcessGroup, dist.ProcessGroup]] 
 """Groups made beside others, by purpose and the other's name; with the other itself, because names come again."""
 
 
+STREAM_TAG = 1 << 30
+"""Messages between two ranks have it: not 0, as the messages have that a user has under way in the same group."""
+
+WORD_TAG = STREAM_TAG + 1
+"""Words between two ranks have it, so that they are not taken for memory where ranks are at different calls."""
+
 TAGS = 1 << 16
 """How many tags a user of a group gets."""
 
@@ -100,6 +106,7 @@ class Collectives:
         self.world_size = dist.get_world_size(group)
         self.group_rank = dist.get_rank(group)
         self.global_rank = dist.get_global_rank(group, self.group_rank)
+        self._others = [(self.group_rank - turn) % self.world_size for turn in range(1, self.world_size)]
         backends = dict(part.split(":") for part in dist.get_backend_config(group).split(","))
         # gloo's own collectives run one after the other on threads of their own, and its reduce-scatter is a full
         # all-reduce. Messages between pairs, in both directions at once, move the same bytes faster.
@@ -109,9 +116,12 @@ class Collectives:
             accelerator = torch.accelerator.current_accelerator()
             assert accelerator is not None, backends
             self.control_device = torch.device(accelerator.type, torch.accelerator.current_device_index())
+        self._rows: Rows | None = None
         # TORCH_DISTRIBUTED_DEBUG=DETAIL counts calls and compares the counts in every collective. What only some ranks
         # send to each other would upset that, so there it gets a group in which nothing else happens.
-        self._peers = (self._companion("peers") if counts_calls() else None) or group
+        self._peers = group
+        if counts_calls():
+            self._peers = self._companion("peers") or group
 
     @property
     def reads_late(self) -> bool:
@@ -127,7 +137,7 @@ class Collectives:
         holders = known[1]
         # Ranks let go of a twin at different times, so they agree on one that is free everywhere.
         in_use = sum(1 << slot for slot, holder in enumerate(holders) if holder() is not None)
-        masks = [row[0] for row in self.all_gather_words([in_use])]
+        masks = [row[0] for row in self.all_gather_words([in_use], "making a process group")]
         slot = next(slot for slot in range(63) if not any(mask >> slot & 1 for mask in masks))
         group = self._companion(f"twin {slot}")
         if group is None:
@@ -164,7 +174,7 @@ class Collectives:
         known = _companions.get(key)
         if known is None or known[0] is not self.process_group:
             everyone = self.world_size == dist.get_world_size()
-            counts = self.all_gather_words([0 if everyone else number_of_groups()])
+            counts = self.all_gather_words([0 if everyone else number_of_groups()], "making a process group")
             if any(count != counts[0] for count in counts):
                 return None
             group = dist.new_group(
@@ -177,9 +187,29 @@ class Collectives:
             known = _companions[key] = (self.process_group, group)
         return known[1]
 
-    def all_gather_words(self, word: Sequence[int]) -> list[list[int]]:
-        """Every rank's word of integers, in rank order, read on the host at once."""
-        return [row.tolist() for row in self.start_all_gather_words(word)]
+    def all_gather_words(self, word: Sequence[int], call: str) -> list[list[int]]:
+        """Every rank's word of integers, in rank order, read on the host at once.
+
+        Where words go between pairs of ranks, all raise if a rank is at another ``call``.
+        """
+        if not self.exchanges(self.control_device):
+            return [row.tolist() for row in self.start_all_gather_words(word)]
+        rows, self._rows = self._rows or Rows(self.world_size), None
+        rows.write(self.group_rank, call, word)
+        mine = rows.tensors[self.group_rank]
+        works = [self.receive(rows.tensors[rank], rank, WORD_TAG) for rank in self._others]
+        works += [self.send(mine, rank, WORD_TAG) for rank in self._others]
+        Several(tuple(works)).wait()
+        self._rows = rows  # not after a failure, when a word may still come
+        words = rows.read(len(word))
+        if words is None:
+            calls = [name.decode() for name in self.all_gather_bytes(call.encode(), "telling where they are")]
+            places = "; ".join(f"rank {rank}: {name}" for rank, name in enumerate(calls))
+            raise RanksDisagreeError(
+                f"rank {self.group_rank}: the ranks are at different calls. {places}. Make the same calls in the same "
+                "order on every rank."
+            )
+        return words
 
     def start_all_gather_words(self, word: Sequence[int]) -> list[Tensor]:
         """Every rank's word of integers, in rank order, on the control device."""
@@ -188,9 +218,9 @@ class Collectives:
         self.process_group.allgather([rows], [mine]).wait()
         return rows
 
-    def all_gather_bytes(self, payload: bytes) -> list[bytes]:
+    def all_gather_bytes(self, payload: bytes, call: str) -> list[bytes]:
         """Every rank's bytes, of any length, in rank order."""
-        sizes = [row[0] for row in self.all_gather_words([len(payload)])]
+        sizes = [row[0] for row in self.all_gather_words([len(payload)], call)]
         return [
             self._broadcast_sized(payload if source == self.group_rank else None, size, source)
             for source, size in enumerate(sizes)
@@ -214,8 +244,8 @@ class Collectives:
     def broadcast(self, tensor: Tensor, source: int) -> Work:
         """Start sending contiguous memory of ``source`` into the same memory everywhere else."""
         if self.exchanges(tensor.device):
-            others = [(self.group_rank - turn) % self.world_size for turn in range(1, self.world_size)]
-            pairs = [(self.send, rank) for rank in others] if source == self.group_rank else [(self.receive, source)]
+            mine = source == self.group_rank
+            pairs = [(self.send, rank) for rank in self._others] if mine else [(self.receive, source)]
             return Several(tuple(start(part, rank) for part in self._chunks(tensor) for start, rank in pairs))
         work: Work = dist.broadcast(tensor, group=self.process_group, group_src=source, async_op=True)
         return work
@@ -244,12 +274,12 @@ class Collectives:
         work: Work = dist.all_reduce(tensor, op=op, group=self.process_group, async_op=True)
         return work
 
-    def send(self, tensor: Tensor, destination: int, tag: int = 0) -> Work:
+    def send(self, tensor: Tensor, destination: int, tag: int = STREAM_TAG) -> Work:
         """Start sending contiguous memory to one rank."""
         work: Work = self._peers.send([tensor], destination, tag)
         return work
 
-    def receive(self, tensor: Tensor, source: int, tag: int = 0) -> Work:
+    def receive(self, tensor: Tensor, source: int, tag: int = STREAM_TAG) -> Work:
         """Start receiving into contiguous memory from one rank what it sends with the same tag, in that order."""
         work: Work = self._peers.recv([tensor], source, tag)
         return work
@@ -263,5 +293,8 @@ class Collectives:
         """Parts of contiguous memory, none if it is empty: the two ends of a message may see it as different types."""
         if not tensor.numel():
             return ()
-        parts: tuple[Tensor, ...] = as_bytes(flat_view(tensor)).split(CHUNK_BYTES * max(1, self.world_size - 1))
+        chunk = CHUNK_BYTES * max(1, self.world_size - 1)
+        if tensor.dtype == torch.uint8 and tensor.dim() == 1 and tensor.numel() <= chunk:
+            return (tensor,)  # as most messages of a step are: these calls would take a third of its sending
+        parts: tuple[Tensor, ...] = as_bytes(flat_view(tensor)).split(chunk)
         return parts

@@ -73,7 +73,7 @@ def consolidate(
         failure = error
     agree(collectives, "consolidate_state_dict()", [*group_facts(groups), Fact("target rank", str(to))], failure)
     header = codec.dumps([[entry.param, entry.tree, entry.tensors] for entry in entries])
-    sizes = [row[0] for row in collectives.all_gather_words([len(header)])]
+    sizes = [row[0] for row in collectives.all_gather_words([len(header)], "consolidate_state_dict()")]
     if collectives.group_rank != to:
         _send(collectives, header, tensors, to)
         agree(collectives, "consolidate_state_dict()", [])

@@ -232,7 +232,7 @@ class Overlap:
 
     def _hand_over_options(self, iteration: _Iteration, active: bool) -> None:
         """Give ranks that have run out of inputs the options of one that has not."""
-        flags = [row[0] for row in self._collectives.all_gather_words([int(active)])]
+        flags = [row[0] for row in self._collectives.all_gather_words([int(active)], "the update inside backward()")]
         if all(flags):
             return
         source, header = flags.index(1), b""

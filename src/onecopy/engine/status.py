@@ -61,7 +61,7 @@ class PromptStatus:
 
     def exchange(self, facts: StepFacts, factor: int, failure: Exception | None) -> None:
         """Raise on every rank if any rank failed or if the ranks differ."""
-        words = self._collectives.all_gather_words([int(failure is not None), factor, *facts.digests()])
+        words = self._collectives.all_gather_words([int(failure is not None), factor, *facts.digests()], "step()")
         if any(word[0] for word in words):
             raise_together(self._collectives, "step()", failure)
         factors = factors_differ([word[1] for word in words])

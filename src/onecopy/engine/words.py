@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import struct
+import zlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +18,31 @@ def word_on(device: torch.device, values: Sequence[int], dtype: torch.dtype = to
         return word
     # From pageable memory the host would wait for everything that the device has still to do.
     return word.pin_memory().to(device, non_blocking=True)
+
+
+LONGEST_WORD = 7
+
+
+class Rows:
+    """A word of each rank on the CPU, in memory to be used again: making tensors takes longer than sending them.
+
+    All are equally long, so that whoever expects a word can receive any.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        self._row = struct.Struct(f"={1 + LONGEST_WORD}q")
+        self._memory = bytearray(ranks * self._row.size)
+        self.tensors = torch.frombuffer(self._memory, dtype=torch.int64).view(ranks, -1).unbind()
+
+    def write(self, rank: int, call: str, word: Sequence[int]) -> None:
+        """Put a rank's word into its row, with the call that the rank is at."""
+        rest = [0] * (LONGEST_WORD - len(word))
+        self._row.pack_into(self._memory, rank * self._row.size, zlib.crc32(call.encode()), *word, *rest)
+
+    def read(self, length: int) -> list[list[int]] | None:
+        """All words, if all ranks are at the same call."""
+        rows = list(self._row.iter_unpack(self._memory))
+        return [list(row[1 : 1 + length]) for row in rows] if len({row[0] for row in rows}) == 1 else None
 
 
 class LateWord:

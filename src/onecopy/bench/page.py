@@ -85,9 +85,9 @@ GROWTH = """## Growth
 
 Seconds to plan who owns what, without processes: all owners for `parameter`, one rank's own shards for `element` and
 `bucket`. Then ms of processor time that `step()` takes in whole, waiting left out, and in brackets what of it is not
-spent in AdamW's own `step()`, for many parameters of 64 elements, with caches as cold as after a backward pass. torch's
-class calls AdamW's with every parameter that a rank owns, onecopy with one tensor for many of them. The first row is
-AdamW by itself, for as many parameters as one rank owns, each in memory of its own.
+spent in AdamW's own `step()`, for many parameters of 64 elements, each after a step of its own and with caches as cold
+as after a backward pass. torch's class calls AdamW's with every parameter that a rank owns, onecopy with one tensor for
+many of them. The first row is AdamW by itself, for as many parameters as one rank owns, each in memory of its own.
 """
 
 

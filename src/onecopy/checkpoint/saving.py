@@ -266,7 +266,10 @@ def _set_damaged_aside(final: Path) -> None:
         logger.warning("%s is damaged, and is now %s: %s", final, aside.name, error)
         disk.rename(final, aside)
         return
-    raise FileExistsError(f"{final} exists already, and a checkpoint is never overwritten")
+    raise FileExistsError(
+        f"{final} exists already, and a checkpoint is never overwritten; save under another step or into another "
+        "directory, or remove it"
+    )
 
 
 def _prune(root: Path, keep: int, step: int) -> None:

@@ -74,7 +74,7 @@ def _raise_difference(collectives: Collectives, what: str, facts: Sequence[Fact]
         details = "; ".join(f"{_ranks(ranks)}: {text}" for text, ranks in holders.items())
         raise RanksDisagreeError(
             f"rank {collectives.group_rank}: the ranks disagree in {what}. First difference: {details}. "
-            "Make the same call with the same arguments on every rank."
+            "All ranks must make the same call with the same arguments, and have gradients for the same parameters."
         )
     raise AssertionError("digests differ but descriptions do not")
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from onecopy.engine.flat import as_bytes, flat_view, to_bytes
 from onecopy.engine.torch_private import counts_calls, number_of_groups, timeout_of
 from onecopy.engine.words import Rows, word_on
-from onecopy.errors import OnecopyError, RanksDisagreeError
+from onecopy.errors import OnecopyError, PeerFailedError, RanksDisagreeError
 
 
 class Work(Protocol):
@@ -137,7 +137,7 @@ class Collectives:
         holders = known[1]
         # Ranks let go of a twin at different times, so they agree on one that is free everywhere.
         in_use = sum(1 << slot for slot, holder in enumerate(holders) if holder() is not None)
-        masks = [row[0] for row in self.all_gather_words([in_use], "making a process group")]
+        masks = [row[0] for row in self.all_gather_words([in_use], "making a group")]
         slot = next(slot for slot in range(63) if not any(mask >> slot & 1 for mask in masks))
         group = self._companion(f"twin {slot}")
         if group is None:
@@ -174,7 +174,7 @@ class Collectives:
         known = _companions.get(key)
         if known is None or known[0] is not self.process_group:
             everyone = self.world_size == dist.get_world_size()
-            counts = self.all_gather_words([0 if everyone else number_of_groups()], "making a process group")
+            counts = self.all_gather_words([0 if everyone else number_of_groups()], f"making a group ({purpose})")
             if any(count != counts[0] for count in counts):
                 return None
             group = dist.new_group(
@@ -199,7 +199,14 @@ class Collectives:
         mine = rows.tensors[self.group_rank]
         works = [self.receive(rows.tensors[rank], rank, WORD_TAG) for rank in self._others]
         works += [self.send(mine, rank, WORD_TAG) for rank in self._others]
-        Several(tuple(works)).wait()
+        try:
+            Several(tuple(works)).wait()
+        except RuntimeError as error:
+            raise PeerFailedError(
+                f"rank {self.group_rank}: {call} has waited for the other ranks in vain. Either one of them does not "
+                "make this call, which all ranks must make (not inside `if rank == 0:`), or its process has died. "
+                f"{error}"
+            ) from error
         self._rows = rows  # not after a failure, when a word may still come
         words = rows.read(len(word))
         if words is None:

@@ -22,11 +22,12 @@ from onecopy.engine.gradients import FullGradients, Gradients
 from onecopy.engine.inputs import Group
 from onecopy.engine.local import LocalOptimizer
 from onecopy.engine.marks import marked
-from onecopy.engine.probing import UNKNOWN, Probe, common_factor, remember, shared_params
+from onecopy.engine.probing import UNKNOWN, Probe, common_factor, probed_params, remember
 from onecopy.engine.replaced import ReplacementWatch
 from onecopy.engine.sharing import Sharing
 from onecopy.engine.status import StepFacts, make_status
 from onecopy.engine.storage import Storage
+from onecopy.engine.torch_private import after_backward, in_backward
 from onecopy.layout import Layout, ParamSpec
 
 Driver = Callable[["Engine", Sequence[Group], Callable[[], Any] | None, dict[str, Any]], Any]
@@ -83,16 +84,23 @@ class Engine:
         """Note that a hook has given every owner its gradients, which are in ``reduced``."""
         self.gradients.reduced = True
         self.held = {id(param) for param in self.params}
-        if self.collectives.control_device.type == "cpu":
-            starts = {owned.shard.param: owned.shard.start for owned in self.local.owned}
-            self._probes = remember(self._probe_params, self.reduced, starts)
+        self._probes = []
+        if self.collectives.control_device.type == "cpu" and in_backward():
+            after_backward(self._probe)  # when DDP has put them into param.grad
+
+    def note_scaled(self) -> None:
+        """Note that this rank's part of the gradients was multiplied by what all ranks agree on."""
+        self._probes = []
+
+    def _probe(self) -> None:
+        self._probes = remember(self._probe_params, self.params)
 
     def relayout(self, params: Sequence[Tensor], layout: Layout) -> None:
         """Take over these parameters and this layout; storage and transfers are planned anew."""
         self.params[:] = params
         self.layout = layout
         self._layout_digest = layout.digest()
-        self._probe_params = shared_params(layout)
+        self._probe_params = probed_params(layout)
         self.storage = self._storage_class(self.params, layout)
         self.local.repoint(self.storage.flats)
         self.local.keep_company(self.storage.companies, layout)

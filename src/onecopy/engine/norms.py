@@ -49,4 +49,5 @@ def clip(engines: Sequence[Engine], max_norm: float, norm_type: float, error_if_
     for engine in engines:
         for gradient in engine.gradients.to_scale(engine.local.owned, engine.layout):
             gradient.mul_(factor.to(gradient.device, gradient.dtype))
+        engine.note_scaled()
     return norm

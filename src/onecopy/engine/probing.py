@@ -1,24 +1,25 @@
-"""Telling whether reduced gradients were scaled by another factor on every rank before ``step()``.
+"""Telling whether gradients were scaled by another factor on every rank before ``step()``.
 
 That is what ``torch.nn.utils.clip_grad_norm_`` does after the reduce-scatter hook, because it finds another norm on
-every rank. A few elements are remembered when gradients have been reduced, and looked at again in ``step()``. Only
-parameters of which every rank owns a part are used, and a factor counts only if it is the same for all of them, so that
-what a person does to single parameters or elements on purpose raises no alarm.
+every rank. A few elements of ``param.grad`` are remembered when gradients have been reduced, and looked at again in
+``step()``. They are of the same parameters on all ranks, owned or not, and a factor counts only if it is the same for
+all of them, so that what a person does to single parameters or elements on purpose raises no alarm.
 """
 
 from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from onecopy.engine.flat import flat_like
 from onecopy.layout import Layout
 
-PROBES = 3
+PROBES = 4
 LOOKED_AT = 64
 TOLERANCE = 1e-3
 UNKNOWN = 0
@@ -34,23 +35,25 @@ class Probe:
     value: float
 
 
-def shared_params(layout: Layout) -> list[int]:
-    """A few parameters of which every rank owns a part."""
-    owners: dict[int, int] = {}
-    for shard in layout.shards:
-        owners[shard.param] = owners.get(shard.param, 0) + 1
-    found = [param for param, count in owners.items() if count == layout.world_size]
-    return found[:PROBES] if len(found) > 1 and layout.world_size > 1 else []
+def probed_params(layout: Layout) -> list[int]:
+    """A few parameters, from the first to the last."""
+    full = [spec.index for spec in layout.params if spec.numel]
+    return sorted({full[position * (len(full) - 1) // (PROBES - 1)] for position in range(PROBES)}) if full else []
 
 
-def remember(params: Sequence[int], reduced: Mapping[int, Tensor], starts: Mapping[int, int]) -> list[Probe]:
-    """Remember the largest of the first elements that this rank owns of each of these parameters."""
+def remember(chosen: Sequence[int], params: Sequence[Tensor]) -> list[Probe]:
+    """Remember the largest of a few elements of the gradient of each of these parameters."""
     probes = []
-    for param in params:
-        if param in reduced:
-            head = reduced[param][:LOOKED_AT].abs()
-            position = int(head.argmax())
-            probes.append(Probe(param, starts[param] + position, float(reduced[param][position])))
+    for index in chosen:
+        gradient = params[index].grad
+        if gradient is None or gradient.layout is not torch.strided or gradient.is_complex():
+            continue
+        stride = max(1, gradient.numel() // LOOKED_AT)
+        some = flat_like(gradient, params[index])[::stride]
+        position = int(some.abs().argmax())
+        value = float(some[position])
+        if value != 0.0 and math.isfinite(value):
+            probes.append(Probe(index, position * stride, value))
     return probes
 
 
@@ -59,7 +62,7 @@ def common_factor(probes: Sequence[Probe], params: Sequence[Tensor]) -> int:
     factors = []
     for probe in probes:
         gradient = params[probe.param].grad
-        if gradient is None or probe.value == 0.0 or not math.isfinite(probe.value):
+        if gradient is None or gradient.layout is not torch.strided:
             return UNKNOWN
         factors.append(float(flat_like(gradient, params[probe.param])[probe.position]) / probe.value)
     if len(factors) < 2 or min(factors) <= 0 or max(factors) > min(factors) * (1 + TOLERANCE):

@@ -58,7 +58,8 @@ class ShardGrad(Tensor):
             raise RuntimeError(
                 f"{func} on the gradient of a parameter under ShardedDataParallel: only this rank's range of it is "
                 "here (param.grad.local). Clip with optimizer.clip_grad_norm_(), read norms with "
-                "optimizer.grad_norm(), or compute what you need before backward()"
+                "optimizer.grad_norm(), or compute what you need before backward(); move or convert a model before "
+                "wrapping it"
             )
         return handler(func, args, kwargs or {})
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import copy
 import re
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -865,6 +868,50 @@ def test_ranks_at_different_calls_are_all_told_where_each_of_them_is(world_size:
             param.copy_(plain)
     training.ours.load_state_dict(training.plain.state_dict())
     training.train()
+
+
+MOURNERS = """
+import os, sys, time
+from datetime import timedelta
+import torch, torch.distributed as dist
+from onecopy import PeerFailedError, ZeroRedundancyOptimizer
+rank = int(sys.argv[1])
+dist.init_process_group("gloo", f"file://{sys.argv[2]}", timedelta(seconds=60), rank=rank, world_size=3)
+optimizer = ZeroRedundancyOptimizer([torch.zeros(3, requires_grad=True)], torch.optim.SGD, lr=0.1)
+if rank == 2:
+    os._exit(0)
+if rank == 0:
+    time.sleep(1)  # rank 1 waits in its call already, for this rank first
+start = time.monotonic()
+try:
+    optimizer.consolidate_state_dict()
+except PeerFailedError as error:
+    print(time.monotonic() - start, error, flush=True)
+sys.stdin.read()
+os._exit(0)
+"""
+
+
+def test_a_rank_that_is_gone_is_noticed_by_all_others_when_the_last_of_them_comes(tmp_path: Path) -> None:
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", MOURNERS, str(rank), str(tmp_path / "store")],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(3)
+    ]
+    try:
+        for rank in ranks[:2]:
+            assert rank.stdout is not None
+            seconds, message = rank.stdout.readline().split(maxsplit=1)
+            assert float(seconds) < 2 * SECONDS
+            assert "consolidate_state_dict() has waited for the other ranks in vain" in message
+    finally:
+        for rank in ranks:
+            rank.communicate("")
+    assert [rank.returncode for rank in ranks] == [0, 0, 0]
 
 
 @distributed(2, 3)

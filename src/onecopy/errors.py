@@ -12,7 +12,7 @@ class OnecopyError(RuntimeError):
 
 
 class RanksDisagreeError(OnecopyError):
-    """The ranks were given different parameters, options or gradients."""
+    """The ranks were given different parameters, options or gradients, or are at different calls."""
 
 
 class PeerFailedError(OnecopyError):

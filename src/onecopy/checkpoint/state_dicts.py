@@ -280,7 +280,7 @@ def _broadcast(collectives: Collectives, state_dict: StateDict) -> StateDict:
             tensors = [tensor.detach().cpu().contiguous() for tensor in tensors]
     except Exception as error:
         failure = error
-    agree(collectives, "set_optimizer_state_dict()", [], failure)
+    agree(collectives, "set_optimizer_state_dict() from rank 0", [], failure)
     text = codec.dumps([tree, [codec.describe_tensor(tensor) for tensor in tensors]])
     tree, described = codec.loads(collectives.broadcast_bytes(text if collectives.group_rank == 0 else None, 0))
     if collectives.group_rank != 0:

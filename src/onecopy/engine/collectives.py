@@ -6,7 +6,8 @@ import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -50,6 +51,22 @@ class Several:
         return None
 
 
+def _run_all(starts: Sequence[Callable[[], Work]]) -> list[BaseException]:
+    """Start all and wait for all, whatever goes wrong with some: the others must neither miss nor keep a message."""
+    errors: list[BaseException] = []
+
+    def attempt(action: Callable[[], Any]) -> Any:
+        try:
+            return action()
+        except BaseException as error:  # of a signal's handler, too
+            errors.append(error)
+
+    for work in [attempt(start) for start in starts]:
+        if work is not None:
+            attempt(work.wait)
+    return errors
+
+
 CHUNK_BYTES = 4 << 20
 """Long messages between two ranks go in parts of this size, so that both directions and all pairs make progress.
 
@@ -61,14 +78,17 @@ _companions: dict[tuple[str, str], tuple[dist.ProcessGroup, dist.ProcessGroup]] 
 """Groups made beside others, by purpose and the other's name; with the other itself, because names come again."""
 
 
-STREAM_TAG = 1 << 30
+TAGS = 1 << 16
+"""How many tags a user of a group gets."""
+
+TAG_BLOCKS = 1 << 14
+"""How many such users there are before tags come again."""
+
+STREAM_TAG = TAG_BLOCKS * TAGS
 """Messages between two ranks have it: not 0, as the messages have that a user has under way in the same group."""
 
 WORD_TAG = STREAM_TAG + 1
 """Words between two ranks have it, so that they are not taken for memory where ranks are at different calls."""
-
-TAGS = 1 << 16
-"""How many tags a user of a group gets."""
 
 
 _tag_blocks: weakref.WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = weakref.WeakKeyDictionary()
@@ -197,11 +217,15 @@ class Collectives:
         rows, self._rows = self._rows or Rows(self.world_size), None
         rows.write(self.group_rank, call, word)
         mine = rows.tensors[self.group_rank]
-        works = [self.receive(rows.tensors[rank], rank, WORD_TAG) for rank in self._others]
-        works += [self.send(mine, rank, WORD_TAG) for rank in self._others]
-        try:
-            Several(tuple(works)).wait()
-        except RuntimeError as error:
+        errors = _run_all(
+            [
+                *(partial(self.receive, rows.tensors[rank], rank, WORD_TAG) for rank in self._others),
+                *(partial(self.send, mine, rank, WORD_TAG) for rank in self._others),
+            ]
+        )
+        for error in errors:
+            if not isinstance(error, RuntimeError):
+                raise error
             raise PeerFailedError(
                 f"rank {self.group_rank}: {call} has waited for the other ranks in vain. Either one of them does not "
                 "make this call, which all ranks must make (not inside `if rank == 0:`), or its process has died. "
@@ -283,17 +307,20 @@ class Collectives:
 
     def send(self, tensor: Tensor, destination: int, tag: int = STREAM_TAG) -> Work:
         """Start sending contiguous memory to one rank."""
-        work: Work = self._peers.send([tensor], destination, tag)
+        work: Work = self._peers.send([tensor], destination, self._tag(tag))
         return work
 
     def receive(self, tensor: Tensor, source: int, tag: int = STREAM_TAG) -> Work:
         """Start receiving into contiguous memory from one rank what it sends with the same tag, in that order."""
-        work: Work = self._peers.recv([tensor], source, tag)
+        work: Work = self._peers.recv([tensor], source, self._tag(tag))
         return work
+
+    def _tag(self, tag: int) -> int:
+        return tag if self.exchanges_fast else 0  # not all backends have so many
 
     def new_tags(self) -> int:
         """The first of ``TAGS`` tags that nobody else uses in this group; all ranks call this in the same order."""
-        blocks = _tag_blocks.setdefault(self.process_group, itertools.cycle(range(1, 1 << 14)))
+        blocks = _tag_blocks.setdefault(self.process_group, itertools.cycle(range(1, TAG_BLOCKS)))
         return next(blocks) * TAGS
 
     def _chunks(self, tensor: Tensor) -> tuple[Tensor, ...]:

@@ -193,7 +193,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             The closure's loss, or None without one.
 
         Raises:
-            RanksDisagreeError: if ranks have gradients for different parameters, or differ in their layout.
+            RanksDisagreeError: if ranks have gradients for different parameters, differ in their layout, or (on gloo)
+                are at different calls. What this rank owns may have been updated.
             PeerFailedError: if another rank's inner ``step`` failed; that rank raises its own error. Owned parameters
                 may then have been updated without having been shared: load a checkpoint before going on.
         """

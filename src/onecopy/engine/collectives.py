@@ -214,6 +214,18 @@ class Collectives:
         """
         if not self.exchanges(self.control_device):
             return [row.tolist() for row in self.start_all_gather_words(word)]
+        words = self._exchange_words(word, call)
+        if words is None:
+            calls = [name.decode() for name in self.all_gather_bytes(call.encode(), "telling where they are")]
+            places = "; ".join(f"rank {rank}: {name}" for rank, name in enumerate(calls))
+            raise RanksDisagreeError(
+                f"rank {self.group_rank}: the ranks are at different calls. {places}. Make the same calls in the same "
+                "order on every rank."
+            )
+        return words
+
+    def _exchange_words(self, word: Sequence[int], call: str) -> list[list[int]] | None:
+        """Every rank's word, sent between pairs of ranks; None if they are at different calls."""
         rows, self._rows = self._rows or Rows(self.world_size), None
         rows.write(self.group_rank, call, word)
         mine = rows.tensors[self.group_rank]
@@ -226,21 +238,14 @@ class Collectives:
         for error in errors:
             if not isinstance(error, RuntimeError):
                 raise error
+        if errors:
             raise PeerFailedError(
                 f"rank {self.group_rank}: {call} has waited for the other ranks in vain. Either one of them does not "
                 "make this call, which all ranks must make (not inside `if rank == 0:`), or its process has died. "
-                f"{error}"
-            ) from error
+                f"{errors[0]}"
+            ) from errors[0]
         self._rows = rows  # not after a failure, when a word may still come
-        words = rows.read(len(word))
-        if words is None:
-            calls = [name.decode() for name in self.all_gather_bytes(call.encode(), "telling where they are")]
-            places = "; ".join(f"rank {rank}: {name}" for rank, name in enumerate(calls))
-            raise RanksDisagreeError(
-                f"rank {self.group_rank}: the ranks are at different calls. {places}. Make the same calls in the same "
-                "order on every rank."
-            )
-        return words
+        return rows.read(len(word))
 
     def start_all_gather_words(self, word: Sequence[int]) -> list[Tensor]:
         """Every rank's word of integers, in rank order, on the control device."""

@@ -2,8 +2,9 @@
 
 That is what ``torch.nn.utils.clip_grad_norm_`` does after the reduce-scatter hook, because it finds another norm on
 every rank. A few elements of ``param.grad`` are remembered when gradients have been reduced, and looked at again in
-``step()``. They are of the same parameters on all ranks, owned or not, and a factor counts only if it is the same for
-all of them, so that what a person does to single parameters or elements on purpose raises no alarm.
+``step()``. They are of the same parameters on all ranks, owned or not, where the gradient is not zero, and a factor
+counts only if it is the same for all of them, so that what a person does to single parameters or elements on purpose
+raises no alarm.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
 """Optimizer state by parameter name, of which each rank has its part, as torch.distributed.checkpoint can read it.
 
 A flat range of a tensor with n dimensions is at most 2n - 1 rectangles, each a view of the range without a copy. A
-tensor subclass shows these to the stock planner through the (private) protocol that DTensor uses.
+tensor subclass shows these to the stock planner through the (private) protocol that DTensor uses. The public one,
+``torch.distributed.checkpoint.CheckpointableTensor``, is not used: torch 2.13 does not have it and would need these
+methods all the same, and its parts are slices of one tensor, which the rectangles of a flat range are not.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+NEWEST := .venv-newest
 STAMP := $(VENV)/.installed
 RANKS ?= 2
 ROUNDS ?= 20
@@ -10,9 +11,10 @@ SIZE ?= 25M
 RANKS_LIST ?= 2,4
 LINK ?= loopback,4gbit
 VARIANTS ?=
+TESTS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all bench bench-setup bench-check bench-checkpoints bench-consolidation soak faults lint types clean
+.PHONY: help setup demo test test-all test-newest bench bench-setup bench-check bench-checkpoints bench-consolidation soak faults lint types clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -43,6 +45,13 @@ faults: setup ## kill ranks at COUNT points of a save, and check that the newest
 test-all: setup ## the test suite with every case of its tables on every number of ranks
 	ONECOPY_ALL_CASES=1 $(BIN)/python -m pytest
 
+test-newest: ## the test suite with the newest torch that the package allows, in .venv-newest (a download of several GB; not part of make test): TESTS=
+	$(PYTHON) -m venv $(NEWEST)
+	grep -v '^torch==' constraints.txt > $(NEWEST)/constraints.txt
+	$(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade -c $(NEWEST)/constraints.txt torch -e '.[dev]'
+	$(NEWEST)/bin/python -c 'import torch; print("torch", torch.__version__)'
+	$(NEWEST)/bin/python -m pytest $(TESTS)
+
 bench: setup ## compare with every peer in one run (30 minutes and more): RANKS_LIST=2,4 LINK=loopback,4gbit VARIANTS= ROUNDS=20
 	$(BIN)/onecopy bench --ranks $(RANKS_LIST) --link $(LINK) --variants '$(VARIANTS)' --rounds $(ROUNDS) --out bench.jsonl
 
@@ -63,5 +72,5 @@ lint: setup ## check style and formatting
 types: setup ## check types, strictly
 	$(BIN)/mypy
 
-clean: ## remove .venv and caches
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis
+clean: ## remove the environments and caches
+	rm -rf $(VENV) $(NEWEST) .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -1,4 +1,4 @@
-"""Checkpoints that released versions have written, and that every later version must be able to load.
+"""Checkpoints that earlier versions have written, and that every later version must be able to load.
 
 ``tests/fixtures/README.md`` says how they were written.
 """

@@ -9,6 +9,10 @@ import pytest
 from hypothesis import settings
 
 from harness import EVERYTHING, pools
+from onecopy.bench import processor
+
+PROCESSOR = processor.protect()
+"""What the header says of this processor; set in the environment before the first test and the first worker."""
 
 settings.register_profile("onecopy", deadline=None, derandomize=True)
 settings.load_profile("onecopy")
@@ -47,9 +51,10 @@ def covering(table: list[pytest.Item]) -> Iterator[pytest.Item]:
                 seen.update(values)
 
 
-def pytest_report_header() -> str:
-    """Say what was left out."""
-    return "every case of every table" if EVERYTHING else "every value of every table, not every combination"
+def pytest_report_header() -> list[str]:
+    """Say what was left out, and what this processor needs."""
+    cases = "every case of every table" if EVERYTHING else "every value of every table, not every combination"
+    return [cases, PROCESSOR] if PROCESSOR else [cases]
 
 
 @pytest.fixture(scope="session", autouse=True)

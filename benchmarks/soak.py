@@ -48,6 +48,7 @@ from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 import onecopy
+from onecopy.bench.processor import ending
 
 TOLERANCE = 1e-4
 BLOCK = 10
@@ -309,7 +310,7 @@ def run(configuration: Configuration) -> tuple[list[Outcome], dict[int, str]]:
             pipes[ours] = rank
             processes.append(process)
         try:
-            return collect(pipes, configuration.limit)
+            return collect(pipes, processes, configuration.limit)
         finally:
             for process in processes:
                 process.join(timeout=5.0)
@@ -317,7 +318,7 @@ def run(configuration: Configuration) -> tuple[list[Outcome], dict[int, str]]:
                 process.join()
 
 
-def collect(pipes: dict[Any, int], limit: float) -> tuple[list[Outcome], dict[int, str]]:
+def collect(pipes: dict[Any, int], processes: list[Any], limit: float) -> tuple[list[Outcome], dict[int, str]]:
     """Every rank's answer, as far as it comes in time."""
     outcomes: list[Outcome] = []
     problems: dict[int, str] = {}
@@ -333,7 +334,8 @@ def collect(pipes: dict[Any, int], limit: float) -> tuple[list[Outcome], dict[in
             try:
                 answer = pipe.recv()
             except (EOFError, ConnectionError):
-                answer = "the process died"
+                processes[rank].join(timeout=5.0)
+                answer = f"the process {ending(processes[rank].exitcode)}"
             if isinstance(answer, Outcome):
                 outcomes.append(answer)
             else:

@@ -42,6 +42,7 @@ from torch.optim.lr_scheduler import StepLR
 
 import onecopy
 from onecopy import checkpoint
+from onecopy.bench.processor import ending
 from onecopy.checkpoint import disk
 from onecopy.checkpoint.ranks import Ranks
 from onecopy.engine.torch_private import register_as_torch_zero
@@ -296,7 +297,7 @@ class Nursery:
             elif rank == outcome.kill.rank and each.signal != signal.SIGKILL:
                 outcome.problems.append(f"rank {rank} did not die: {each.told}")
             elif rank != outcome.kill.rank and each.signal:
-                outcome.problems.append(f"rank {rank} survived, but then died of signal {each.signal}: {each.told}")
+                outcome.problems.append(f"rank {rank} survived, but then {ending(-each.signal)}: {each.told}")
             elif rank != outcome.kill.rank and not each.told.get("saved") and not each.told.get("error"):
                 outcome.problems.append(f"rank {rank} neither saved nor raised: {each.told}")
 
@@ -318,7 +319,8 @@ class Nursery:
         for rank, each in enumerate(self._run(lambda told: _check_and_go_on(told, root))):
             told = each.told
             if each.hung or each.signal or told.get("error"):
-                outcome.problems.append(f"after it, rank {rank} could not go on: {told}")
+                how = f" but {ending(-each.signal)}" if each.signal else ""
+                outcome.problems.append(f"after it, rank {rank} could not go on{how}: {told}")
                 continue
             if told["loaded"] != f"step-{step:08d}" or told["digest"] != self._expected[step][rank]:
                 outcome.partial_loads += 1
@@ -536,7 +538,8 @@ class Zygote:
         self._process.stdin.flush()
         line = self._process.stdout.readline()
         if not line:
-            raise RuntimeError(f"the process that forks {self.world_size} ranks has ended")
+            code = self._process.wait(timeout=5.0)
+            raise RuntimeError(f"the process that forks {self.world_size} ranks {ending(code)}")
         return json.loads(line)
 
 

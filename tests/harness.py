@@ -2,8 +2,9 @@
 
 A test marked ``@distributed(2, 3)`` runs its body in every rank of a pool of 2 and then of 3 processes; it takes a
 ``world_size`` argument and any others that ``parametrize`` gives it. If a rank raises, the test fails with the
-traceback of every rank that raised. If a rank does not answer within the limit, the test fails too. After a failure
-the pool is thrown away, so that the next test starts with fresh processes.
+traceback of every rank that raised. If a rank's process ends, the test fails with its exit code or the name of the
+signal that killed it. If a rank does not answer within the limit, the test fails too. After a failure the pool is
+thrown away, so that the next test starts with fresh processes.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from typing import Any, TypeVar
 import pytest
 import torch
 import torch.distributed as dist
+
+from onecopy.bench.processor import ending
 
 LIMIT = 60.0
 """Seconds a distributed test may take."""
@@ -83,7 +86,8 @@ class Pool:
                 try:
                     answer, problem = answering.recv()
                 except (EOFError, ConnectionError):
-                    answer, problem = None, "the process died"
+                    self._processes[rank].join(timeout=5.0)
+                    answer, problem = None, f"the process {ending(self._processes[rank].exitcode)}"
                 results[rank] = answer
                 if problem is not None:
                     problems[rank] = problem

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -234,3 +238,27 @@ def test_sizes_are_options() -> None:
     assert running.Plan(names=[], sizes={"depth": 5}).sizes_of("reference") == Sizes(depth=5)
     assert running.Plan(names=[], sizes={"batch": 4}).name_of("deep") == "deep (batch 4)"
     assert running.Plan(names=[]).name_of("deep") == "deep"
+
+
+def test_a_rank_of_the_benchmark_that_a_signal_kills_is_named(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, signal, time\n"
+        "if os.environ['RANK'] == '1':\n    os.kill(os.getpid(), signal.SIGILL)\n"
+        "time.sleep(60)\n"
+    )
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
+    command = [*torchrun, "--nproc-per-node=2", str(script)]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=100)
+    assert launching.failure(done.stderr, done.returncode) == "rank 1 was killed by SIGILL"
+    told = "[rank0]: RuntimeError: Connection reset by peer\n" + done.stderr
+    expected = "rank 1 was killed by SIGILL; RuntimeError: Connection reset by peer"
+    assert launching.failure(told, done.returncode) == expected
+
+
+def test_failures_without_a_signal_are_reported_by_their_error() -> None:
+    assert launching.failure("a\n[rank1]: ValueError: wrong\nraise ChildFailedError(\n", 1) == "ValueError: wrong"
+    assert launching.failure("first\nlast\n", 1) == "last"
+    assert launching.failure("", 0) == ""
+    assert launching.failure("", -signal.SIGKILL) == "torchrun was killed by SIGKILL"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 
 import pytest
@@ -23,9 +25,13 @@ def hang() -> None:
 
 def die() -> None:
     if dist.get_rank() == 0:
-        import os
-
         os._exit(3)
+
+
+def die_of_an_illegal_instruction() -> None:
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGILL)
+    time.sleep(0.1)  # what the others say of its death is of no interest
 
 
 def total() -> int:
@@ -49,8 +55,14 @@ def test_a_hang_fails_within_its_limit_and_does_not_poison_the_next_test() -> No
 
 
 def test_a_dead_process_is_reported() -> None:
-    with pytest.raises(RanksFailedError, match="rank 0 of 2\nthe process died"):
+    with pytest.raises(RanksFailedError, match="rank 0 of 2\nthe process exited with code 3"):
         pools.run(2, __name__, "die", {})
+    assert pools.run(2, __name__, "total", {}) == [3, 3]
+
+
+def test_a_process_that_a_signal_killed_is_reported_with_the_name_of_the_signal() -> None:
+    with pytest.raises(RanksFailedError, match=r"^--- rank 1 of 2\nthe process was killed by SIGILL$"):
+        pools.run(2, __name__, "die_of_an_illegal_instruction", {})
     assert pools.run(2, __name__, "total", {}) == [3, 3]
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -16,8 +17,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from onecopy.bench.processor import ending
+
 COUNTED = "ONECOPY_BENCH_COUNTED"
 """Set in the ranks if the loopback belongs to them alone."""
+
+KILLED = re.compile(r"rank +: (\d+) .*\n.*exitcode.*\n.*\n.*Signal \d+ \((SIG\w+)\) received")
+"""What torchrun's summary says of a rank that a signal has ended."""
 
 
 @functools.cache
@@ -54,8 +60,22 @@ def run(ranks: int, arguments: Sequence[str], link: str | None = None) -> tuple[
         rows = [
             json.loads(line) for file in sorted(Path(folder).glob("*.jsonl")) for line in file.read_text().splitlines()
         ]
-        errors = [line.partition("]: ")[2] or line for line in done.stderr.splitlines() if "Error" in line]
-        return rows, (errors or done.stderr.splitlines() or [""])[0 if errors else -1]
+        return rows, failure(done.stderr, done.returncode)
+
+
+def failure(text: str, code: int) -> str:
+    """What went wrong, in one line, of what torchrun and its ranks have said and of torchrun's exit code.
+
+    Ranks that signals have killed come first: errors of the others follow from that. SIGTERM is torchrun's own.
+    """
+    killed = sorted((int(rank), name) for rank, name in KILLED.findall(text) if name != "SIGTERM")
+    deaths = [f"rank {rank} was killed by {name}" for rank, name in killed]
+    if code < 0:
+        deaths.append(f"torchrun {ending(code)}")
+    errors = [line.partition("]: ")[2] or line for line in text.splitlines() if "Error" in line]
+    if deaths:
+        return "; ".join([*deaths, *(error for error in errors[:1] if "ChildFailedError" not in error)])
+    return (errors or text.splitlines() or [""])[0 if errors else -1]
 
 
 def _prepare(link: str | None) -> str:

@@ -31,8 +31,8 @@ class Gradients(Protocol):
     def lent(self) -> Mapping[int, Tensor] | None:
         """This rank's flat ranges by parameter, or None if the inner optimizer finds them by itself."""
 
-    def owned(self, owned: Sequence[Owned], layout: Layout) -> list[Tensor]:
-        """This rank's part of the gradients that exist."""
+    def owned(self, owned: Sequence[Owned], layout: Layout) -> dict[int, Tensor]:
+        """This rank's part of the gradients that exist, by parameter."""
 
     def to_scale(self, owned: Sequence[Owned], layout: Layout) -> list[Tensor]:
         """What clipping multiplies."""
@@ -60,17 +60,17 @@ class FullGradients:
     def lent(self) -> None:
         """Nothing: the inner optimizer finds them."""
 
-    def owned(self, owned: Sequence[Owned], layout: Layout) -> list[Tensor]:
-        """This rank's part of the gradients that exist."""
-        found = []
+    def owned(self, owned: Sequence[Owned], layout: Layout) -> dict[int, Tensor]:
+        """This rank's part of the gradients that exist, by parameter."""
+        found = {}
         for entry in owned:
             gradient = entry.param.grad
             if gradient is None:
                 continue
             if not entry.is_cut:
-                found.append(gradient)
+                found[entry.shard.param] = gradient
             elif gradient.layout is torch.strided and (gradient.stride() == entry.param.stride() or not self.reduced):
-                found.append(flat_like(gradient, entry.param)[entry.shard.start : entry.shard.stop])
+                found[entry.shard.param] = flat_like(gradient, entry.param)[entry.shard.start : entry.shard.stop]
             else:
                 raise ValueError(
                     f"the gradient of parameter {layout.params[entry.shard.param].name!r} is sparse or has other "
@@ -81,7 +81,7 @@ class FullGradients:
     def to_scale(self, owned: Sequence[Owned], layout: Layout) -> list[Tensor]:
         """Whole gradients; after a reduction to owners, the rest is not stepped on and stays as it is."""
         if self.reduced:
-            return self.owned(owned, layout)
+            return list(self.owned(owned, layout).values())
         return [param.grad for param in self._params if param.grad is not None]
 
 
@@ -121,12 +121,12 @@ class ShardedGradients:
                 )
         return found
 
-    def owned(self, owned: Sequence[Owned], layout: Layout) -> list[Tensor]:
-        """This rank's part of the gradients that exist."""
+    def owned(self, owned: Sequence[Owned], layout: Layout) -> dict[int, Tensor]:
+        """This rank's part of the gradients that exist, by parameter."""
         del layout
         lent = self.lent()
-        return [lent[entry.shard.param] for entry in owned if entry.shard.param in lent]
+        return {entry.shard.param: lent[entry.shard.param] for entry in owned if entry.shard.param in lent}
 
     def to_scale(self, owned: Sequence[Owned], layout: Layout) -> list[Tensor]:
         """The same."""
-        return self.owned(owned, layout)
+        return list(self.owned(owned, layout).values())

@@ -7,7 +7,6 @@ refused, because only a part of the values is here.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor
 
 from onecopy.engine.collectives import Collectives
+from onecopy.engine.part_norms import check_defined, combined_norms, local_norms
 from onecopy.engine.torch_private import (
     ALIASING,
     FOREACH_NORM,
@@ -109,21 +109,11 @@ def _foreach_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> l
 def _norms(gradients: Sequence[ShardGrad], order: float, dtype: torch.dtype | None) -> list[Tensor]:
     """The norm of each gradient over all ranks."""
     first, collectives = gradients[0], gradients[0].collectives
-    word = torch.stack(
-        [
-            torch.linalg.vector_norm(gradient.local.detach(), order, dtype=torch.float64)
-            if gradient.local.numel()
-            else torch.zeros((), dtype=torch.float64, device=gradient.device)
-            for gradient in gradients
-        ]
-    ).to(collectives.control_device)
-    if math.isinf(order):
-        collectives.all_reduce(word, largest=True).wait()
-    else:
-        word.pow_(order)
-        collectives.all_reduce(word).wait()
-        word.pow_(1.0 / order)
-    return list(word.to(first.device, dtype or first.dtype))
+    for number, gradient in enumerate(gradients):
+        check_defined(order, gradient.numel(), f"gradient {number}, of shape {tuple(gradient.shape)},")
+    local = local_norms([gradient.local for gradient in gradients], order, first.device)
+    norms = combined_norms(collectives, local, order)
+    return list(norms.to(first.device, dtype or first.dtype))
 
 
 _HANDLERS: dict[Any, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {

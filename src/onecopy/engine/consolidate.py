@@ -2,9 +2,10 @@
 
 1. Each rank describes its state as tagged JSON with the tensors taken out (``_describe``); this may fail.
 2. All ranks agree that nobody failed and that the groups' options are equal.
-3. The descriptions go to the receiver, which allocates the full tensors on the CPU.
-4. Each rank in turn streams its tensors; the receiver takes them in where they belong, in bounded pieces.
-5. The receiver checks that the owners of a cut parameter agree on what is not per element; all ranks hear the verdict.
+3. The descriptions go to the receiver, which allocates the full tensors on the CPU; this may fail.
+4. All ranks agree that the receiver has room for everything.
+5. Each rank in turn streams its tensors; the receiver takes them in where they belong, in bounded pieces.
+6. The receiver checks that the owners of a cut parameter agree on what is not per element; all ranks hear the verdict.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -62,37 +64,63 @@ def consolidate(
     collectives: Collectives, layout: Layout, local: LocalOptimizer, groups: Sequence[Group], to: int
 ) -> dict[int, State] | None:
     """Return the full state by parameter index on group rank ``to``, and None elsewhere."""
-    entries: list[_Entry] = []
+    what, here = "consolidate_state_dict()", collectives.group_rank
     tensors: list[Tensor] = []
+    header = b""
     failure: Exception | None = None
     try:
         if not isinstance(to, int) or not 0 <= to < layout.world_size:
             raise ValueError(f"to must be a group rank from 0 to {layout.world_size - 1}, got {to!r}")
         entries, tensors = _describe(layout, local)
+        header = codec.dumps([[entry.param, entry.tree, entry.tensors] for entry in entries])
     except Exception as error:
         failure = error
-    agree(collectives, "consolidate_state_dict()", [*group_facts(groups), Fact("target rank", str(to))], failure)
-    header = codec.dumps([[entry.param, entry.tree, entry.tensors] for entry in entries])
-    sizes = [row[0] for row in collectives.all_gather_words([len(header)], "consolidate_state_dict()")]
-    if collectives.group_rank != to:
-        _send(collectives, header, tensors, to)
-        agree(collectives, "consolidate_state_dict()", [])
-        return None
+    agree(collectives, what, [*group_facts(groups), Fact("target rank", str(to))], failure)
+    headers = _gather_headers(collectives, header, to)
     assembly = _Assembly(layout)
-    for source, size in enumerate(sizes):
-        if source == to:
-            own = assembly.open(entries, source)
-            if own:
-                torch._foreach_copy_(own, _byte_views(tensors))
-        else:
-            assembly.receive(collectives, source, size)
-    failure = None
+    places: list[list[Tensor]] = []
     try:
+        # Nothing is sent before the receiver has room for all of it: the others could not be told that they wait in
+        # vain.
+        places = [assembly.open(text, source) for source, text in enumerate(headers)]
+    except Exception as error:
+        failure = error
+    agree(collectives, what, [], failure)
+    if here != to:
+        send_stream(_byte_views(tensors), lambda buffer: collectives.send(buffer, to), collectives.control_device)
+        agree(collectives, what, [])
+        return None
+    for source, pieces in enumerate(places):
+        if source != to:
+            start = partial(collectives.receive, source=source)
+            receive_stream(pieces, start, collectives.control_device)
+    try:
+        if places[to]:
+            torch._foreach_copy_(places[to], _byte_views(tensors))
         state = assembly.close()
     except Exception as error:
         failure = error
-    agree(collectives, "consolidate_state_dict()", [], failure)
+    agree(collectives, what, [], failure)
     return state
+
+
+def _gather_headers(collectives: Collectives, header: bytes, to: int) -> list[bytes]:
+    """Every rank's header on group rank ``to``, and nothing elsewhere."""
+    sizes = [row[0] for row in collectives.all_gather_words([len(header)], "consolidate_state_dict()")]
+    device = collectives.control_device
+    if collectives.group_rank != to:
+        text = torch.frombuffer(bytearray(header), dtype=torch.uint8).to(device)
+        collectives.send(text, to).wait()
+        return []
+    headers = []
+    for source, size in enumerate(sizes):
+        if source == to:
+            headers.append(header)
+            continue
+        received = torch.empty(size, dtype=torch.uint8, device=device)
+        collectives.receive(received, source).wait()
+        headers.append(to_bytes(received))
+    return headers
 
 
 def _describe(layout: Layout, local: LocalOptimizer) -> tuple[list[_Entry], list[Tensor]]:
@@ -133,13 +161,6 @@ def _byte_views(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [as_bytes(flat_view(tensor)) for tensor in tensors]
 
 
-def _send(collectives: Collectives, header: bytes, tensors: Sequence[Tensor], to: int) -> None:
-    device = collectives.control_device
-    text = torch.frombuffer(bytearray(header), dtype=torch.uint8).to(device)
-    collectives.send(text, to).wait()
-    send_stream(_byte_views(tensors), lambda buffer: collectives.send(buffer, to), device)
-
-
 class _Assembly:
     """The receiver's side: full tensors that fill up as owner after owner sends its part."""
 
@@ -149,17 +170,9 @@ class _Assembly:
         self._owners = Counter(shard.param for shard in layout.shards)
         self._entries: dict[int, list[tuple[int, _Entry, list[Tensor]]]] = {}
 
-    def receive(self, collectives: Collectives, source: int, header_size: int) -> None:
-        """Take one other rank's state in."""
-        device = collectives.control_device
-        header = torch.empty(header_size, dtype=torch.uint8, device=device)
-        collectives.receive(header, source).wait()
-        rows = codec.loads(to_bytes(header))
-        places = self.open([_Entry(param, tree, tensors) for param, tree, tensors in rows], source)
-        receive_stream(places, lambda buffer: collectives.receive(buffer, source), device)
-
-    def open(self, entries: Sequence[_Entry], source: int) -> list[Tensor]:
-        """Return the byte views into which the tensors of ``source`` go, in its order."""
+    def open(self, header: bytes, source: int) -> list[Tensor]:
+        """Allocate what a header describes; return the byte views into which the tensors of ``source`` go."""
+        entries = [_Entry(param, tree, tensors) for param, tree, tensors in codec.loads(header)]
         places: list[Tensor] = []
         for entry in entries:
             spec, shard = self._layout.params[entry.param], self._shards[entry.param, source]
@@ -214,6 +227,6 @@ def _place(
     if not per_element:
         tensor = codec.empty_from(description)
         return tensor, flat_view(tensor)
-    if shared is None:
+    if shared is None or codec.describe_tensor(shared)[0] != description[0]:  # another type is found out in the end
         shared = codec.empty_from([description[0], list(spec.shape), list(spec.stride)])
     return shared, flat_view(shared)[shard.start : shard.stop]

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.optim import Optimizer
 
+from onecopy.engine import masters
 from onecopy.engine.agreement import Fact, agree
 from onecopy.engine.classes import check_class, is_elementwise
 from onecopy.engine.codec import copy_tree
@@ -23,8 +24,6 @@ from onecopy.engine.inputs import normalise, normalise_group, plan_params
 from onecopy.engine.loading import load, shallow_copy
 from onecopy.engine.local import LocalOptimizer, OwnedState, alias, parameter_or_alias
 from onecopy.engine.logs import log_share
-from onecopy.engine.masters import ENTRY as MASTERS
-from onecopy.engine.masters import Masters
 from onecopy.engine.norms import clip, total_norm
 from onecopy.engine.overlap import Overlap, check_step_arguments
 from onecopy.engine.storage import Buckets, InPlace
@@ -126,9 +125,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 flat_views(tensors),
                 collectives.group_rank,
                 alias if overlap_with_ddp else parameter_or_alias,
-                Masters(master_weights, offload == "cpu"),
+                masters.Masters(master_weights, offload == "cpu"),
             )
-            local.pull_options(self.param_groups)
+            local.pull_all_options(self.param_groups)
             has_state = bool(local.inner.state)
             facts = optimizer_facts(
                 optimizer_class,
@@ -273,10 +272,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             layout = extend(
                 engine.layout, specs[len(engine.params) :], self.world_size, self._shard_by, self.splittable
             )
+            engine.local.push_options(self.param_groups)
             super().add_param_group(group)
             engine.local.add_group(group, layout, tensors, flat_views(tensors))
-            engine.local.pull_options(self.param_groups)
-            facts = [*layout_facts(layout, self._shard_by), *group_facts(self.param_groups)]
+            facts = [*layout_facts(layout, self._shard_by), *group_facts(self.optim.param_groups)]
         except Exception as error:
             failure = error
         try:
@@ -285,6 +284,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             del self.param_groups[known:]
             engine.local.keep_groups(known, engine.layout)
             raise
+        engine.local.pull_options(self.param_groups)
         engine.local.has_state = engine.local.has_state or has_state
         self._consolidated = None
         engine.relayout(tensors, layout)
@@ -321,7 +321,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             )
         live, self.state = self.state, copy_tree(held.by_param)
         try:
-            return super().state_dict() | ({MASTERS: copy_tree(held.masters)} if held.masters else {})
+            return super().state_dict() | ({masters.ENTRY: copy_tree(held.masters)} if held.masters else {})
         finally:
             self.state = live
 

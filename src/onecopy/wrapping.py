@@ -229,5 +229,5 @@ def take_over(planned: Planned, chosen: set[int], policy: MixedPrecision) -> Sha
             owned.tensor.copy_(exact.as_strided(owned.tensor.shape, owned.tensor.stride()))
     gradients = ShardedGradients(engine.params, planned.layout)
     engine.take_over(planned.layout, local, lambda params, layout: Arena(params, layout, planned.plans), gradients)
-    local.pull_options(planned.optimizer.param_groups)
+    local.push_options(planned.optimizer.param_groups)  # the new instance's constructor may have changed some
     return gradients

@@ -21,7 +21,7 @@ from onecopy.checkpoint.ranks import Ranks
 from onecopy.checkpoint.saving import Job
 from onecopy.engine import codec, masters
 from onecopy.engine.flat import dense_copy, flat_view
-from onecopy.engine.local import NOT_OPTIONS
+from onecopy.engine.options import NOT_OPTIONS
 
 POSITIONS = "group{}[{}]"
 

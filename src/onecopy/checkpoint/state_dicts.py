@@ -15,7 +15,7 @@ from onecopy.engine import codec, masters
 from onecopy.engine.agreement import agree
 from onecopy.engine.collectives import Collectives
 from onecopy.engine.consolidate import consolidate
-from onecopy.engine.local import NOT_OPTIONS
+from onecopy.engine.options import NOT_OPTIONS
 from onecopy.engine.sharded_state import ShardedState, local_values, sharded_state_dict
 from onecopy.errors import CheckpointMismatchError
 

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from onecopy.data_parallel import ShardedDataParallel
 from onecopy.engine import masters
 from onecopy.engine.loading import keep_as_saved, load_owned
-from onecopy.engine.local import NOT_OPTIONS
+from onecopy.engine.options import NOT_OPTIONS
 from onecopy.engine.torch_private import uncompiled
 from onecopy.optimizer import ZeroRedundancyOptimizer
 

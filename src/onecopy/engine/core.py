@@ -182,10 +182,12 @@ class Engine:
         def evaluate() -> Any:
             nonlocal last_loss
             assert callable(closure)
+            self.local.pull_options(groups)
             try:
                 last_loss = closure()
             except Exception as error:
                 raise ClosureError(error) from error
+            self.local.push_options(groups)  # the closure may have changed them
             self.local.bind_gradients(self.layout, self.gradients.lent())
             return last_loss
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from onecopy.engine import codec
 from onecopy.engine.inputs import Group
-from onecopy.engine.local import NOT_OPTIONS
+from onecopy.engine.options import options_of, replace_options
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +23,12 @@ class Handover:
 
     def apply_options(self, groups: Sequence[Group]) -> None:
         """Take the options over."""
-        for group, values in zip(groups, self.options, strict=True):
-            group.update(values)
+        for group, options in zip(groups, self.options, strict=True):
+            # A tensor is written in place: the user may hold on to it, and it may be on an accelerator.
+            kept = {key: value for key, value in group.items() if _both_tensors(value, options.get(key))}
+            for key, tensor in kept.items():
+                tensor.copy_(options[key])
+            replace_options(group, {**options, **kept})
 
 
 def write_handover(groups: Sequence[Group], has_gradient: Sequence[bool], gradients_reduced: bool) -> bytes:
@@ -32,8 +36,7 @@ def write_handover(groups: Sequence[Group], has_gradient: Sequence[bool], gradie
     described = []
     for group in groups:
         tensors: list[Tensor] = []
-        options = {key: value for key, value in group.items() if key not in NOT_OPTIONS}
-        tree = codec.encode(options, tensors, "an option of a parameter group")
+        tree = codec.encode(options_of(group), tensors, "an option of a parameter group")
         described.append([tree, [[codec.describe_tensor(tensor)[0], tensor.tolist()] for tensor in tensors]])
     return codec.dumps([described, [int(has) for has in has_gradient], gradients_reduced])
 
@@ -46,3 +49,7 @@ def read_handover(text: bytes) -> Handover:
         for tree, values in described
     )
     return Handover(options, tuple(bool(has) for has in mask), reduced)
+
+
+def _both_tensors(current: object, new: object) -> bool:
+    return isinstance(current, Tensor) and isinstance(new, Tensor) and current.shape == new.shape

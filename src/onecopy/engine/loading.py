@@ -15,7 +15,8 @@ from onecopy.engine.core import Engine
 from onecopy.engine.facts import group_facts
 from onecopy.engine.flat import flat_like
 from onecopy.engine.inputs import Group
-from onecopy.engine.local import NOT_OPTIONS, LocalOptimizer, Owned
+from onecopy.engine.local import LocalOptimizer, Owned
+from onecopy.engine.options import NOT_OPTIONS
 from onecopy.layout import Layout, ParamSpec
 
 StateDict = dict[str, Any]
@@ -116,7 +117,7 @@ def _finish(
         members = {key: group[key] for key in NOT_OPTIONS if key in group}
         group.clear()
         group.update({**members, **saved, "params": members["params"]})
-    local.pull_options(groups)
+    local.pull_all_options(groups)
     local.note_loaded(has_state)
 
 

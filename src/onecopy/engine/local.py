@@ -12,17 +12,14 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from onecopy.engine.classes import REFUSES_SPARSE_GRADIENTS, SKIPS_MISSING_GRADIENTS, check_options
-from onecopy.engine.codec import map_tensors
 from onecopy.engine.flat import flat_like
 from onecopy.engine.flat_updates import FlatUpdates, Run
 from onecopy.engine.inputs import Group
 from onecopy.engine.masters import Master, MasterCopies, Masters
+from onecopy.engine.options import apply_changes, options_of, replace_options
 from onecopy.engine.storage import Company
 from onecopy.engine.torch_private import asked_by_torchs_state_dicts, bare_step
 from onecopy.layout import Layout, Shard
-
-NOT_OPTIONS = ("params", "param_names")
-"""Entries of a parameter group that each optimizer keeps for itself; all others are kept equal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +94,7 @@ class LocalOptimizer:
         self.defaults = defaults
         self.version = 0  # counts steps and loads, by which others know that the state changed
         self.has_state = False  # on some rank
+        self._pushed: list[Group] = []  # the options that the inner optimizer was last given
         self._stepped = stepped
         self._set_aside: list[tuple[Tensor, Tensor | None]] = []
         self._set_owned([self._own(shard, params, flats) for shard in layout.shards if shard.owner == group_rank])
@@ -162,7 +160,7 @@ class LocalOptimizer:
 
     def _local_group(self, group: Group, position: int, layout: Layout) -> Group:
         mine = [owned for owned in self.owned if layout.params[owned.shard.param].group == position]
-        local = {key: value for key, value in group.items() if key not in NOT_OPTIONS}
+        local = options_of(group)
         local["params"] = [owned.tensor for owned in mine]
         if "param_names" in group:
             local["param_names"] = [layout.params[owned.shard.param].name for owned in mine]
@@ -197,12 +195,24 @@ class LocalOptimizer:
         self._flat_updates.wake()
 
     def push_options(self, groups: Sequence[Group]) -> None:
-        """Copy the options of ``groups`` into the inner optimizer's groups."""
-        _copy_options(groups, self.inner.param_groups)
+        """Give the inner optimizer's groups the options of ``groups``, and no others."""
+        self._pushed = [options_of(group) for group in groups]
+        for options, inner in zip(self._pushed, self.inner.param_groups, strict=True):
+            replace_options(inner, options)
 
     def pull_options(self, groups: Sequence[Group]) -> None:
-        """Copy the inner optimizer's options into ``groups``."""
-        _copy_options(self.inner.param_groups, groups)
+        """Bring into ``groups`` the options that the inner optimizer has written since they were pushed, and no others.
+
+        An option that the user has set in ``groups`` since then stays. A group that was not pushed gets all options.
+        """
+        pushed = self._pushed + [{}] * (len(groups) - len(self._pushed))
+        for group, before, inner in zip(groups, pushed, self.inner.param_groups, strict=True):
+            apply_changes(group, before, options_of(inner))
+
+    def pull_all_options(self, groups: Sequence[Group]) -> None:
+        """Give ``groups`` the options of the inner optimizer's groups, and no others."""
+        for group, inner in zip(groups, self.inner.param_groups, strict=True):
+            replace_options(group, options_of(inner))
 
     def bind_gradients(self, layout: Layout, lent: Mapping[int, Tensor] | None = None) -> None:
         """Give the stepped tensors their gradients: the parameters' own, or flat ranges lent for this step only."""
@@ -351,30 +361,3 @@ class OwnedState(MutableMapping[Any, Any]):
 def _converted(gradient: Tensor, tensor: Tensor) -> Tensor:
     """A gradient of the type that the stepped tensor has (a master weight is finer than its parameter)."""
     return gradient.to(tensor.device, tensor.dtype)
-
-
-def _copy_options(source: Sequence[Group], destination: Sequence[Group]) -> None:
-    for given, taken in zip(source, destination, strict=True):
-        for key, value in given.items():
-            if key not in NOT_OPTIONS:
-                taken[key] = value
-
-
-def snapshot_options(groups: Sequence[Group]) -> list[Group]:
-    """A copy of the options of all groups."""
-    return [
-        {key: map_tensors(value, torch.clone) for key, value in group.items() if key not in NOT_OPTIONS}
-        for group in groups
-    ]
-
-
-def restore_options(groups: Sequence[Group], snapshot: Sequence[Group]) -> None:
-    """Put options back, so that what a class counts in its groups advances once in a step of several parts."""
-    for group, values in zip(groups, snapshot, strict=True):
-        for key, value in values.items():
-            current = group.get(key)
-            if isinstance(value, Tensor) and isinstance(current, Tensor):
-                # In place: a scheduler may hold on to a tensor learning rate.
-                current.copy_(value)
-            else:
-                group[key] = value

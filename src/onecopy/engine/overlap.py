@@ -32,8 +32,8 @@ from onecopy.engine.core import Engine
 from onecopy.engine.facts import group_facts, options_text
 from onecopy.engine.handover import read_handover, write_handover
 from onecopy.engine.inputs import Group
-from onecopy.engine.local import restore_options, snapshot_options
 from onecopy.engine.marks import marked
+from onecopy.engine.options import OptionsSnapshot
 from onecopy.engine.sharing import Sharing, Slots
 from onecopy.engine.stream import DIRECT_BYTES, InFlight
 from onecopy.engine.torch_private import after_backward, in_backward, version_of
@@ -57,7 +57,7 @@ class Schedule:
 class _Iteration:
     """What one backward pass has done so far."""
 
-    options: list[Group]
+    options: OptionsSnapshot
     jobs: list[Job] = field(default_factory=list)
     flying: InFlight = field(default_factory=InFlight)
     failure: Exception | None = None  # of this rank's own update: told to all ranks at the end
@@ -127,8 +127,8 @@ class Overlap:
         self._check_gradients_unchanged()
         if [options_text(group) for group in groups] != self._options_after:
             raise RuntimeError(
-                "options in param_groups were changed between backward() and step(), but the update has already "
-                "happened inside backward(); change them before backward(), as schedulers do after step()"
+                "options in param_groups were changed in backward() or between backward() and step(), but the update "
+                "has already happened inside backward(); change them before backward(), as schedulers do after step()"
             )
         engine = self._engine
         rest = [index for index in range(len(engine.params)) if index not in self._covered]
@@ -138,7 +138,7 @@ class Overlap:
         has_gradient = [index not in self._covered and has for index, has in enumerate(engine.gradients.has_gradient())]
         try:
             assert self._iteration is not None
-            restore_options(engine.local.inner.param_groups, self._iteration.options)
+            self._iteration.options.restore(engine.local.inner.param_groups)
             engine.update_some(has_gradient)
         except Exception as error:
             failure = error
@@ -172,7 +172,7 @@ class Overlap:
             self._maps = self._make_maps()
             self._sharing.clear()
         self._covered = set()
-        self._iteration = _Iteration(snapshot_options(engine.local.inner.param_groups), failure=failure)
+        self._iteration = _Iteration(OptionsSnapshot.of(engine.local.inner.param_groups), failure=failure)
 
     def _make_maps(self) -> BucketMaps:
         engine = self._engine
@@ -244,7 +244,7 @@ class Overlap:
         if received and not active:
             read_handover(received).apply_options(groups)
             self._engine.local.push_options(groups)
-            iteration.options = snapshot_options(self._engine.local.inner.param_groups)
+            iteration.options = OptionsSnapshot.of(self._engine.local.inner.param_groups)
 
     def _agree_on_gradients(
         self, params: Sequence[int], has_gradient: Sequence[bool], schedule: Schedule
@@ -268,7 +268,7 @@ class Overlap:
         }
         # Values that a class keeps in its groups (step counters) advance once an iteration, on every rank.
         if ranges or last:
-            restore_options(local.inner.param_groups, iteration.options)
+            iteration.options.restore(local.inner.param_groups)
             local.step_on(ranges)
 
     @marked("onecopy.overlap.send")
@@ -289,8 +289,10 @@ class Overlap:
     def _complete(self, iteration: _Iteration) -> None:
         iteration.flying.drain()
         agree(self._collectives, "the update inside backward()", group_facts(self._groups()), iteration.failure)
-        self._engine.local.pull_options(self._groups())
-        self._options_after = [options_text(group) for group in self._groups()]
+        local = self._engine.local
+        local.pull_options(self._groups())
+        # Not those of the groups themselves: someone may have changed an option while backward() was running.
+        self._options_after = [options_text(group) for group in local.inner.param_groups]
         self.updated = True
 
     def _raise_error(self) -> None:

@@ -21,8 +21,9 @@ from onecopy.engine.arena import Arena
 from onecopy.engine.collectives import Collectives, Work
 from onecopy.engine.core import Engine
 from onecopy.engine.inputs import Group
-from onecopy.engine.local import Owned, restore_options, snapshot_options
+from onecopy.engine.local import Owned
 from onecopy.engine.marks import mark
+from onecopy.engine.options import OptionsSnapshot
 from onecopy.engine.sharing import Sharing
 from onecopy.engine.stream import InFlight
 from onecopy.engine.words import LateWord, word_on
@@ -87,12 +88,12 @@ class Pipeline:
             failure = error
         has_gradient = gradients.has_gradient()
         engine.confirm(groups, has_gradient, failure)
-        options = snapshot_options(local.inner.param_groups)
+        options = OptionsSnapshot.of(local.inner.param_groups)
         for number, segment in enumerate(self._segments):
             try:
                 if failure is None:
                     with mark("onecopy.update"):
-                        restore_options(local.inner.param_groups, options)
+                        options.restore(local.inner.param_groups)
                         local.step_part(segment.owned, ranges, kwargs)
             except Exception as error:
                 failure = error

@@ -21,7 +21,8 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from onecopy.engine import codec, masters
 from onecopy.engine.flat import flat_view
 from onecopy.engine.inputs import Group
-from onecopy.engine.local import NOT_OPTIONS, LocalOptimizer, Owned
+from onecopy.engine.local import LocalOptimizer, Owned
+from onecopy.engine.options import options_of
 from onecopy.engine.torch_private import ALIASING, NEW_EMPTY, bare_step, no_torch_function, tensor_without_memory
 from onecopy.layout import Layout, ParamSpec
 
@@ -151,7 +152,7 @@ def sharded_state_dict(
     for owned in local.owned:
         values = dict(local.inner.state.get(owned.tensor, {}))
         if not values and to_load and owned.param.requires_grad:
-            values = _first_state(local, owned, layout)
+            values = _first_state(local, owned, groups[layout.params[owned.shard.param].group])
         if owned.home is not None:
             values[masters.KEY] = owned.tensor.detach()
         if values:
@@ -159,8 +160,7 @@ def sharded_state_dict(
             state[names[spec.index]] = codec.map_tensors(values, functools.partial(_shown, owned, spec))
     start, shown = 0, []
     for group in groups:
-        options = {key: value for key, value in group.items() if key not in NOT_OPTIONS}
-        shown.append({**options, "params": list(names[start : start + len(group["params"])])})
+        shown.append({**options_of(group), "params": list(names[start : start + len(group["params"])])})
         start += len(group["params"])
     return {"state": state, "param_groups": shown}
 
@@ -172,11 +172,10 @@ def _shown(owned: Owned, spec: ParamSpec, tensor: Tensor) -> Tensor:
     return ShardedState(flat_view(tensor.detach()), owned.shard.start, like)
 
 
-def _first_state(local: LocalOptimizer, owned: Owned, layout: Layout) -> dict[Any, Any]:
+def _first_state(local: LocalOptimizer, owned: Owned, shown: Group) -> dict[Any, Any]:
     """The state that the class makes for such a tensor, from a step of another instance of it on zeros."""
     scratch = torch.zeros_like(owned.tensor).requires_grad_()
-    options = local.inner.param_groups[layout.params[owned.shard.param].group]
-    group = {key: codec.map_tensors(value, torch.clone) for key, value in options.items() if key not in NOT_OPTIONS}
+    group = codec.map_tensors(options_of(shown), torch.clone)
     inner = local.optimizer_class([{**group, "params": [scratch]}], **local.defaults)
     scratch.grad = torch.zeros_like(scratch)
     bare_step(inner)()

@@ -11,10 +11,9 @@ from torch import Tensor
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.optim import Optimizer
 
-from onecopy.engine import masters
+from onecopy.engine import codec, masters
 from onecopy.engine.agreement import Fact, agree
 from onecopy.engine.classes import check_class, is_elementwise
-from onecopy.engine.codec import copy_tree
 from onecopy.engine.collectives import Collectives
 from onecopy.engine.consolidate import Consolidated, consolidated
 from onecopy.engine.core import Driver, Engine, reshare, sequential_step
@@ -26,6 +25,7 @@ from onecopy.engine.local import LocalOptimizer, OwnedState, alias, parameter_or
 from onecopy.engine.logs import log_share
 from onecopy.engine.norms import clip, total_norm
 from onecopy.engine.overlap import Overlap, check_step_arguments
+from onecopy.engine.state import OptimizerOverOwned
 from onecopy.engine.storage import Buckets, InPlace
 from onecopy.engine.torch_private import (
     in_join_context,
@@ -39,7 +39,7 @@ from onecopy.layout import Layout, ShardBy, extend
 logger = logging.getLogger(__name__)
 
 
-class ZeroRedundancyOptimizer(Optimizer, Joinable):
+class ZeroRedundancyOptimizer(OptimizerOverOwned, Joinable):
     r"""Wraps an optimizer class and keeps one copy of its state across all data-parallel ranks.
 
     Each rank's :attr:`optim`, an ordinary instance of ``optimizer_class``, updates about ``1 / world_size`` of the
@@ -156,7 +156,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._consolidated: Consolidated | None = None
         self._all_params: list[Tensor] = self.engine.params
         self.defaults = local.inner.defaults
-        self.state: Any = OwnedState(lambda: engine.local)
+        self._shown_state = OwnedState(lambda: engine.local)
         self.process_group: Any = collectives.process_group
         self.world_size: int = collectives.world_size
         self.rank: int = collectives.group_rank
@@ -319,11 +319,11 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 f"rank {self.rank} does not hold the whole optimizer state, or no longer the current one: call "
                 f"consolidate_state_dict(to={self.rank}) on all ranks first, and state_dict() on that rank"
             )
-        live, self.state = self.state, copy_tree(held.by_param)
+        live, self._shown_state = self._shown_state, codec.copy_tree(held.by_param)
         try:
-            return super().state_dict() | ({masters.ENTRY: copy_tree(held.masters)} if held.masters else {})
+            return super().state_dict() | ({masters.ENTRY: codec.copy_tree(held.masters)} if held.masters else {})
         finally:
-            self.state = live
+            self._shown_state = live
 
     def sharded_state_dict(self, to_load: bool = False) -> dict[str, Any]:
         """What this rank owns of the state, by name, for torch.distributed.checkpoint to save, load and reshard.

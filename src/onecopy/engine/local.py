@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -92,7 +93,7 @@ class LocalOptimizer:
         self.wanted_masters = masters or Masters()
         self.uses_masters = any(self.wanted_masters.wanted_for(param) for param in params)  # on some rank
         self.defaults = defaults
-        self.version = 0  # counts steps and loads, by which others know that the state changed
+        self.version = 0  # counts steps, loads and edits, by which others know that the state changed
         self.has_state = False  # on some rank
         self._pushed: list[Group] = []  # the options that the inner optimizer was last given
         self._stepped = stepped
@@ -193,6 +194,21 @@ class LocalOptimizer:
         self.version += 1
         self.has_state = has_state
         self._flat_updates.wake()
+
+    def note_edited(self) -> None:
+        """Note that someone has set or deleted a part of this rank's state."""
+        self.version += 1
+        self.has_state = True
+
+    def replace_state(self, states: Mapping[Any, Any]) -> None:
+        """Make this the state of what the rank owns: a mapping from parameters. Those of other ranks are left out."""
+        if not isinstance(states, Mapping):
+            raise TypeError(f"state must be a mapping from parameters to their state, got {type(states).__qualname__}")
+        entries = dict(states.items())
+        owned = {self.tensor_of[key]: value for key, value in entries.items() if key in self.tensor_of}
+        self.inner.state = defaultdict(dict, owned)
+        if entries or self.has_state:
+            self.note_loaded(has_state=True)  # on some rank: that a mapping is empty here says nothing of the others
 
     def push_options(self, groups: Sequence[Group]) -> None:
         """Give the inner optimizer's groups the options of ``groups``, and no others."""
@@ -312,9 +328,11 @@ class OwnedState(MutableMapping[Any, Any]):
                 f"rank {self._local.group_rank} owns nothing of this parameter; its state is on another rank"
             )
         self._local.inner.state[self._local.tensor_of[param]] = value
+        self._local.note_edited()
 
     def __delitem__(self, param: Any) -> None:
         del self._local.inner.state[self._local.tensor_of[param]]
+        self._local.note_edited()
 
     def get(self, param: Any, default: Any = None) -> Any:
         """This rank's state of a parameter, or ``default`` if it has none."""
@@ -326,7 +344,9 @@ class OwnedState(MutableMapping[Any, Any]):
             if default:
                 return default[0]
             raise KeyError(f"rank {self._local.group_rank} has no state of this parameter")
-        return self._local.inner.state.pop(self._local.tensor_of[param])
+        value = self[param]
+        del self[param]
+        return value
 
     def setdefault(self, param: Any, default: Any = None) -> Any:
         """The state of a parameter, which is made ``default`` if there is none."""

@@ -1,0 +1,175 @@
+"""``optimizer.state`` is the user's to edit, as a plain optimizer's is."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adam, Optimizer
+
+from harness import distributed
+from models import assert_equal, assert_same_tree, small_loss, small_model
+from onecopy import ShardedDataParallel, ZeroRedundancyOptimizer
+
+MODES: dict[str, dict[str, Any]] = {
+    "whole parameters": {},
+    "cut parameters": {"shard_by": "element"},
+    "buckets": {"parameters_as_bucket_view": True},
+    "aliases": {"overlap_with_ddp": True},
+}
+
+
+def params_of() -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    return [nn.Parameter(torch.randn(shape, generator=generator)) for shape in ((40, 70), (30, 30), (64,), (9,))]
+
+
+def tensors_of(optimizer: Optimizer) -> list[Tensor]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+class Both:
+    """Ours and a plain optimizer of the same class, to which everything is done alike."""
+
+    def __init__(self, optimizer_class: Any = Adam, **ours: Any) -> None:
+        options: dict[str, Any] = {"lr": 0.1} if optimizer_class is Adam else {"lr": 0.1, "momentum": 0.9}
+        self.ours = ZeroRedundancyOptimizer(params_of(), optimizer_class, **options, **ours)
+        self.plain: Optimizer = optimizer_class(params_of(), **options)
+        self.steps = 0
+
+    @property
+    def optimizers(self) -> tuple[Any, Any]:
+        return self.ours, self.plain
+
+    def step(self) -> None:
+        self.steps += 1
+        for optimizer in self.optimizers:
+            for position, param in enumerate(tensors_of(optimizer)):
+                generator = torch.Generator().manual_seed(10 * self.steps + position)
+                param.grad = torch.randn(param.shape, generator=generator)
+            optimizer.step()
+
+    def check(self) -> None:
+        assert_equal(tensors_of(self.ours), tensors_of(self.plain), "after training")
+        self.ours.consolidate_state_dict()
+        if self.ours.rank == 0:
+            assert_same_tree(self.ours.state_dict(), self.plain.state_dict(), "state dict")
+
+
+def start_afresh(optimizer: Any) -> None:
+    optimizer.state = defaultdict(dict)
+
+
+def start_afresh_from_attributes(optimizer: Any) -> None:
+    optimizer.__setstate__({"state": defaultdict(dict), "param_groups": optimizer.param_groups})
+
+
+def clear(optimizer: Any) -> None:
+    optimizer.state.clear()
+
+
+def double(optimizer: Any) -> None:
+    optimizer.state = {
+        param: {key: value * 2 for key, value in state.items()} for param, state in optimizer.state.items()
+    }
+
+
+def keep_one(optimizer: Any) -> None:
+    third = tensors_of(optimizer)[2]
+    kept = {param: state for param, state in optimizer.state.items() if param is third}
+    optimizer.state = defaultdict(dict, kept)
+
+
+@distributed(2, 3)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("optimizer_class", [SGD, Adam])
+@pytest.mark.parametrize("edit", [start_afresh, start_afresh_from_attributes, clear, double, keep_one])
+def test_state_that_is_assigned_takes_effect(
+    world_size: int, edit: Callable[[Any], None], optimizer_class: Any, mode: str
+) -> None:
+    both = Both(optimizer_class, **MODES[mode])
+    both.step()
+    both.step()
+    for optimizer in both.optimizers:
+        edit(optimizer)
+    both.step()
+    both.step()
+    both.check()
+
+
+@distributed(2, 3)
+def test_state_of_parameters_that_other_ranks_own_is_left_out(world_size: int) -> None:
+    both = Both(SGD, elementwise=False)
+    both.step()
+    plain_state = {
+        mine: both.plain.state[theirs]
+        for mine, theirs in zip(tensors_of(both.ours), tensors_of(both.plain), strict=True)
+    }
+    both.ours.state = {param: {"momentum_buffer": state["momentum_buffer"] * 3} for param, state in plain_state.items()}
+    for state in both.plain.state.values():
+        state["momentum_buffer"] = state["momentum_buffer"] * 3
+    own = {shard.param for shard in both.ours.layout.owned_by(both.ours.rank)}
+    assert [id(param) for param in both.ours.state] == [id(tensors_of(both.ours)[index]) for index in sorted(own)]
+    both.step()
+    both.check()
+
+
+def assign_nothing(optimizer: ZeroRedundancyOptimizer) -> None:
+    optimizer.state = {}
+
+
+def assign_an_entry(optimizer: ZeroRedundancyOptimizer) -> None:
+    param = next(iter(optimizer.state))
+    optimizer.state[param] = optimizer.state[param]
+
+
+def delete_an_entry(optimizer: ZeroRedundancyOptimizer) -> None:
+    del optimizer.state[next(iter(optimizer.state))]
+
+
+def pop_an_entry(optimizer: ZeroRedundancyOptimizer) -> None:
+    assert "exp_avg" in optimizer.state.pop(next(iter(optimizer.state)))
+
+
+@distributed(2, 3)
+@pytest.mark.parametrize("edit", [assign_nothing, assign_an_entry, delete_an_entry, pop_an_entry])
+def test_a_consolidation_from_before_an_edit_is_stale(
+    world_size: int, edit: Callable[[ZeroRedundancyOptimizer], None]
+) -> None:
+    both = Both()
+    both.step()
+    for to in range(world_size):
+        both.ours.consolidate_state_dict(to)
+    edit(both.ours)
+    with pytest.raises(RuntimeError, match="no longer the current one"):
+        both.ours.state_dict()
+    both.ours.consolidate_state_dict()
+    if both.ours.rank == 0:
+        state = both.ours.state_dict()["state"]
+        assert not state if edit is assign_nothing else len(state) <= 4
+
+
+@distributed(2)
+def test_assigning_no_state_before_the_first_step_changes_nothing(world_size: int) -> None:
+    model = small_model()
+    zero = ZeroRedundancyOptimizer(model.parameters(), Adam, lr=0.1)
+    zero.state = defaultdict(dict)
+    assert zero.state_dict()["state"] == {}
+    sharded = ShardedDataParallel(model, zero)
+    small_loss(sharded, 0).backward()
+    zero.step()
+    assert len(zero.state) > 0
+
+
+@distributed(2)
+def test_something_else_than_a_mapping_is_refused(world_size: int) -> None:
+    both = Both()
+    both.step()
+    with pytest.raises(TypeError, match="state must be a mapping from parameters to their state, got list"):
+        both.ours.state = []  # type: ignore[assignment]
+    both.step()
+    both.check()

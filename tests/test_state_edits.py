@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.optim import SGD, Adam, Optimizer
 
 from harness import distributed
 from models import assert_equal, assert_same_tree, small_loss, small_model
-from onecopy import ShardedDataParallel, ZeroRedundancyOptimizer
+from onecopy import PeerFailedError, RanksDisagreeError, ShardedDataParallel, ZeroRedundancyOptimizer, checkpoint
 
 MODES: dict[str, dict[str, Any]] = {
     "whole parameters": {},
@@ -173,3 +175,110 @@ def test_something_else_than_a_mapping_is_refused(world_size: int) -> None:
         both.ours.state = []  # type: ignore[assignment]
     both.step()
     both.check()
+
+
+@distributed(2, 3)
+@pytest.mark.parametrize("mode", MODES)
+def test_state_under_a_key_that_is_no_parameter_is_kept(world_size: int, mode: str) -> None:
+    both = Both(**MODES[mode])
+    for optimizer in both.optimizers:
+        optimizer.state["note"] = {"count": 1, "values": torch.arange(3.0)}
+        optimizer.state["rounds"] = 7
+        assert optimizer.state["rounds"] == 7
+        assert "note" in optimizer.state
+        assert [key for key in optimizer.state if not isinstance(key, Tensor)] == ["note", "rounds"]
+        assert optimizer.state.get("nothing", 3) == 3
+        assert optimizer.state["nothing"] == {}
+        del optimizer.state["nothing"]
+    both.step()
+    both.check()
+    for optimizer in both.optimizers:
+        del optimizer.state["note"]
+        with pytest.raises(KeyError):
+            del optimizer.state["note"]
+        assert optimizer.state.pop("rounds") == 7
+        with pytest.raises(KeyError):
+            optimizer.state.pop("rounds")
+        assert all(isinstance(key, Tensor) for key in optimizer.state)
+    both.step()
+    both.check()
+
+
+@distributed(2, 3)
+def test_loading_keeps_state_under_a_key_that_is_no_parameter(world_size: int) -> None:
+    saved = Both()
+    for optimizer in saved.optimizers:
+        optimizer.state["note"] = {"values": torch.arange(3.0), "text": "yes"}
+    saved.step()
+    saved.check()
+    state_dict = saved.plain.state_dict()
+    both = Both()
+    for optimizer in both.optimizers:
+        optimizer.load_state_dict(state_dict)
+    assert both.ours.state["note"]["text"] == "yes"
+    both.ours.state["note"]["values"].zero_()
+    assert state_dict["state"]["note"]["values"].sum() == 3  # the caller's dict is left as it is
+    both.plain.state["note"] = {"values": torch.zeros(3), "text": "yes"}  # type: ignore[index]
+    both.step()
+    both.check()
+
+
+@distributed(2, 3)
+def test_a_key_that_is_no_parameter_is_compared_when_loading(world_size: int) -> None:
+    both = Both()
+    both.step()
+    state_dict = both.plain.state_dict()
+    state_dict["state"]["rounds"] = dist.get_rank()
+    with pytest.raises(RanksDisagreeError, match="state under 'rounds': 1"):
+        both.ours.load_state_dict(state_dict)
+    both.step()
+    both.check()
+
+
+@distributed(2, 3)
+@pytest.mark.parametrize("in_a_tensor", [False, True])
+def test_state_under_a_key_that_is_no_parameter_must_be_equal_on_all_ranks(world_size: int, in_a_tensor: bool) -> None:
+    both = Both()
+    both.step()
+    both.ours.state["rounds"] = {"sum": torch.tensor([1.0, dist.get_rank()])} if in_a_tensor else dist.get_rank()
+    with pytest.raises(RanksDisagreeError, match="state under 'rounds'"):
+        both.ours.consolidate_state_dict()
+    if dist.get_rank() > 0:
+        del both.ours.state["rounds"]
+    with pytest.raises(RanksDisagreeError, match=r"rank 0: state under 'rounds'.*nothing more"):
+        both.ours.consolidate_state_dict()
+    if dist.get_rank() == 0:
+        both.ours.state["rounds"] = object()
+    with pytest.raises((TypeError, PeerFailedError), match=r"state under 'rounds'.*cannot be gathered"):
+        both.ours.consolidate_state_dict()
+    both.ours.state.pop("rounds", None)
+    both.step()
+    both.check()
+
+
+class Averaging(Adam):
+    """Keeps something over all of its parameters, which differs between ranks."""
+
+    def step(self, closure: Any = None) -> Any:
+        self.state["elements"] = sum(param.numel() for param in tensors_of(self))  # type: ignore[index]
+        return super().step(closure)
+
+
+@distributed(2, 3)
+def test_a_class_that_keeps_what_differs_between_ranks_is_refused_by_name(world_size: int) -> None:
+    zero = ZeroRedundancyOptimizer(params_of(), Averaging, lr=0.1)
+    for param in tensors_of(zero):
+        param.grad = torch.ones_like(param)
+    zero.step()
+    with pytest.raises(RanksDisagreeError, match="state under 'elements'"):
+        zero.consolidate_state_dict()
+
+
+@distributed(2)
+@pytest.mark.parametrize("full", [False, True])
+def test_functions_that_name_parameters_refuse_state_under_other_keys(world_size: int, full: bool) -> None:
+    model = small_model()
+    zero = ZeroRedundancyOptimizer(model.parameters(), Adam, lr=0.1)
+    zero.state["rounds"] = 7
+    with pytest.raises(TypeError, match="keeps state under 'rounds', which is not a parameter"):
+        checkpoint.get_optimizer_state_dict(model, zero, options=StateDictOptions(full_state_dict=full))

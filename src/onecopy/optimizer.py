@@ -82,7 +82,6 @@ class ZeroRedundancyOptimizer(OptimizerOverOwned, Joinable):
         overlap: what steps inside the backward pass, once a hook has been made for this optimizer.
         driver: what ``step()`` calls outside a join context.
         wrapped: what waits for transfers under way, once ShardedDataParallel has taken this optimizer over.
-        initialized: True once constructed.
     """
 
     def __init__(
@@ -301,6 +300,7 @@ class ZeroRedundancyOptimizer(OptimizerOverOwned, Joinable):
         Raises:
             ValueError: if there is no such rank.
             TypeError: if the state holds something other than plain data and tensors.
+            RanksDisagreeError: if ranks differ in options, or in state under keys that are not parameters.
         """
         self._consolidated = None
         self._consolidated = consolidated(self.engine, self.param_groups, to)

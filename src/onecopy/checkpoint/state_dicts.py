@@ -103,6 +103,7 @@ def _sharded(subject: Subject, on_cpu: bool) -> StateDict:
     zero = subject.zero
     assert zero is not None
     zero.wait()
+    subject.check_state_keys()
     found = sharded_state_dict(zero.engine.local, zero.layout, zero.param_groups, subject.names, to_load=True)
 
     def moved(tensor: Tensor) -> Tensor:
@@ -119,6 +120,12 @@ def _full(subject: Subject, only_first: bool) -> StateDict:
     assert zero is not None
     zero.wait()
     engine = zero.engine
+    failure: Exception | None = None
+    try:
+        subject.check_state_keys()
+    except Exception as error:
+        failure = error
+    agree(engine.collectives, "get_optimizer_state_dict()", [], failure)
     mine = None
     for rank in range(1 if only_first else zero.world_size):
         state = consolidate(engine.collectives, zero.layout, engine.local, zero.param_groups, rank)

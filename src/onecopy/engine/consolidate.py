@@ -1,7 +1,7 @@
 """Gathering every rank's state on one rank, tensor by tensor, into the plain optimizer's form.
 
 1. Each rank describes its state as tagged JSON with the tensors taken out (``_describe``); this may fail.
-2. All ranks agree that nobody failed and that the groups' options are equal.
+2. All ranks agree that nobody failed, and that options and state under keys that are not parameters are equal.
 3. The descriptions go to the receiver, which allocates the full tensors on the CPU; this may fail.
 4. All ranks agree that the receiver has room for everything.
 5. Each rank in turn streams its tensors; the receiver takes them in where they belong, in bounded pieces.
@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -35,9 +36,12 @@ State = dict[Any, Any]
 
 @dataclass(frozen=True, slots=True)
 class Consolidated:
-    """The whole state by parameter, master weights by index, and the version of the state they were gathered from."""
+    """The whole state by parameter, master weights by index, and the version of the state they were gathered from.
 
-    by_param: dict[Tensor, Any]
+    State under keys that are not parameters is among it, under the same keys.
+    """
+
+    by_param: dict[Any, Any]
     masters: dict[int, Tensor]
     version: int
 
@@ -57,7 +61,9 @@ def consolidated(engine: Engine, groups: Sequence[Group], to: int) -> Consolidat
     if state is None:
         return None
     state, copies = masters.split_masters(state)
-    return Consolidated({engine.params[index]: value for index, value in state.items()}, copies, engine.local.version)
+    by_param: dict[Any, Any] = {engine.params[index]: value for index, value in state.items()}
+    by_param |= codec.map_tensors(engine.local.other_state(), lambda tensor: tensor.detach().to("cpu", copy=True))
+    return Consolidated(by_param, copies, engine.local.version)
 
 
 def consolidate(
@@ -67,15 +73,17 @@ def consolidate(
     what, here = "consolidate_state_dict()", collectives.group_rank
     tensors: list[Tensor] = []
     header = b""
+    facts = [*group_facts(groups), Fact("target rank", str(to))]
     failure: Exception | None = None
     try:
         if not isinstance(to, int) or not 0 <= to < layout.world_size:
             raise ValueError(f"to must be a group rank from 0 to {layout.world_size - 1}, got {to!r}")
         entries, tensors = _describe(layout, local)
         header = codec.dumps([[entry.param, entry.tree, entry.tensors] for entry in entries])
+        facts += _other_facts(local)
     except Exception as error:
         failure = error
-    agree(collectives, what, [*group_facts(groups), Fact("target rank", str(to))], failure)
+    agree(collectives, what, facts, failure)
     headers = _gather_headers(collectives, header, to)
     assembly = _Assembly(layout)
     places: list[list[Tensor]] = []
@@ -126,7 +134,7 @@ def _gather_headers(collectives: Collectives, header: bytes, to: int) -> list[by
 def _describe(layout: Layout, local: LocalOptimizer) -> tuple[list[_Entry], list[Tensor]]:
     known = {id(owned.tensor) for owned in local.owned}
     for key in local.inner.state:
-        if id(key) not in known:
+        if isinstance(key, Tensor) and id(key) not in known:
             raise TypeError(
                 f"rank {local.group_rank}: {type(local.inner).__qualname__} keeps state under {key!r:.80}, which is "
                 "not a parameter, so it cannot be consolidated"
@@ -151,6 +159,20 @@ def _describe(layout: Layout, local: LocalOptimizer) -> tuple[list[_Entry], list
         entries.append(_Entry(spec.index, tree, kinds))
         everything += tensors
     return entries, everything
+
+
+def _other_facts(local: LocalOptimizer) -> list[Fact]:
+    """State under keys that are not parameters: no rank owns it, so it must be the same on all."""
+    facts = []
+    for key, value in sorted(local.other_state().items(), key=lambda item: repr(item[0])):
+        where = f"state under {key!r:.80}"
+        tensors: list[Tensor] = []
+        tree = codec.encode([key, value], tensors, f"rank {local.group_rank}: {where}")
+        contents = [dense_copy(tensor).cpu() for tensor in tensors]
+        digests = [hashlib.blake2b(to_bytes(as_bytes(flat_view(each))), digest_size=8).hexdigest() for each in contents]
+        described = list(zip(map(codec.describe_tensor, contents), digests, strict=True))
+        facts.append(Fact(where, codec.dumps([tree[1][1], described]).decode()))
+    return facts
 
 
 def _is_per_element(tensor: Tensor, owned: Owned) -> bool:

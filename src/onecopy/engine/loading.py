@@ -35,13 +35,14 @@ def load(engine: Engine, groups: Sequence[Group], read: Callable[[], StateDict],
     has_state = False
     try:
         state_dict = read()
-        states = _state_by_index(state_dict, groups)
+        states, others = _state_by_index(state_dict, groups)
         for index, master in state_dict.get(masters.ENTRY, {}).items():
             states.setdefault(index, {})[masters.KEY] = master
         _check_shapes(states, engine.layout, elementwise)
-        facts = _load_facts(state_dict, states, engine.layout)
+        facts = _load_facts(state_dict, states, others, engine.layout)
         mine, saved_masters = _local_state_dict(state_dict, states, engine.layout, local)
-        has_state = bool(states)
+        mine["state"] |= codec.map_tensors(others, lambda tensor: tensor.detach().clone())
+        has_state = bool(states or others)
     except Exception as error:
         failure = error
     agree(engine.collectives, "load_state_dict()", facts, failure)
@@ -131,8 +132,10 @@ def shallow_copy(state_dict: object) -> StateDict:
     return dict(state_dict)
 
 
-def _state_by_index(state_dict: StateDict, groups: Sequence[Group]) -> dict[int, dict[Any, Any]]:
+def _state_by_index(state_dict: StateDict, groups: Sequence[Group]) -> tuple[dict[int, dict[Any, Any]], dict[Any, Any]]:
     """The saved state by parameter position, after checking that groups and parameters fit.
+
+    State under keys that are not numbers, which torch's optimizers keep as it is, comes beside it.
 
     Raises:
         ValueError: as torch's optimizers raise, with the group named.
@@ -148,10 +151,12 @@ def _state_by_index(state_dict: StateDict, groups: Sequence[Group]) -> dict[int,
             )
     ids = list(chain.from_iterable(saved["params"] for saved in saved_groups))
     index_of = {saved_id: index for index, saved_id in enumerate(ids)}
-    unknown = [key for key in state_dict["state"] if key not in index_of]
+    others = {key: value for key, value in state_dict["state"].items() if key not in index_of}
+    unknown = [key for key in others if isinstance(key, (int, Tensor))]
     if unknown:
         raise ValueError(f"the state dict has state for {unknown[:5]}, which are in none of its parameter groups")
-    return {index_of[key]: dict(value) for key, value in state_dict["state"].items() if value is not None}
+    found = {key: value for key, value in state_dict["state"].items() if key in index_of and value is not None}
+    return {index_of[key]: dict(value) for key, value in found.items()}, others
 
 
 def _check_shapes(states: Mapping[int, Mapping[Any, Any]], layout: Layout, elementwise: bool) -> None:
@@ -166,7 +171,9 @@ def _check_shapes(states: Mapping[int, Mapping[Any, Any]], layout: Layout, eleme
                 )
 
 
-def _load_facts(state_dict: StateDict, states: Mapping[int, Mapping[Any, Any]], layout: Layout) -> list[Fact]:
+def _load_facts(
+    state_dict: StateDict, states: Mapping[int, Mapping[Any, Any]], others: Mapping[Any, Any], layout: Layout
+) -> list[Fact]:
     """What must be the same in every rank's state dict: options, names, shapes and scalars."""
     return [
         *group_facts(state_dict["param_groups"]),
@@ -175,6 +182,7 @@ def _load_facts(state_dict: StateDict, states: Mapping[int, Mapping[Any, Any]], 
             for index, state in sorted(states.items())
             for key, value in state.items()
         ),
+        *(Fact(f"state under {key!r:.80}", _value_text(value)) for key, value in others.items()),
     ]
 
 
@@ -220,7 +228,7 @@ def _load_inner(local: LocalOptimizer, state_dict: StateDict) -> None:
     tensors = list(chain.from_iterable(group["params"] for group in inner.param_groups))
     for position, saved in state_dict["state"].items():
         # torch's load_state_dict turns a string into a generator's name.
-        for key, value in saved.items():
+        for key, value in saved.items() if isinstance(position, int) else ():
             if _holds_text(value) and key in inner.state[tensors[position]]:
                 inner.state[tensors[position]][key] = value
 

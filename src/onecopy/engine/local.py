@@ -195,18 +195,30 @@ class LocalOptimizer:
         self.has_state = has_state
         self._flat_updates.wake()
 
+    def state_key(self, key: Any) -> Any:
+        """What the inner optimizer's state has for a key of ours; None for a tensor of which the rank owns nothing.
+
+        A key that is not a tensor, which a plain optimizer keeps too, stays as it is.
+        """
+        return self.tensor_of.get(key) if isinstance(key, Tensor) else key
+
+    def other_state(self) -> dict[Any, Any]:
+        """State under keys that are not tensors."""
+        return {key: self.inner.state[key] for key in self.inner.state if not isinstance(key, Tensor)}
+
     def note_edited(self) -> None:
         """Note that someone has set or deleted a part of this rank's state."""
         self.version += 1
         self.has_state = True
 
     def replace_state(self, states: Mapping[Any, Any]) -> None:
-        """Make this the state of what the rank owns: a mapping from parameters. Those of other ranks are left out."""
+        """Make this the state: by parameter, and by keys that are none. Parameters of other ranks are left out."""
         if not isinstance(states, Mapping):
             raise TypeError(f"state must be a mapping from parameters to their state, got {type(states).__qualname__}")
         entries = dict(states.items())
-        owned = {self.tensor_of[key]: value for key, value in entries.items() if key in self.tensor_of}
-        self.inner.state = defaultdict(dict, owned)
+        kept = {self.state_key(key): value for key, value in entries.items()}
+        kept.pop(None, None)
+        self.inner.state = defaultdict(dict, kept)
         if entries or self.has_state:
             self.note_loaded(has_state=True)  # on some rank: that a mapping is empty here says nothing of the others
 
@@ -308,7 +320,7 @@ class OwnedState(MutableMapping[Any, Any]):
     """This rank's optimizer state by parameter, whatever tensor the inner optimizer keeps it under.
 
     Like a plain optimizer's ``state`` it gives an empty dict for a parameter that has none. A parameter of another
-    rank has none here.
+    rank has none here. Keys that are not tensors are kept as they are.
     """
 
     def __init__(self, local: Callable[[], LocalOptimizer]) -> None:
@@ -319,19 +331,22 @@ class OwnedState(MutableMapping[Any, Any]):
         return self._get_local()
 
     def __getitem__(self, param: Any) -> Any:
-        tensor = self._local.tensor_of.get(param)
-        return {} if tensor is None else self._local.inner.state[tensor]
+        key = self._local.state_key(param)
+        return {} if key is None else self._local.inner.state[key]
 
     def __setitem__(self, param: Any, value: Any) -> None:
-        if param not in self._local.tensor_of:
+        key = self._local.state_key(param)
+        if key is None:
             raise KeyError(
                 f"rank {self._local.group_rank} owns nothing of this parameter; its state is on another rank"
             )
-        self._local.inner.state[self._local.tensor_of[param]] = value
+        self._local.inner.state[key] = value
         self._local.note_edited()
 
     def __delitem__(self, param: Any) -> None:
-        del self._local.inner.state[self._local.tensor_of[param]]
+        if param not in self:
+            raise KeyError(f"rank {self._local.group_rank} has no state under this key")
+        del self._local.inner.state[self._local.state_key(param)]
         self._local.note_edited()
 
     def get(self, param: Any, default: Any = None) -> Any:
@@ -340,11 +355,9 @@ class OwnedState(MutableMapping[Any, Any]):
 
     def pop(self, param: Any, *default: Any) -> Any:
         """Forget the state of a parameter and return it."""
-        if param not in self:
-            if default:
-                return default[0]
-            raise KeyError(f"rank {self._local.group_rank} has no state of this parameter")
-        value = self[param]
+        if param not in self and default:
+            return default[0]
+        value = self.get(param)
         del self[param]
         return value
 
@@ -365,11 +378,12 @@ class OwnedState(MutableMapping[Any, Any]):
         return len(self) > 0
 
     def __contains__(self, param: object) -> bool:
-        return self._local.tensor_of.get(param) in self._local.inner.state
+        return self._local.state_key(param) in self._local.inner.state
 
     def __iter__(self) -> Iterator[Any]:
         state = self._local.inner.state
-        return iter([param for param, tensor in self._local.tensor_of.items() if tensor in state])
+        params = [param for param, tensor in self._local.tensor_of.items() if tensor in state]
+        return iter([*params, *self._local.other_state()])
 
     def __len__(self) -> int:
         return len(list(iter(self)))

@@ -13,13 +13,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.checkpoint import checkpoint
 
 from harness import distributed
-from models import assert_equal, assert_replicas_equal, values
-from onecopy import ShardedDataParallel
+from models import assert_equal, assert_replicas_equal, small_model, values
+from onecopy import ShardedDataParallel, ZeroRedundancyOptimizer
 from test_data_parallel import ROUNDING, SGD, Layers, Side, as_if_large, different_layers, inputs_of, one_step
 from test_reduce_scatter import Branching
 
@@ -462,3 +463,16 @@ def test_a_gradient_shows_this_ranks_range(world_size: int) -> None:
         assert "ShardGrad(" in repr(mine.grad)
     dist.all_reduce(seen)
     assert int(seen) == sum(param.numel() for param in ours.params)
+
+
+@distributed(2, 3)
+@pytest.mark.parametrize("own_group", [False, True])
+def test_it_has_the_attributes_of_ddp(world_size: int, own_group: bool) -> None:
+    group = dist.new_group(list(range(world_size))) if own_group else None
+    model = small_model()
+    plain = DistributedDataParallel(small_model(), process_group=group)
+    zero = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, process_group=group, lr=0.1)
+    ours = ShardedDataParallel(model, zero)
+    assert ours.process_group is plain.process_group
+    assert (ours.device, ours.device_type) == (plain.device, plain.device_type) == (torch.device("cpu"), "cpu")
+    assert ours.is_multi_device_module is plain.is_multi_device_module is False

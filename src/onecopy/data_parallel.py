@@ -71,6 +71,15 @@ class ShardedDataParallel(nn.Module, Joinable):
         mixed_precision: the types to compute and communicate in.
         mesh: a mesh of (replicate, shard): gradients and state are divided along the second dimension, whose group the
             optimizers must be on, and reduced over both.
+
+    Attributes:
+        module: as given.
+        mixed_precision: as given, or the default.
+        require_backward_grad_sync: whether backward passes reduce, as in DDP.
+        process_group: the optimizers' group, whose ranks share gradients and state.
+        device: the device of the module's first parameter.
+        device_type: the type of that device, such as ``"cpu"``.
+        is_multi_device_module: whether the module has parameters on several devices.
     """
 
     def __init__(
@@ -128,6 +137,11 @@ class ShardedDataParallel(nn.Module, Joinable):
         self.module = module
         self.mixed_precision = policy
         self.require_backward_grad_sync = True
+        devices = list(dict.fromkeys(param.device for param in module.parameters()))
+        self.process_group: Any = collectives.process_group
+        self.device: torch.device = devices[0]
+        self.device_type: str = devices[0].type
+        self.is_multi_device_module: bool = len(devices) > 1
         self._collectives, self._replicas = collectives, replicas
         self._state = ModuleState(module, broadcast_buffers)
         self._state.share_all(collectives, replicas)
@@ -315,7 +329,7 @@ class ShardedDataParallel(nn.Module, Joinable):
     @property
     def join_process_group(self) -> Any:
         """The process group for the join context's own communication."""
-        return self._collectives.process_group
+        return self.process_group
 
     def serve_backward(self) -> None:
         """Take part in a forward and backward pass of ranks that still have inputs."""

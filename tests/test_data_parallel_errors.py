@@ -156,7 +156,9 @@ def test_ranks_that_disagree(world_size: int) -> None:
     arguments = good()
     if dist.get_rank() == odd:
         arguments["overlap_forward"] = True
-    expect_disagreement(odd, lambda: ShardedDataParallel(**arguments), "mixed_precision.*False", "mixed.*True")
+    expect_disagreement(
+        odd, lambda: ShardedDataParallel(**arguments), "overlap_forward: False", "overlap_forward: True"
+    )
     arguments = good()
     if dist.get_rank() == odd:
         arguments["bucket_bytes"] = 1 << 20

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from onecopy.engine.agreement import Fact, agree
 from onecopy.engine.backward import BackwardReducer
 from onecopy.engine.collectives import Collectives
-from onecopy.engine.core import Engine
+from onecopy.engine.core import Engine, collectives_of
 from onecopy.engine.facts import layout_facts
 from onecopy.engine.grad_buckets import Bucket, Policy
 from onecopy.engine.logs import log_share
@@ -29,9 +29,9 @@ from onecopy.optimizer import ZeroRedundancyOptimizer
 from onecopy.wrapping import (
     MixedPrecision,
     Planned,
+    agree_with_replicas,
     check_module,
     check_optimizers,
-    collectives_of,
     convert,
     module_facts,
     plan,
@@ -107,33 +107,42 @@ class ShardedDataParallel(nn.Module, Joinable):
         embeddings: list[nn.Embedding] = []
         apart: set[int] = set()
         try:
+            check_optimizers(optimizers, collectives)
+            replicas = None if mesh is None else replicas_of(mesh, collectives)
+            facts = [Fact("mesh", str(None if mesh is None else tuple(mesh.shape)))]
+        except Exception as error:
+            failure = error
+        # Before anything else: the mesh says with which ranks the rest is compared.
+        agree(collectives, "constructing ShardedDataParallel", facts, failure)
+        try:
             if not isinstance(policy, MixedPrecision):
                 raise TypeError(
                     f"mixed_precision must be a onecopy.MixedPrecision, as in MixedPrecision(param_dtype={policy!r}), "
                     f"not {policy!r}"
                 )
-            check_optimizers(optimizers, collectives)
             check_module(module, optimizers)
-            replicas = None if mesh is None else replicas_of(mesh, collectives)
             if sparse_embeddings:
                 found = sparse_embeddings_of(module)
                 embeddings = [each for each in found if collectives.exchanges(each.weight.device)]
             apart = {id(each.weight) for each in embeddings}
             planned = [plan(module, each, bucket_bytes, policy, apart) for each in optimizers]
-            facts = [Fact("bucket_bytes", str(bucket_bytes))]
-            facts += [fact for each in planned for fact in layout_facts(each.layout, "bucket")]
-            facts += module_facts(module)
-            facts += [Fact("bucket", str(bucket)) for each in planned for bucket in each.plans]
-            facts.append(Fact("mixed_precision, overlap_forward", f"{policy}, {overlap_forward}"))
-            facts.append(Fact("sparse_embeddings", f"{bool(sparse_embeddings)}, {len(embeddings)} of them"))
             if uses and not overlap_forward:
                 raise ValueError("uses says what to wait for with overlap_forward=True, and means nothing without it")
             resolve_uses(module, uses or {})
+            facts = [
+                Fact("broadcast_buffers", str(bool(broadcast_buffers))),
+                Fact("bucket_bytes", str(bucket_bytes)),
+                Fact("overlap_forward", str(bool(overlap_forward))),
+                Fact("uses", str({name: list(others) for name, others in sorted((uses or {}).items())})),
+                Fact("sparse_embeddings", f"{bool(sparse_embeddings)}, {len(embeddings)} of them"),
+                Fact("mixed_precision", str(policy)),
+            ]
+            facts += [fact for each in planned for fact in layout_facts(each.layout, "bucket")]
+            facts += module_facts(module)
+            facts += [Fact("bucket", str(bucket)) for each in planned for bucket in each.plans]
         except Exception as error:
             failure = error
-        agree(collectives, "constructing ShardedDataParallel", facts, failure)
-        if replicas is not None:
-            agree(replicas, "constructing ShardedDataParallel", facts)
+        agree_with_replicas(collectives, replicas, "constructing ShardedDataParallel", facts, failure)
         self.module = module
         self.mixed_precision = policy
         self.require_backward_grad_sync = True

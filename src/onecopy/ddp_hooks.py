@@ -13,7 +13,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from onecopy.engine.agreement import Fact, agree
-from onecopy.engine.core import Engine
+from onecopy.engine.core import Engine, collectives_of
 from onecopy.engine.inputs import Group
 from onecopy.engine.norms import clip, total_norm
 from onecopy.engine.overlap import Hook, Overlap, Schedule
@@ -73,6 +73,8 @@ def hook_with_zero_step_interleaved(
 class ReduceScatter:
     """State for :func:`reduce_scatter_hook`: the optimizers that own the gradients, and how to reduce.
 
+    All ranks construct it together, with the same arguments. If one refuses its arguments, all raise.
+
     Args:
         optimizers: one optimizer, or several over disjoint parameters of one model.
         reduce_dtype: the data type in which gradients travel (default: their own).
@@ -86,28 +88,17 @@ class ReduceScatter:
         *,
         ddp: DistributedDataParallel | None = None,
     ) -> None:
-        engines = [_engine_of(optimizer) for optimizer in _as_list(optimizers)]
-        if not engines:
-            raise ValueError("a reduce-scatter hook needs at least one optimizer, got an empty list")
-        _check_disjoint(engines)
-        groups = {id(engine.collectives.process_group) for engine in engines}
-        if len(groups) > 1:
-            raise ValueError("the optimizers of a reduce-scatter hook must be on the same process group")
-        if any(optimizer.overlap_with_ddp for optimizer in _as_list(optimizers)):
-            raise ValueError(
-                "overlap_with_ddp=True steps inside backward(), the reduce-scatter hook lets step() do it: "
-                "construct the optimizer without overlap_with_ddp"
-            )
-        if ddp is not None:
-            _check_same_ranks(engines[0], ddp)
-        elif engines[0].collectives.world_size != dist.get_world_size():
-            raise ValueError(
-                "the optimizer is not on all ranks, and the hook cannot see which ranks DDP is on: register "
-                "ReduceScatter(optimizer, ddp=ddp) instead of the optimizer"
-            )
-        _check_one_accelerator(engines)
-        if reduce_dtype is not None and not reduce_dtype.is_floating_point:
-            raise ValueError(f"reduce_dtype must be a floating-point type, got {reduce_dtype}")
+        given = _as_list(optimizers)
+        engines: list[Engine] = []
+        facts: list[Fact] = []
+        failure: Exception | None = None
+        try:
+            engines = [_engine_of(optimizer) for optimizer in given]
+            _check_reduction(given, engines, reduce_dtype, ddp)
+            facts = [Fact("reduce_dtype", str(reduce_dtype)), *_engine_facts(engines)]
+        except Exception as error:
+            failure = error
+        agree(collectives_of(given), "constructing ReduceScatter", facts, failure)
         self.reducer = GradientReducer(engines, reduce_dtype)
 
 
@@ -127,21 +118,26 @@ def reduce_scatter_hook(state: Any, bucket: dist.GradBucket) -> Future[Tensor]: 
     ``backward()`` only the owned ranges of ``param.grad`` are reduced. A GradScaler works unchanged. Clip with
     ``optimizer.clip_grad_norm_()``; torch's function would see a different norm on every rank.
 
+    All ranks register it with the same optimizers. What they registered is compared in the first ``backward()``, before
+    any gradient is sent.
+
     Args:
         state: an optimizer, a list of optimizers over one model, or a :class:`ReduceScatter`.
         bucket: what DDP hands to the hook.
     """
-    if not isinstance(state, ReduceScatter):
-        optimizers = _as_list(state) or [None]
-        _engine_of(optimizers[0])
-        identities = list(map(id, optimizers))
-        known = _states.get(optimizers[0])
-        if known is None or known[0] != identities:
-            known = (identities, ReduceScatter(optimizers))
-            _states[optimizers[0]] = known
-        state = known[1]
-    scatter: ReduceScatter = state
+    scatter = state if isinstance(state, ReduceScatter) else _state_for(_as_list(state))
     return scatter.reducer.reduce(bucket)
+
+
+def _state_for(optimizers: list[Any]) -> ReduceScatter:
+    """The state for optimizers that were registered themselves; the first call makes it, on all ranks together."""
+    identities = list(map(id, optimizers))
+    ours = bool(optimizers) and isinstance(getattr(optimizers[0], "engine", None), Engine)
+    known = _states.get(optimizers[0]) if ours else None
+    if known is None or known[0] != identities:
+        known = (identities, ReduceScatter(optimizers))
+        _states[optimizers[0]] = known
+    return known[1]
 
 
 def grad_norm(optimizers: ShardedOptimizer | Sequence[ShardedOptimizer], norm_type: float = 2.0) -> Tensor:
@@ -189,6 +185,45 @@ def _engine_of(optimizer: Any) -> Engine:
     return engine
 
 
+def _engine_facts(engines: Sequence[Engine]) -> list[Fact]:
+    """Which optimizers these are, in which order, and who owns what."""
+    facts = [Fact("number of optimizers", str(len(engines)))]
+    for place, engine in enumerate(engines):
+        kind, count = type(engine.local.inner).__qualname__, len(engine.params)
+        which = f"{kind} of {count} parameters, number {engine.number} constructed on its process group"
+        facts += [Fact(f"optimizer {place}", which), Fact(f"layout of optimizer {place}", str(engine.layout.digest()))]
+    return facts
+
+
+def _check_reduction(
+    optimizers: Sequence[ShardedOptimizer],
+    engines: Sequence[Engine],
+    reduce_dtype: object,
+    ddp: DistributedDataParallel | None,
+) -> None:
+    if not engines:
+        raise ValueError("a reduce-scatter hook needs at least one optimizer, got an empty list")
+    _check_disjoint(engines)
+    groups = {id(engine.collectives.process_group) for engine in engines}
+    if len(groups) > 1:
+        raise ValueError("the optimizers of a reduce-scatter hook must be on the same process group")
+    if any(optimizer.overlap_with_ddp for optimizer in optimizers):
+        raise ValueError(
+            "overlap_with_ddp=True steps inside backward(), the reduce-scatter hook lets step() do it: "
+            "construct the optimizer without overlap_with_ddp"
+        )
+    if ddp is not None:
+        _check_same_ranks(engines[0], ddp)
+    elif engines[0].collectives.world_size != dist.get_world_size():
+        raise ValueError(
+            "the optimizer is not on all ranks, and the hook cannot see which ranks DDP is on: register "
+            "ReduceScatter(optimizer, ddp=ddp) instead of the optimizer"
+        )
+    _check_one_accelerator(engines)
+    if reduce_dtype is not None and not (isinstance(reduce_dtype, torch.dtype) and reduce_dtype.is_floating_point):
+        raise ValueError(f"reduce_dtype must be a floating-point type, got {reduce_dtype}")
+
+
 def _check_disjoint(engines: Sequence[Engine]) -> None:
     seen: set[int] = set()
     for engine in engines:
@@ -201,13 +236,21 @@ def _check_disjoint(engines: Sequence[Engine]) -> None:
 def _overlap_hook(
     hook: Hook, ddp: DistributedDataParallel, zero: ShardedOptimizer, when_reduced: bool
 ) -> Callable[[Any, Any], Future[Any]]:
-    engine = _engine_of(zero)
     failure: Exception | None = None
+    facts: list[Fact] = []
     try:
+        engine = _engine_of(zero)
         _check_registration(ddp, zero, engine)
+        facts = [
+            Fact("interleaved", str(when_reduced)),
+            Fact("hook", _name_of(hook)),
+            Fact("static_graph of DDP", str(bool(ddp.static_graph))),
+            Fact("find_unused_parameters of DDP", str(bool(ddp.find_unused_parameters))),
+            *_engine_facts([engine]),
+        ]
     except Exception as error:
         failure = error
-    agree(engine.collectives, "making an overlap hook", [Fact("interleaved", str(when_reduced))], failure)
+    agree(collectives_of([zero]), "making an overlap hook", facts, failure)
     # The hook lives inside DDP: a strong reference back to the model would keep both alive forever.
     model = weakref.ref(ddp)
     reducer_params = params_of_reducer(ddp)
@@ -233,6 +276,12 @@ def _overlap_hook(
         return overlap.on_bucket(state, bucket)
 
     return hook_with_step
+
+
+def _name_of(hook: Hook) -> str:
+    """A function's name; of other callables the class, because their text may hold an address."""
+    named = hook if hasattr(hook, "__qualname__") else type(hook)
+    return f"{named.__module__}.{named.__qualname__}"
 
 
 def _check_registration(ddp: Any, zero: ShardedOptimizer, engine: Engine) -> None:

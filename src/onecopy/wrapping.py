@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import Joinable
 from torch.distributed.device_mesh import DeviceMesh
 
-from onecopy.engine.agreement import Fact
+from onecopy.engine.agreement import Fact, agree
 from onecopy.engine.arena import Arena
 from onecopy.engine.collectives import Collectives
 from onecopy.engine.flat import flat_view
@@ -57,14 +57,6 @@ class Planned:
     masters: Masters
 
 
-def collectives_of(optimizers: Sequence[object]) -> Collectives:
-    """The ranks to agree with: those of the first optimizer, or all if there is none to ask. Checks nothing."""
-    for optimizer in optimizers:
-        if isinstance(optimizer, ZeroRedundancyOptimizer):
-            return optimizer.engine.collectives
-    return Collectives(None)
-
-
 def check_optimizers(optimizers: Sequence[object], collectives: Collectives) -> None:
     """Raise unless these are our optimizers, on the same ranks."""
     if not optimizers:
@@ -90,6 +82,20 @@ def replicas_of(mesh: DeviceMesh, shard: Collectives) -> Collectives:
             "the optimizers must be on the mesh's second dimension: construct them with process_group=mesh.get_group(1)"
         )
     return Collectives(mesh.get_group(0))
+
+
+def agree_with_replicas(
+    collectives: Collectives, replicas: Collectives | None, what: str, facts: Sequence[Fact], failure: Exception | None
+) -> None:
+    """Raise on every rank of a mesh if one failed or if the facts differ: along one dimension, then along the other."""
+    try:
+        agree(collectives, what, facts, failure)
+    except Exception as error:
+        failure = error
+    if replicas is not None:
+        agree(replicas, what, facts, failure)
+    elif failure is not None:
+        raise failure
 
 
 def check_module(module: object, optimizers: Sequence[ZeroRedundancyOptimizer]) -> None:

@@ -6,13 +6,15 @@ reach inside.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, count
 from operator import is_
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
@@ -35,6 +37,9 @@ Driver = Callable[["Engine", Sequence[Group], Callable[[], Any] | None, dict[str
 
 MakeStorage = Callable[[Sequence[Tensor], Layout], Storage]
 
+_numbers: weakref.WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = weakref.WeakKeyDictionary()
+"""The numbers of the engines that are constructed next, by process group."""
+
 
 class ClosureError(Exception):
     """Carries an exception of the user's closure past the handling of our own failures."""
@@ -56,6 +61,8 @@ class Engine:
         storage_class: MakeStorage,
     ) -> None:
         self.collectives = collectives
+        # Ranks construct optimizers together, so equal numbers mean the same optimizer on all ranks of the group.
+        self.number = next(_numbers.setdefault(collectives.process_group, count()))
         self.local = local
         self._storage_class = storage_class
         self._status = make_status(collectives)
@@ -290,3 +297,12 @@ def reshare(engine: Engine, groups: Sequence[Group], change: Callable[[], object
     except Exception as error:
         failure = error
     engine.settle(groups, None, failure)
+
+
+def collectives_of(optimizers: Sequence[object]) -> Collectives:
+    """The ranks to agree with: those of the first of our optimizers, or all if there is none. Checks nothing."""
+    for optimizer in optimizers:
+        engine = getattr(optimizer, "engine", None)
+        if isinstance(engine, Engine):
+            return engine.collectives
+    return Collectives()

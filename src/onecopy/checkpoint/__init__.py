@@ -45,7 +45,7 @@ def save(
     blocking: bool = True,
     process_group: Any = None,
 ) -> Path:
-    """Save to ``root/step-...``; all ranks make this call together, each writes its part.
+    """Save to ``root/step-...``; all ranks make this call together, with the same arguments, and each writes its part.
 
     If anything fails on any rank, all ranks raise, and what was saved before is as it was.
 
@@ -55,7 +55,7 @@ def save(
         model: the model, in DDP, ShardedDataParallel or neither.
         optimizer: one or several optimizers, of any class.
         extra: plain data and tensors to be loaded with it, rank 0's; :class:`PerRank` marks what each rank has of its
-            own. See :func:`capture`.
+            own, under the same keys on all ranks. See :func:`capture`.
         keep: remove all but so many of the newest checkpoints, once this one is there.
         blocking: write before returning. Otherwise copy everything, and write in the background while training goes
             on; what goes wrong then is raised by the next call here.
@@ -65,7 +65,7 @@ def save(
         The checkpoint's directory.
     """
     _background.finish()
-    job = saving.prepare(root, step, model, optimizer, extra, keep, process_group)
+    job = saving.prepare(root, step, model, optimizer, extra, keep, blocking, process_group)
     if blocking:
         return job.run()
     _background.start(job)
@@ -110,12 +110,13 @@ def load(
     missing_ok: bool = False,
     process_group: Any = None,
 ) -> Loaded | None:
-    """Load a checkpoint that any number of ranks saved; all ranks make this call together.
+    """Load a checkpoint that any number of ranks saved; all ranks make this call together, with the same arguments.
 
     Nothing changes before every rank has read and checked every byte it needs.
 
     Args:
-        source: a checkpoint, or a directory with several: then the newest one that is not damaged.
+        source: a checkpoint, or a directory with several: then the newest one that is not damaged. Rank 0's
+            counts.
         model: what to load the model's state into; None leaves it out.
         optimizer: what to load the optimizers' state into, in the order in which they were saved; None leaves it out.
         strict: whether the model's names must all be in the checkpoint, and no others.
@@ -126,6 +127,7 @@ def load(
         The step and the extra data, among others.
 
     Raises:
+        RanksDisagreeError: if ranks were given different arguments or models; the message names the first difference.
         CorruptCheckpointError: if files are damaged; the message names the file and the tensor.
         CheckpointMismatchError: if it does not fit; the message names the parameter.
     """

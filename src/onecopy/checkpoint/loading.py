@@ -1,6 +1,7 @@
 """Loading: check everything that this rank needs, vote, and only then copy, piece by piece, into place.
 
-1. All ranks take the same checkpoint; each matches it with what it was given and reads and checks every byte it needs.
+1. All ranks compare their arguments and take the same checkpoint; each matches it with what it was given and reads and
+   checks every byte it needs.
 2. All ranks vote; until here nothing has changed.
 3. Each reads from the files that it has kept open straight into place, with no more memory than one block (or one
    tensor that lies otherwise in memory). All vote again. If one failed here, what was given is partly loaded, and its
@@ -27,9 +28,18 @@ from onecopy.checkpoint.folders import candidates_in, read_manifest
 from onecopy.checkpoint.manifest import Manifest, keys_in
 from onecopy.checkpoint.progress import bar
 from onecopy.checkpoint.ranks import Ranks, as_checkpoint_error
-from onecopy.checkpoint.subjects import Optimizers, Subject, subjects_of, unwrapped, wait_for
+from onecopy.checkpoint.subjects import (
+    Optimizers,
+    Subject,
+    argument_facts,
+    subjects_of,
+    tensor_facts,
+    unwrapped,
+    wait_for,
+)
 from onecopy.checkpoint.targets import Copy, ModelPlan, OptimizerPlan, options_of, plan_model, plan_optimizer
 from onecopy.engine import codec
+from onecopy.engine.agreement import Fact
 from onecopy.errors import CheckpointError, CheckpointMismatchError, CorruptCheckpointError
 from onecopy.optimizer import ZeroRedundancyOptimizer
 
@@ -92,16 +102,20 @@ def load(
     failure: Exception | None = None
     subjects: list[Subject] = []
     paths: list[str] = []
+    facts: list[Fact] = []
     try:
         subjects = subjects_of(model, optimizer)
         wait_for(subjects, model)
+        facts = argument_facts(model, subjects)
+        facts += [Fact("strict", str(bool(strict))), Fact("missing_ok", str(bool(missing_ok)))]
+        facts += tensor_facts(model, subjects)
         if ranks.rank == 0:
             paths = [str(path) for path in candidates_in(source)]
     except FileNotFoundError as error:
         failure = None if missing_ok else error
     except Exception as error:
         failure = error
-    paths = ranks.vote("loading a checkpoint", failure, paths)[0]
+    paths = ranks.vote("loading a checkpoint", failure, paths, facts)[0]
     if not paths:
         return None
     for position, path in enumerate(paths):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -44,20 +45,20 @@ class Ranks:
         """Their numbers among all processes."""
         return dist.get_process_group_ranks(self._collectives.process_group) if self._collectives else [0]
 
-    def agree(self, what: str, facts: list[Fact], failure: Exception | None) -> None:
+    def agree(self, what: str, facts: Sequence[Fact], failure: Exception | None) -> None:
         """Raise on every rank if one has failed or if they were given different things."""
         if self._collectives is not None:
             agree(self._collectives, what, facts, failure)
         elif failure is not None:
             raise failure
 
-    def vote(self, what: str, failure: Exception | None, content: Any = None) -> list[Any]:
-        """Raise on every rank if one has failed; else return what each has to say, as plain JSON data."""
+    def vote(self, what: str, failure: Exception | None, content: Any = None, facts: Sequence[Fact] = ()) -> list[Any]:
+        """Raise on every rank if one has failed or if facts differ; else return what each has to say, as JSON data."""
         try:
             codec.dumps(content)  # what cannot be said must not stop one rank between the two exchanges
         except Exception as error:
             failure = failure or error
-        self.agree(what, [], failure)
+        self.agree(what, facts, failure)
         return self.gather(what, content)
 
     def gather(self, what: str, content: Any) -> list[Any]:

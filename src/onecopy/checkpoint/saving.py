@@ -27,12 +27,12 @@ import torch
 from torch import nn
 
 from onecopy.checkpoint import disk, manifest
-from onecopy.checkpoint.contents import Contents, collect
+from onecopy.checkpoint.contents import Contents, PerRank, collect
 from onecopy.checkpoint.files import write_file
 from onecopy.checkpoint.folders import committed, folder_of, step_of, verify
 from onecopy.checkpoint.manifest import Entry, File, Manifest, Piece, SavedOptimizer
 from onecopy.checkpoint.ranks import Ranks, as_checkpoint_error
-from onecopy.checkpoint.subjects import Optimizers, Subject, subjects_of, wait_for
+from onecopy.checkpoint.subjects import Optimizers, Subject, argument_facts, subjects_of, wait_for
 from onecopy.engine.agreement import Fact
 from onecopy.errors import CheckpointError, CorruptCheckpointError
 
@@ -138,6 +138,7 @@ def prepare(
     optimizer: Optimizers,
     extra: dict[str, Any] | None,
     keep: int | None,
+    blocking: bool,
     process_group: Any,
 ) -> Job:
     """Describe what is to be saved, on all ranks together; nothing is written yet."""
@@ -147,24 +148,26 @@ def prepare(
     contents = Contents()
     subjects: list[Subject] = []
     groups: list[list[int]] = []
+    facts: list[Fact] = []
     try:
         _check_arguments(step, keep)
         folder = Path(root).absolute()  # the working directory may change while a save is under way
         subjects = subjects_of(model, optimizer)
         groups = [_members(subject, ranks) for subject in subjects]
         wait_for(subjects, model)
+        facts = [Fact("step", str(step)), Fact("keep", str(keep)), Fact("blocking", str(bool(blocking)))]
+        facts += [*argument_facts(model, subjects), Fact("PerRank values of extra", _own_keys(extra))]
     except Exception as error:
         failure = error
-    everyone = ranks.vote("saving a checkpoint", failure, groups)
+    everyone = ranks.vote("saving a checkpoint", failure, groups, facts)
     try:
         # Where state is replicated among groups of ranks, the group of the first rank writes it.
         writes = [group == everyone[0][number] for number, group in enumerate(groups)]
         contents = collect(model, subjects, writes, extra, ranks.rank, ranks.world_size)
+        facts = [Fact("model and optimizers", contents.fingerprint())]
+        facts += [Fact("options of the optimizers", contents.options())]
     except Exception as error:
         failure = error
-    facts = [Fact("step", str(step)), Fact("keep", str(keep))]
-    facts += [Fact("model and optimizers", contents.fingerprint())]
-    facts += [Fact("options of the optimizers", contents.options())]
     ranks.agree("saving a checkpoint", facts, failure)
     return Job(ranks, folder, step, keep, contents)
 
@@ -174,6 +177,12 @@ def _check_arguments(step: int, keep: int | None) -> None:
         raise ValueError(f"step must be a number from 0 on, got {step!r}")
     if keep is not None and (not isinstance(keep, int) or keep < 1):
         raise ValueError(f"keep must be a number from 1 on, or None to keep all, got {keep!r}")
+
+
+def _own_keys(extra: object) -> str:
+    """The keys of what every rank has of its own. Others are rank 0's: no other rank needs to give them."""
+    items = extra.items() if isinstance(extra, dict) else ()
+    return ", ".join(sorted(repr(key) for key, value in items if isinstance(value, PerRank))) or "none"
 
 
 def _members(subject: Subject, ranks: Ranks) -> list[int]:

@@ -10,14 +10,15 @@ from torch.distributed.checkpoint import state_dict as torchs
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.optim import Optimizer
 
-from onecopy.checkpoint.subjects import Held, Subject, subjects_of
+from onecopy.checkpoint.subjects import Held, Subject, argument_facts, subjects_of, wait_for
 from onecopy.engine import codec, masters
-from onecopy.engine.agreement import agree
+from onecopy.engine.agreement import Fact, agree
 from onecopy.engine.collectives import Collectives
 from onecopy.engine.consolidate import consolidate
 from onecopy.engine.options import NOT_OPTIONS
 from onecopy.engine.sharded_state import ShardedState, local_values, sharded_state_dict
 from onecopy.errors import CheckpointMismatchError
+from onecopy.optimizer import ZeroRedundancyOptimizer
 
 StateDict = dict[str, Any]
 
@@ -33,7 +34,8 @@ def get_optimizer_state_dict(
 
     By default each rank gets what it owns, as tensors that ``torch.distributed.checkpoint`` saves and loads with any
     number of ranks. Parameters without state get memory to load it into. With ``full_state_dict`` every rank gets
-    everything, and with ``cpu_offload`` beside it only rank 0. All ranks make this call together.
+    everything, and with ``cpu_offload`` beside it only rank 0. All ranks make this call together, with the same
+    options. If one refuses, all raise.
 
     Args:
         model: the model.
@@ -42,23 +44,40 @@ def get_optimizer_state_dict(
         options: torch's options; ``ignore_frozen_params`` is not supported.
     """
     options = options or StateDictOptions()
-    if submodules or options.ignore_frozen_params:
-        raise ValueError("submodules and ignore_frozen_params are not supported for sharded optimizers")
-    found: StateDict = {"state": {}, "param_groups": []}
     given = (optimizers,) if isinstance(optimizers, Optimizer) else tuple(optimizers)
-    for subject in subjects_of(model, given):
-        if subject.zero is None:
-            plain = StateDictOptions(full_state_dict=options.full_state_dict, cpu_offload=options.cpu_offload)
-            part: Mapping[str, Any] = torchs.get_optimizer_state_dict(model, subject.optimizer, options=plain)
-        elif options.full_state_dict:
-            part = _full(subject, only_first=options.cpu_offload)
-        else:
-            part = _sharded(subject, options.cpu_offload)
+    subjects: list[Subject] = []
+    facts: list[Fact] = []
+    failure: Exception | None = None
+    try:
+        if submodules or options.ignore_frozen_params:
+            raise ValueError("submodules and ignore_frozen_params are not supported for sharded optimizers")
+        subjects = subjects_of(model, given)
+        wait_for(subjects, model)
+        for subject in subjects:
+            if subject.zero is not None:
+                subject.check_state_keys()
+        facts = [*argument_facts(model, subjects), *_option_facts(options)]
+    except Exception as error:
+        failure = error
+    _agree(given, "get_optimizer_state_dict()", facts, failure)
+    found: StateDict = {"state": {}, "param_groups": []}
+    for subject in subjects:
+        try:
+            part = _part_of(model, subject, options)
+        except Exception as error:  # the others may have exchanges before them in which this rank must take part
+            failure = failure or error
+            continue
         found["state"].update(part.get("state", {}))
         found["param_groups"] += part.get("param_groups", [])
-    if options.full_state_dict and options.cpu_offload and not found["param_groups"]:
-        return {}
-    return _flattened(found) if options.flatten_optimizer_state_dict else found
+    try:
+        if options.full_state_dict and options.cpu_offload and not found["param_groups"]:
+            found = {}
+        elif options.flatten_optimizer_state_dict:
+            found = _flattened(found)
+    except Exception as error:
+        failure = failure or error
+    _agree(given, "get_optimizer_state_dict()", [], failure)
+    return found
 
 
 def set_optimizer_state_dict(
@@ -70,8 +89,8 @@ def set_optimizer_state_dict(
 ) -> None:
     """Put back what :func:`get_optimizer_state_dict` returned, or torch's function for plain optimizers.
 
-    All ranks make this call together. If one refuses, all raise and that optimizer has not changed; of several, those
-    before it have.
+    All ranks make this call together, with the same options. If one refuses, all raise and that optimizer has not
+    changed; of several, those before it have.
 
     Args:
         model: the model.
@@ -82,28 +101,68 @@ def set_optimizer_state_dict(
     """
     options = options or StateDictOptions()
     given = (optimizers,) if isinstance(optimizers, Optimizer) else tuple(optimizers)
-    subjects = subjects_of(model, given)
-    if all(subject.zero is None for subject in subjects):
-        torchs.set_optimizer_state_dict(model, given, dict(optim_state_dict), options=options)
+    subjects: list[Subject] = []
+    facts: list[Fact] = []
+    state_dict: StateDict = {}
+    failure: Exception | None = None
+    try:
+        subjects = subjects_of(model, given)
+        state_dict = dict(optim_state_dict)
+        if _ours(given) and not options.broadcast_from_rank0:
+            state_dict = _by_name(state_dict, subjects)
+        facts = [*argument_facts(model, subjects), *_option_facts(options)]
+    except Exception as error:
+        failure = error
+    _agree(given, "set_optimizer_state_dict()", facts, failure)
+    if not _ours(given):
+        torchs.set_optimizer_state_dict(model, given, state_dict, options=options)
         return
-    state_dict = dict(optim_state_dict)
     if options.broadcast_from_rank0:
-        state_dict = _broadcast(Collectives(), state_dict)
-    if "param_groups" not in state_dict:
-        state_dict = _unflattened(state_dict, subjects)
+        state_dict = _by_name(_broadcast(Collectives(), state_dict), subjects)
     for subject in subjects:
-        if subject.zero is None:
+        if subject.zero is not None:
+            _set(subject, state_dict)
+            continue
+        try:
             part = _restricted(state_dict, subject)
             torchs.set_optimizer_state_dict(model, subject.optimizer, part, options=StateDictOptions())
-        else:
-            _set(subject, state_dict)
+        except Exception as error:
+            failure = error
+        _agree(given, "set_optimizer_state_dict()", [], failure)
+
+
+def _ours(optimizers: Sequence[object]) -> list[ZeroRedundancyOptimizer]:
+    return [optimizer for optimizer in optimizers if isinstance(optimizer, ZeroRedundancyOptimizer)]
+
+
+def _agree(optimizers: Sequence[object], what: str, facts: Sequence[Fact], failure: Exception | None) -> None:
+    """Raise on every rank if one has failed or if the facts differ; on this rank only if no optimizer is sharded."""
+    ours = _ours(optimizers)
+    if ours:
+        agree(ours[0].engine.collectives, what, facts, failure)
+    elif failure is not None:
+        raise failure
+
+
+def _option_facts(options: StateDictOptions) -> list[Fact]:
+    """The options that decide what is sent, and in which form it is."""
+    names = ("full_state_dict", "cpu_offload", "broadcast_from_rank0", "flatten_optimizer_state_dict")
+    return [Fact(name, str(bool(getattr(options, name)))) for name in names]
+
+
+def _part_of(model: nn.Module, subject: Subject, options: StateDictOptions) -> Mapping[str, Any]:
+    """One optimizer's state."""
+    if subject.zero is None:
+        plain = StateDictOptions(full_state_dict=options.full_state_dict, cpu_offload=options.cpu_offload)
+        return torchs.get_optimizer_state_dict(model, subject.optimizer, options=plain)
+    if options.full_state_dict:
+        return _full(subject, only_first=options.cpu_offload)
+    return _sharded(subject, options.cpu_offload)
 
 
 def _sharded(subject: Subject, on_cpu: bool) -> StateDict:
     zero = subject.zero
     assert zero is not None
-    zero.wait()
-    subject.check_state_keys()
     found = sharded_state_dict(zero.engine.local, zero.layout, zero.param_groups, subject.names, to_load=True)
 
     def moved(tensor: Tensor) -> Tensor:
@@ -118,14 +177,7 @@ def _full(subject: Subject, only_first: bool) -> StateDict:
     """The whole state on every rank, or on the first."""
     zero = subject.zero
     assert zero is not None
-    zero.wait()
     engine = zero.engine
-    failure: Exception | None = None
-    try:
-        subject.check_state_keys()
-    except Exception as error:
-        failure = error
-    agree(engine.collectives, "get_optimizer_state_dict()", [], failure)
     mine = None
     for rank in range(1 if only_first else zero.world_size):
         state = consolidate(engine.collectives, zero.layout, engine.local, zero.param_groups, rank)
@@ -147,13 +199,14 @@ def _set(subject: Subject, state_dict: StateDict) -> None:
     failure: Exception | None = None
     options: list[dict[str, Any]] = []
     state: dict[str, Any] = {}
+    full = False
     try:
         options = _options_for(subject, state_dict["param_groups"])
         names = set(subject.names)
         state = {name: values for name, values in state_dict["state"].items() if name in names}
+        full = _is_full(state, subject)
     except Exception as error:
         failure = error
-    full = failure is None and _is_full(state, subject)
     if agree(zero.engine.collectives, "set_optimizer_state_dict()", [], failure, flag=full):
         zero.load_state_dict(_plain_form(subject, state, options))
         return
@@ -313,6 +366,11 @@ def _flattened(state_dict: StateDict) -> StateDict:
         options = {key: value for key, value in group.items() if key != "params"}
         flat.update({f"param_groups.{name}.{key}": value for name in group["params"] for key, value in options.items()})
     return flat
+
+
+def _by_name(state_dict: StateDict, subjects: Sequence[Subject]) -> StateDict:
+    """A state dict with groups, made from a flattened one if it is that."""
+    return state_dict if "param_groups" in state_dict else _unflattened(state_dict, subjects)
 
 
 def _unflattened(flat: Mapping[str, Any], subjects: Sequence[Subject]) -> StateDict:

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from onecopy.data_parallel import ShardedDataParallel
 from onecopy.engine import masters
+from onecopy.engine.agreement import Fact
 from onecopy.engine.loading import keep_as_saved, load_owned
 from onecopy.engine.options import NOT_OPTIONS
 from onecopy.engine.torch_private import uncompiled
@@ -165,6 +166,28 @@ def subjects_of(model: nn.Module | None, optimizer: Optimizers) -> list[Subject]
     if model is not None:
         names = {id(param): name for name, param in unwrapped(model).named_parameters()}
     return [Subject(each, names) for each in list_of(optimizer)]
+
+
+def argument_facts(model: nn.Module | None, subjects: Sequence[Subject]) -> list[Fact]:
+    """The arguments ``model`` and ``optimizer``, which ranks that save or load together must give alike."""
+    kinds = [f"{subject.kind}{'' if subject.zero is None else ' (sharded)'}" for subject in subjects]
+    return [
+        Fact("model", "None" if model is None else "given"),
+        Fact("optimizer", f"{len(kinds)} of them: {', '.join(kinds)}" if kinds else "None"),
+    ]
+
+
+def tensor_facts(model: nn.Module | None, subjects: Sequence[Subject]) -> list[Fact]:
+    """The tensors of a model's state dict and the parameters of optimizers: names, shapes and types."""
+    tensors = {} if model is None else unwrapped(model).state_dict()
+    facts = [
+        Fact(f"{name!r} of the model", f"{tuple(value.shape)}, {value.dtype}" if isinstance(value, Tensor) else "data")
+        for name, value in tensors.items()
+    ]
+    for number, subject in enumerate(subjects):
+        for place, (name, param) in enumerate(zip(subject.names, subject.params, strict=True)):
+            facts.append(Fact(f"parameter {place} of optimizer {number}", f"{name!r}, {tuple(param.shape)}"))
+    return facts
 
 
 def wait_for(optimizers: Sequence[Subject], model: nn.Module | None) -> None:

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Optimizer
 
 from harness import distributed
-from models import assert_replicas_equal
+from models import assert_equal, assert_replicas_equal, values
 from onecopy import MixedPrecision, PeerFailedError, RanksDisagreeError, ShardedDataParallel, ZeroRedundancyOptimizer
 from test_data_parallel import SMALL, Layers, Side, as_if_large, inputs_of, one_step
 from test_data_parallel_use import Checkpointed, loss_of
@@ -256,6 +256,52 @@ def test_a_sparse_gradient_in_one_part_of_a_mesh(world_size: int) -> None:
     loss = loss_of(ours, 0)
     error = failure_of(loss.backward)
     assert type(error) is (ValueError if dist.get_rank() == 3 else PeerFailedError), repr(error)
+
+
+@pytest.mark.parametrize("options", [{}, {"sparse_embeddings": True}], ids=["", "by rows"])
+@distributed(2, 3)
+def test_a_parameter_that_is_frozen_on_one_rank_when_it_is_wrapped(world_size: int, options: Arguments) -> None:
+    """DDP refuses it too."""
+    odd = world_size - 1
+    module = nn.Sequential(Layers(), nn.Embedding(4096, 64))
+    optimizer = zero(module)
+    module[1].weight.requires_grad_(dist.get_rank() != odd)
+    wrap = lambda: ShardedDataParallel(module, optimizer, **options)  # noqa: E731
+    expect_disagreement(odd, wrap, "parameter '1.weight'.*requires_grad=True", "parameter '1.weight'.*grad=False")
+    module[1].weight.requires_grad_(False)
+    wrap()
+
+
+@pytest.mark.parametrize("freeze", [True, False], ids=["frozen", "unfrozen"])
+@distributed(2, 3)
+def test_a_parameter_that_one_rank_freezes_later(world_size: int, freeze: bool) -> None:
+    """DDP raises or hangs, and with ``find_unused_parameters=True`` trains it from the other ranks' gradients."""
+    ours = Side(True, Layers)
+    weight = ours.module.get_parameter("middle.weight")
+    weight.requires_grad_(freeze)
+    one_step(ours, 0)
+    if dist.get_rank() == world_size - 1:
+        weight.requires_grad_(not freeze)
+    before = values([weight])
+    loss = loss_of(ours, 1)
+    here = weight.requires_grad
+    text = (
+        rf"rank {dist.get_rank()}: parameter 'middle.weight' is frozen on some.*\(on this rank requires_grad={here}\)"
+    )
+    expect(failure_of(loss.backward), RanksDisagreeError, text)
+    assert_equal([weight], before, "the parameter")
+    weight.requires_grad_(False)
+    one_step_after_zero(ours)
+    assert_equal([weight], before, "the parameter")
+
+
+@distributed(4)
+def test_a_parameter_that_is_frozen_in_one_part_of_a_mesh(world_size: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2))
+    ours = Side(True, Layers, group=mesh.get_group(1), mesh=mesh)
+    ours.module.get_parameter("middle.weight").requires_grad_(dist.get_rank() >= 2)
+    loss = loss_of(ours, 0)
+    expect(failure_of(loss.backward), RanksDisagreeError, "'middle.weight' is frozen on some ranks")
 
 
 class Failing(AdamW):

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import StepLR
 
 from harness import distributed
-from models import Everything, assert_equal, assert_replicas_equal, assert_same_tree, everything_inputs
+from models import Everything, assert_equal, assert_replicas_equal, assert_same_tree, everything_inputs, values
 from onecopy import ShardedDataParallel, ZeroRedundancyOptimizer
 from onecopy.engine import backward
 from onecopy.engine.collectives import TAGS, Collectives
@@ -60,6 +60,21 @@ def test_uneven_inputs(world_size: int, passes: str, counts: Callable[[int], int
     assert_replicas_equal(ours.params)
     for step in (70, 71):
         one_step(ours, step)
+    assert_replicas_equal(ours.params)
+
+
+@distributed(2, 3)
+def test_ranks_that_go_on_may_freeze_what_a_joined_rank_has_not_frozen(world_size: int) -> None:
+    ours = Side(True, Layers)
+    weight = ours.module.get_parameter("middle.weight")
+    with Join([ours.sharded, ours.zero]):
+        for step in range(more_for_later_ranks(dist.get_rank())):
+            if step == more_for_later_ranks(0):
+                weight.requires_grad_(False)
+                frozen = values([weight])
+            one_step(ours, step)
+            if step >= more_for_later_ranks(0):
+                assert_equal([weight], frozen, "the frozen parameter")
     assert_replicas_equal(ours.params)
 
 

@@ -151,3 +151,23 @@ def test_a_failed_backward_raises_at_once_there_and_in_the_next_one_elsewhere(wo
                 model(words).backward()
         else:
             model(words).backward()
+
+
+@distributed(2, 3)
+def test_a_parameter_frozen_on_one_rank_raises_at_once_there_and_in_the_next_pass_elsewhere(world_size: int) -> None:
+    with ways_of_accelerators():
+        model, _ = sharded()
+        weight = next(model.module.parameters())
+        weight.requires_grad_(dist.get_rank() != 0)
+        if dist.get_rank() == 0:
+            with pytest.raises(RanksDisagreeError, match="is frozen on some ranks"):
+                small_loss(model, 0).backward()
+            weight.requires_grad_(True)
+        else:
+            small_loss(model, 0).backward()
+        model.zero_grad()
+        if dist.get_rank() != 0:
+            with pytest.raises(RanksDisagreeError, match="is frozen on some ranks"):
+                small_loss(model, 0).backward()
+        else:
+            small_loss(model, 0).backward()

@@ -137,8 +137,8 @@ class ShardedDataParallel(nn.Module, Joinable):
                 Fact("sparse_embeddings", f"{bool(sparse_embeddings)}, {len(embeddings)} of them"),
                 Fact("mixed_precision", str(policy)),
             ]
-            facts += [fact for each in planned for fact in layout_facts(each.layout, "bucket")]
             facts += module_facts(module)
+            facts += [fact for each in planned for fact in layout_facts(each.layout, "bucket")]
             facts += [Fact("bucket", str(bucket)) for each in planned for bucket in each.plans]
         except Exception as error:
             failure = error

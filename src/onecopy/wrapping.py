@@ -188,11 +188,16 @@ def plan(
 
 
 def module_facts(module: nn.Module) -> list[Fact]:
-    """What ranks must have alike beside the optimizers' parameters: frozen ones, and buffers."""
-    tensors = [*module.named_parameters(), *module.named_buffers()]
-    return [
-        Fact(f"tensor {name!r} of the module", f"{tuple(tensor.shape)}, {tensor.dtype}") for name, tensor in tensors
+    """What ranks must have alike of a module: all parameters, which of them are frozen, and buffers."""
+    params = [
+        Fact(f"parameter {name!r} of the module", f"{_type_text(param)}, requires_grad={param.requires_grad}")
+        for name, param in module.named_parameters()
     ]
+    return params + [Fact(f"buffer {name!r} of the module", _type_text(each)) for name, each in module.named_buffers()]
+
+
+def _type_text(tensor: Tensor) -> str:
+    return f"{tuple(tensor.shape)}, {tensor.dtype}"
 
 
 def to_convert(module: nn.Module, policy: MixedPrecision) -> set[int]:

@@ -33,6 +33,7 @@ from onecopy.engine.exchange import Exchange
 from onecopy.engine.grad_buckets import Bucket, Policy, sum_into
 from onecopy.engine.lanes import Lane
 from onecopy.engine.marks import mark
+from onecopy.engine.pass_flags import PassFlags, flags_of, frozen_on_some
 from onecopy.engine.pool import Pool
 from onecopy.engine.row_buckets import RowBucket, RowExchange
 from onecopy.engine.shard_grad import ShardGrad
@@ -110,8 +111,8 @@ class BackwardReducer:
             )
         self._pass = _Pass(number)
         unread, self._unread = self._unread, None
-        if unread is not None and unread.read()[0]:
-            self._pass.failure = PeerFailedError("the previous backward() failed on another rank; see its own error")
+        if unread is not None:
+            self._pass.failure = self._failure_of_last(unread)
         self._left_in.clear()
         for bucket in self._buckets:
             bucket.begin(self._pool)
@@ -123,6 +124,13 @@ class BackwardReducer:
                 live.finish()
 
         when_backward_ends(end)
+
+    def _failure_of_last(self, unread: LateWord) -> Exception | None:
+        """What a word says that was read late."""
+        last = PassFlags.of_word(unread.read(), [len(bucket.params) for bucket in self._buckets])
+        if last.failed:
+            return PeerFailedError("the previous backward() failed on another rank; see its own error")
+        return frozen_on_some(self._buckets, last)
 
     def reset(self) -> None:
         """End a backward pass that an exception has interrupted, so that the next one finds all ranks in step.
@@ -198,15 +206,15 @@ class BackwardReducer:
             for param in bucket.params:
                 param.grad = None
         before = [bucket.shard.clone() for bucket in self._buckets]
-        present, kept = self._finish(current, active=False)
+        agreed = self._finish(current, active=False)
         self._pass = None
         # The others know whether gradients were zeroed since the last pass; this rank has seen nothing of that.
-        for bucket, old, keeps in zip(self._buckets, before, kept, strict=True):
+        for bucket, old, keeps in zip(self._buckets, before, agreed.kept, strict=True):
             new = bucket.shard.clone()
             bucket.shard.copy_(old)
             bucket.clear(keeps)
             bucket.shard.add_(new)
-        self._show(present)
+        self._show(agreed.present)
 
     def _put(self, bucket: Bucket, position: int, gradient: Tensor) -> None:
         lane = self._lanes[bucket.device]
@@ -305,8 +313,7 @@ class BackwardReducer:
             for position, param in enumerate(bucket.params):
                 if not bucket.launched and not bucket.arrived[position] and param.grad is not None:
                     self._take_unused(current, bucket, position)
-        present, _ = self._finish(current, active=True)
-        self._show(present)
+        self._show(self._finish(current, active=True).present)
 
     def _take_unused(self, current: _Pass, bucket: Bucket, position: int) -> None:
         gradient = bucket.params[position].grad
@@ -317,15 +324,13 @@ class BackwardReducer:
         except Exception as error:
             current.failure = current.failure or error
 
-    def _finish(self, current: _Pass, active: bool) -> tuple[list[list[bool]], list[list[bool]]]:
-        """Exchange what is left and add up; return who has a gradient on any rank, and who had one before the pass."""
+    def _finish(self, current: _Pass, active: bool) -> PassFlags:
+        """Exchange what is left and add up; return the flags that hold on any rank."""
         while current.next < len(self._buckets):
             self._launch(current)
-        has = [[a or k for a, k in zip(b.arrived, b.kept, strict=True)] for b in self._buckets]
-        kept = [b.kept if active else [False] * len(b.kept) for b in self._buckets]
-        flags = [current.failure is not None, *(flag for lists in (has, kept) for row in lists for flag in row)]
+        mine = flags_of(self._buckets, current.failure is not None, active)
         collectives = self._policy.collectives
-        word = word_on(collectives.control_device, flags, torch.uint8)
+        word = word_on(collectives.control_device, mine.word(), torch.uint8)
         work = collectives.all_reduce(word, largest=True)
         while current.pending:
             self._add_up(current)
@@ -336,27 +341,25 @@ class BackwardReducer:
             self._policy.replicas.all_reduce(word, largest=True).wait()
         for lane in self._lanes.values():
             lane.join()
-        failed, *agreed = self._read(LateWord(word), current.failure, flags)
-        if failed:
+        agreed = self._read(LateWord(word), current.failure, mine)
+        if agreed.failed:
             raise_together(collectives, "backward()", current.failure)
-        rows, position = [], 0
-        for bucket in (*self._buckets, *self._buckets):
-            rows.append(agreed[position : position + len(bucket.params)])
-            position += len(bucket.params)
-        return rows[: len(self._buckets)], rows[len(self._buckets) :]
+        disagreement = frozen_on_some(self._buckets, agreed)
+        if disagreement is not None:
+            raise disagreement
+        return agreed
 
-    def _read(self, word: LateWord, failure: Exception | None, mine: Sequence[bool]) -> list[bool]:
+    def _read(self, word: LateWord, failure: Exception | None, mine: PassFlags) -> PassFlags:
         """What the ranks agree on; on an accelerator what must be the same, where this rank can tell by itself."""
         if not self._policy.collectives.reads_late:
-            return [bool(flag) for flag in word.read()]
+            return PassFlags.of_word(word.read(), mine.sizes)
         if failure is not None:
             raise failure
-        gradients = (len(mine) - 1) // 2
-        if all(mine[1 : 1 + gradients]):
+        if all(map(all, mine.present)):
             self._unread = word
-            return list(mine)
-        agreed = [bool(flag) for flag in word.read()]
-        if agreed[0]:
+            return mine
+        agreed = PassFlags.of_word(word.read(), mine.sizes)
+        if agreed.failed:
             raise PeerFailedError("backward() failed on another rank; see its own error")
         return agreed
 

@@ -79,6 +79,14 @@ class Twins(Layers):
         return super().forward(inputs) + torch.tanh(both @ inputs.T).sum()
 
 
+class Searched(Layers):
+    """Uses all of its parameters; a submodule's name makes ``Side`` let DDP look for unused ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.never = nn.Identity()
+
+
 class Skipping(Layers):
     """Can leave out all of its layers."""
 
@@ -198,6 +206,32 @@ def frozen_and_thawed(side: Side, step: int) -> None:
     side.optimizer.step()
 
 
+def frozen_after_no_sync(side: Side, step: int) -> None:
+    """DDP reduces what was accumulated before, if it looks for unused parameters; the optimizer steps on it."""
+    weight = next(side.module.parameters())
+    weight.requires_grad_(True)
+    with side.model.no_sync():
+        loss_of(side, 10 * step).backward()
+    weight.requires_grad_(False)
+    before = values([weight])
+    loss_of(side, 10 * step + 1).backward()
+    side.optimizer.step()
+    assert not torch.equal(weight, before[0])
+
+
+def zeroed_and_frozen_after_no_sync(side: Side, step: int) -> None:
+    """Zeros in place are stepped on (momentum, decay), and not what an earlier pass had reduced."""
+    weight = next(side.module.parameters())
+    weight.requires_grad_(True)
+    loss_of(side, 10 * step).backward()
+    with side.model.no_sync():
+        loss_of(side, 10 * step + 1).backward()
+    side.module.zero_grad(set_to_none=False)
+    weight.requires_grad_(False)
+    loss_of(side, 10 * step + 2).backward()
+    side.optimizer.step()
+
+
 def scheduled(side: Side, step: int) -> None:
     side.scheduler = side.scheduler or StepLR(side.optimizer, step_size=2, gamma=0.5)
     loss_of(side, step).backward()
@@ -294,6 +328,11 @@ USES = (
     Use(scaled, options={"lr": 0.1}),
     Use(scaled, Batched),
     Use(frozen_and_thawed),
+    Use(frozen_after_no_sync),
+    Use(frozen_after_no_sync, Searched),
+    Use(frozen_after_no_sync, Searched, set_to_none=False),
+    Use(zeroed_and_frozen_after_no_sync),
+    Use(zeroed_and_frozen_after_no_sync, Searched),
     Use(scheduled),
     Use(closure),
     Use(forward_twice),
@@ -321,6 +360,22 @@ def test_use_equals_plain_ddp(world_size: int, use: Use) -> None:
     for mine, theirs in zip(ours.noted, plain.noted, strict=True):
         torch.testing.assert_close(mine, theirs)
     assert_replicas_equal(ours.params)
+
+
+@distributed(2)
+def test_without_looking_for_unused_parameters_ddp_cannot_go_on_after_one_was_frozen(world_size: int) -> None:
+    """So the reference of ``frozen_after_no_sync`` looks for them."""
+    plain = Side(False, Layers)
+    weight = next(plain.module.parameters())
+    with plain.model.no_sync():
+        loss_of(plain, 0).backward()
+    weight.requires_grad_(False)
+    alone = values([weight.grad] if weight.grad is not None else [])
+    loss_of(plain, 1).backward()
+    assert weight.grad is not None
+    assert torch.equal(weight.grad, alone[0]), "not reduced"
+    with pytest.raises(RuntimeError, match="Expected to have finished reduction"):
+        loss_of(plain, 2)
 
 
 @distributed(2, 3)

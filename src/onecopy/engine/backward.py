@@ -232,6 +232,11 @@ class BackwardReducer:
         current.next += 1
         while sum(pending.bucket.nbytes for pending in current.pending) >= IN_FLIGHT_BYTES:
             self._add_up(current)
+        try:
+            if current.failure is None:  # else nothing is reduced, and it stays where it is
+                self._take_unused(bucket)
+        except Exception as error:
+            current.failure = error
         with mark("onecopy.reduce"), self._lanes[bucket.device].entered():
             current.pending.append(self._exchange(number, bucket))
 
@@ -308,21 +313,16 @@ class BackwardReducer:
         """The end of a backward pass."""
         current, self._pass = self._pass, None
         assert current is not None
-        for bucket in self._buckets:
-            # What was accumulated without synchronising and not used in this pass is reduced with it.
-            for position, param in enumerate(bucket.params):
-                if not bucket.launched and not bucket.arrived[position] and param.grad is not None:
-                    self._take_unused(current, bucket, position)
         self._show(self._finish(current, active=True).present)
 
-    def _take_unused(self, current: _Pass, bucket: Bucket, position: int) -> None:
-        gradient = bucket.params[position].grad
-        if gradient is None or isinstance(gradient, ShardGrad):
-            return
-        try:
-            self._put(bucket, position, gradient)
-        except Exception as error:
-            current.failure = current.failure or error
+    def _take_unused(self, bucket: Bucket) -> None:
+        """Put in what was accumulated without synchronising for parameters that get nothing in this pass."""
+        for position, param in enumerate(bucket.params):
+            if bucket.arrived[position] or param.grad is None or isinstance(param.grad, ShardGrad):
+                continue
+            if not bucket.is_as_left(position):
+                bucket.kept[position] = False
+            self._put(bucket, position, param.grad)
 
     def _finish(self, current: _Pass, active: bool) -> PassFlags:
         """Exchange what is left and add up; return the flags that hold on any rank."""

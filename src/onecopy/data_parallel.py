@@ -134,10 +134,11 @@ class ShardedDataParallel(nn.Module, Joinable):
                 Fact("bucket_bytes", str(bucket_bytes)),
                 Fact("overlap_forward", str(bool(overlap_forward))),
                 Fact("uses", str({name: list(others) for name, others in sorted((uses or {}).items())})),
-                Fact("sparse_embeddings", f"{bool(sparse_embeddings)}, {len(embeddings)} of them"),
+                Fact("sparse_embeddings", str(bool(sparse_embeddings))),
                 Fact("mixed_precision", str(policy)),
             ]
             facts += module_facts(module)
+            facts.append(Fact("embeddings whose gradients travel by rows", str(len(embeddings))))
             facts += [fact for each in planned for fact in layout_facts(each.layout, "bucket")]
             facts += [Fact("bucket", str(bucket)) for each in planned for bucket in each.plans]
         except Exception as error:

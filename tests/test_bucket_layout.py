@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from onecopy import Layout, ParamSpec
 from onecopy.data_parallel import BUCKET_BYTES
-from onecopy.layout import CUT_MULTIPLE, BucketPlan, bucket_shards_of, plan_buckets
+from onecopy.layout import CUT_MULTIPLE, BucketPlan, plan_buckets
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 
@@ -115,12 +115,3 @@ def test_small_parameters_of_an_owner_lie_together(
         held = [index for index in plan.params if specs[index].numel]
         places = [(0 if splittable else layout.shards_of(index)[0].owner, -specs[index].numel) for index in held]
         assert places == sorted(places)
-
-
-@settings(max_examples=100, deadline=None)
-@given(models(), st.integers(1, 9), st.sampled_from([1, 500, 5000, BUCKET_BYTES]))
-def test_one_ranks_shards_are_found_without_the_others(specs: list[ParamSpec], world_size: int, size: int) -> None:
-    order = list(reversed(range(len(specs))))
-    layout, _ = plan_buckets(specs, order, world_size, True, size)
-    for group_rank in range(world_size):
-        assert tuple(bucket_shards_of(specs, order, world_size, group_rank, size)) == layout.owned_by(group_rank)

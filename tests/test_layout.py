@@ -15,7 +15,7 @@ from hypothesis import event, example, given, settings
 from hypothesis import strategies as st
 
 from onecopy import Layout, ParamSpec, Shard
-from onecopy.layout import CUT_MULTIPLE, ShardBy, element_shards_of, even_range, extend
+from onecopy.layout import CUT_MULTIPLE, ShardBy, even_range, extend
 from onecopy.layout.policies import SLACK, TOLERANCE
 
 POLICIES = ("parameter", "element")
@@ -145,16 +145,6 @@ def test_the_largest_rank_is_within_a_hundredth_of_the_mean(case: tuple[list[Par
         owned = plan(specs, world_size, policy).elements_per_rank
         assert sum(owned) == total
         assert max(owned) * world_size / total <= 1.01, policy
-
-
-@settings(max_examples=150)
-@given(models(), RANKS)
-def test_one_ranks_even_shards_are_found_without_the_others(specs: list[ParamSpec], world_size: int) -> None:
-    single = [replace(spec, group=0) for spec in specs]
-    layout = plan(single, world_size, "element")
-    for group_rank in range(world_size):
-        found = sorted(element_shards_of(single, world_size, group_rank), key=lambda shard: shard.param)
-        assert tuple(found) == layout.owned_by(group_rank)
 
 
 @given(models(), RANKS)

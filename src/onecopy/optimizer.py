@@ -75,8 +75,7 @@ class ZeroRedundancyOptimizer(OptimizerOverOwned, Joinable):
         world_size: how many ranks there are.
         rank: this rank in the group.
         global_rank: this rank among all.
-        parameters_as_bucket_view: as given.
-        overlap_with_ddp: as given.
+        parameters_as_bucket_view, overlap_with_ddp: as given.
         splittable: whether parameters may be cut, because the class works element by element.
         engine: the machinery of a step, for hooks and other extensions.
         overlap: what steps inside the backward pass, once a hook has been made for this optimizer.
@@ -317,7 +316,8 @@ class ZeroRedundancyOptimizer(OptimizerOverOwned, Joinable):
         if held.version != local.version and (local.has_state or local.uses_masters):
             raise RuntimeError(
                 f"rank {self.rank} does not hold the whole optimizer state, or no longer the current one: call "
-                f"consolidate_state_dict(to={self.rank}) on all ranks first, and state_dict() on that rank"
+                f"consolidate_state_dict(to={self.rank}) on all ranks first, and state_dict() on that rank (with "
+                "torch.distributed.checkpoint: onecopy.checkpoint.get_optimizer_state_dict)"
             )
         live, self._shown_state = self._shown_state, codec.copy_tree(held.by_param)
         try:

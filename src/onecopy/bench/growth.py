@@ -14,11 +14,13 @@ import torch
 from torch.optim import AdamW
 
 from onecopy.bench.variants import LR
-from onecopy.layout import ParamSpec, bucket_shards_of, element_shards_of, extend
+from onecopy.layout import ParamSpec, extend, plan_buckets
 from onecopy.optimizer import ZeroRedundancyOptimizer
 
 PARAMETERS = (10, 100, 1000, 10_000, 100_000)
 RANKS = (1, 16, 256, 4096, 16_384)
+MOST_SHARDS = 2_000_000
+"""Layouts of more shards than this are not planned: every rank has a shard of every parameter."""
 TENSORS = (10, 100, 1000, 5000)
 BUCKET_BYTES = 8 << 20
 ALONE = "AdamW by itself, a half of them"
@@ -37,7 +39,7 @@ def specs_of(count: int) -> list[ParamSpec]:
 
 
 def planning() -> list[dict[str, Any]]:
-    """Seconds to plan: all owners for ``parameter``, one rank's shards for ``element`` and ``bucket``; no processes."""
+    """Seconds that each policy takes to plan a layout; no processes."""
     rows = []
     for count in PARAMETERS:
         specs = specs_of(count)
@@ -45,12 +47,14 @@ def planning() -> list[dict[str, Any]]:
         for ranks in RANKS:
             plans: dict[str, Callable[[], object]] = {
                 "parameter": lambda specs=specs, ranks=ranks: extend(None, specs, ranks, "parameter", True),  # type: ignore[misc]
-                "element": lambda specs=specs, ranks=ranks: element_shards_of(specs, ranks, ranks // 2),  # type: ignore[misc]
-                "bucket": lambda specs=specs, order=order, ranks=ranks: bucket_shards_of(  # type: ignore[misc]
-                    specs, order, ranks, ranks // 2, BUCKET_BYTES
+                "element": lambda specs=specs, ranks=ranks: extend(None, specs, ranks, "element", True),  # type: ignore[misc]
+                "bucket": lambda specs=specs, order=order, ranks=ranks: plan_buckets(  # type: ignore[misc]
+                    specs, order, ranks, True, BUCKET_BYTES
                 ),
             }
             for policy, plan in plans.items():
+                if policy != "parameter" and count * ranks > MOST_SHARDS:
+                    continue
                 start = time.perf_counter()
                 plan()
                 seconds = time.perf_counter() - start

@@ -155,9 +155,8 @@ def _losses(rows: Sequence[Row]) -> Iterator[str]:
         "Why: level 1 (`onecopy`, with or without bucket views) and the two overlap hooks all-reduce gradients and "
         "then send parameters, 1.5 times what DDP sends, as torch's class does. With as many ranks as cores, what "
         "communication works is taken from computing, on the link too, and overlap can gain no more than the cores "
-        "are idle. Beside AdamW's own, `step()` notices moved, replaced or missing parameters and gradients on every "
-        "rank before anything is sent, and gathers small gradients so that AdamW's own has less to do; torch's class "
-        "does neither, and without bucket views sends every parameter by itself."
+        "are idle. Beside AdamW's own, `step()` notices moved parameters and missing gradients on every rank before "
+        "anything is sent; torch's class does not, and without bucket views sends every parameter by itself."
     )
 
 
@@ -201,12 +200,16 @@ def _memory(rows: Sequence[Row]) -> Iterator[str]:
         yield markdown(MEMORY_COLUMNS, memory_rows(rows, ranks))
 
 
+def _seconds(value: float | None) -> str:
+    return "not run" if value is None else f"{value:.4f}"
+
+
 def _growth(rows: Sequence[Row]) -> Iterator[str]:
     planning = select(rows, "planning")
     ranks = sorted({row["ranks"] for row in planning})
     seconds = {(row["policy"], row["parameters"], row["ranks"]): row["seconds"] for row in planning}
     cells = [
-        [policy, f"{count:,}", *(f"{seconds[policy, count, number]:.4f}" for number in ranks)]
+        [policy, f"{count:,}", *(_seconds(seconds.get((policy, count, number))) for number in ranks)]
         for policy, count in dict.fromkeys((row["policy"], row["parameters"]) for row in planning)
     ]
     yield markdown(("policy", "parameters", *(f"{number:,} ranks" for number in ranks)), cells)

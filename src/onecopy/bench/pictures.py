@@ -149,13 +149,14 @@ def growth_picture(rows: Sequence[Row]) -> Figure:
     figure = Figure(figsize=(8, 3.2), layout="constrained")
     left, right = figure.subplots(1, 2)
     planning = select(rows, "planning")
-    most = max((row["ranks"] for row in planning), default=0)
+    ranks = 256
     for policy in dict.fromkeys(row["policy"] for row in planning):
         points = [
-            (row["parameters"], row["seconds"]) for row in planning if (row["policy"], row["ranks"]) == (policy, most)
+            (row["parameters"], row["seconds"]) for row in planning if (row["policy"], row["ranks"]) == (policy, ranks)
         ]
-        left.plot(*zip(*points, strict=True), "o-", label=policy)
-    left.set_ylabel(f"seconds to plan for {most:,} ranks")
+        if points:
+            left.plot(*zip(*points, strict=True), "o-", label=policy)
+    left.set_ylabel(f"seconds to plan for {ranks:,} ranks")
     left.set_xlabel("parameters")
     for variant in dict.fromkeys(row["variant"] for row in select(rows, "overhead")):
         mine = [row for row in select(rows, "overhead") if row["variant"] == variant]

@@ -25,7 +25,6 @@ from onecopy.engine.inputs import Group
 from onecopy.engine.local import LocalOptimizer
 from onecopy.engine.marks import marked
 from onecopy.engine.probing import UNKNOWN, Probe, common_factor, probed_params, remember
-from onecopy.engine.replaced import ReplacementWatch
 from onecopy.engine.sharing import Sharing
 from onecopy.engine.status import StepFacts, make_status
 from onecopy.engine.storage import Storage
@@ -110,9 +109,7 @@ class Engine:
         self._probe_params = probed_params(layout)
         self.storage = self._storage_class(self.params, layout)
         self.local.repoint(self.storage.flats)
-        self.local.keep_company(self.storage.companies, layout)
         self.sharing = Sharing(self.collectives, self.storage.pieces, self.storage.direct_bytes)
-        self._watch = ReplacementWatch(self.params, [spec.name for spec in layout.params])
 
     def take_over(
         self, layout: Layout, local: LocalOptimizer, storage_class: MakeStorage, gradients: Gradients
@@ -123,7 +120,6 @@ class Engine:
 
     def follow_moves(self) -> None:
         """Notice parameters whose memory was moved, and follow; refuse where the state could not."""
-        self._watch.check()
         moved = self.storage.moved()
         if moved:
             self.relayout(self.params, replace(self.layout, params=self._moved_specs(moved)))

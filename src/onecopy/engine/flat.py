@@ -21,17 +21,6 @@ def is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
     return True
 
 
-def is_row_major(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
-    """Whether memory holds the elements of a dense tensor in the order in which they are counted."""
-    expected = 1
-    for size, step in zip(reversed(shape), reversed(stride), strict=True):
-        if size != 1:
-            if step != expected:
-                return False
-            expected *= size
-    return True
-
-
 def flat_view(tensor: Tensor) -> Tensor:
     """All elements of a dense tensor as one dimension, in the order in which memory holds them, without a copy."""
     return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())

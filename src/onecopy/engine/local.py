@@ -14,12 +14,10 @@ from torch.optim import Optimizer
 
 from onecopy.engine.classes import REFUSES_SPARSE_GRADIENTS, SKIPS_MISSING_GRADIENTS, check_options
 from onecopy.engine.flat import flat_like
-from onecopy.engine.flat_updates import FlatUpdates, Run
 from onecopy.engine.inputs import Group
 from onecopy.engine.masters import Master, MasterCopies, Masters
 from onecopy.engine.options import apply_changes, options_of, replace_options
-from onecopy.engine.storage import Company
-from onecopy.engine.torch_private import asked_by_torchs_state_dicts, bare_step
+from onecopy.engine.torch_private import bare_step
 from onecopy.layout import Layout, Shard
 
 
@@ -104,7 +102,6 @@ class LocalOptimizer:
         )
         check_options(self.inner)
         self.run_inner = bare_step(self.inner)
-        self._flat_updates = FlatUpdates(self.inner, defaults, ())
         self._in_buckets: list[Owned] = []
         self._takes_closure = "closure" in inspect.signature(type(self.inner).step).parameters
         # An unknown class may move parameters that have no gradient (weight decay alone).
@@ -174,26 +171,13 @@ class LocalOptimizer:
                 owned.home.data = alias(owned.shard, owned.param, flats[owned.shard.param])
             elif owned.is_alias:
                 owned.tensor.data = alias(owned.shard, owned.param, flats[owned.shard.param])
-
-    def keep_company(self, companies: Sequence[Company], layout: Layout) -> None:
-        """Update these together from now on, where that is bitwise the same."""
-        # Aliases are for those who step some of them at a time.
-        together = self._stepped is not alias
-        stepped = {entry.shard.param: entry.tensor for entry in self.owned if entry.home is None and not entry.is_cut}
-        runs = [
-            Run(layout.params[company.params[0]].group, tuple(map(stepped.__getitem__, company.params)), company.memory)
-            for company in companies
-            if together and stepped.keys() >= set(company.params)
-        ]
         refuses = type(self.inner) in REFUSES_SPARSE_GRADIENTS
-        self._in_buckets = [] if refuses else [entry for entry in self.owned if entry.tensor.storage_offset()]
-        self._flat_updates = FlatUpdates(self.inner, self.defaults, runs, self._flat_updates.patience)
+        self._in_buckets = [] if refuses else [owned for owned in self.owned if owned.tensor.storage_offset()]
 
     def note_loaded(self, has_state: bool) -> None:
         """Note that the state has been replaced, and whether any rank has some now."""
         self.version += 1
         self.has_state = has_state
-        self._flat_updates.wake()
 
     def state_key(self, key: Any) -> Any:
         """What the inner optimizer's state has for a key of ours; None for a tensor of which the rank owns nothing.
@@ -297,22 +281,15 @@ class LocalOptimizer:
         """Step the inner optimizer; a class whose ``step`` takes no closure has it evaluated beforehand."""
         self.version += 1
         self.has_state = True
-        if closure is None and not kwargs:
-            loss = self._flat_updates.step(self.run_inner)
-        else:
-            loss = self._step_alone(closure, kwargs)
-        self.copies.publish(self.moves_all)
-        return loss
-
-    def _step_alone(self, closure: Callable[[], Any] | None, kwargs: dict[str, Any]) -> Any:
         if closure is None:
-            return self.run_inner(**kwargs)
-        if self._takes_closure:
+            loss = self.run_inner(**kwargs)
+        elif self._takes_closure:
             loss = self.run_inner(closure=closure, **kwargs)
         else:
             with torch.enable_grad():
                 loss = closure()
             self.run_inner(**kwargs)
+        self.copies.publish(self.moves_all)
         return loss
 
 
@@ -366,16 +343,6 @@ class OwnedState(MutableMapping[Any, Any]):
         if param not in self:
             self[param] = default
         return self[param]
-
-    def __bool__(self) -> bool:
-        """Whether this rank has state. torch's own state-dict functions, which ask first, are told to use ours."""
-        if asked_by_torchs_state_dicts():
-            raise RuntimeError(
-                "torch.distributed.checkpoint's functions for optimizer state cannot work with a sharded optimizer: "
-                "use onecopy.checkpoint.get_optimizer_state_dict and onecopy.checkpoint.set_optimizer_state_dict, "
-                "which take the same arguments"
-            )
-        return len(self) > 0
 
     def __contains__(self, param: object) -> bool:
         return self._local.state_key(param) in self._local.inner.state

@@ -1,31 +1,24 @@
 """Where the parameters' memory is: left in place, or gathered in flat buckets.
 
-Both kinds answer which pieces of memory each owner sends after a step, which parameters have been moved since by
-``model.to()``, ``param.data = ...`` and the like, and which ones lie side by side, to be updated together.
+Both kinds answer which pieces of memory each owner sends after a step, and which parameters have been moved since by
+``model.to()``, ``param.data = ...`` and the like.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, chain, groupby
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from onecopy.engine.flat import as_bytes, flat_view, is_row_major
+from onecopy.engine.flat import as_bytes, flat_view
 from onecopy.engine.stream import DIRECT_BYTES, MESSAGE_BYTES
-from onecopy.layout import CUT_MULTIPLE, Layout, ParamSpec
+from onecopy.layout import Layout
 
 ALIGNMENT = 64
 """Bytes to which a parameter's start in a bucket is aligned, for vectorised kernels."""
-
-SMALL_BYTES = 8 << 10
-"""Up to this size, copying a gradient takes less time than the Python of a parameter's own update."""
-
-RUN_BYTES = 1 << 20
-"""So much is updated together: optimizers make temporary tensors as long as what they update."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,20 +30,11 @@ class Piece:
     memory: Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class Company:
-    """Small parameters of one group and owner that may be updated together; their memory, if it is in one piece."""
-
-    params: tuple[int, ...]
-    memory: Tensor | None = None
-
-
 class Storage(Protocol):
     """What the engine asks of either kind."""
 
     flats: list[Tensor]
     pieces: tuple[Piece, ...]
-    companies: tuple[Company, ...]
     direct_bytes: int
     convertible: bool  # whether parameters may get another type or device before there is state
 
@@ -77,7 +61,6 @@ class InPlace:
             Piece(shard.owner, (shard.param,), as_bytes(self.flats[shard.param][shard.start : shard.stop]))
             for shard in layout.shards
         )
-        self.companies = tuple(Company(members) for members in _plan_companies(layout))
 
     def moved(self) -> list[int]:
         """The parameters whose memory is no longer where it was."""
@@ -113,15 +96,13 @@ class Buckets(InPlace):
             *(Piece(owner[members[0]], members, memory) for members, memory in buckets),
             *(piece for piece in self.pieces if piece.params[0] in cut),
         )
-        self.companies = tuple(chain.from_iterable(_companies(params, layout, *bucket) for bucket in buckets))
 
 
 def _plan_buckets(layout: Layout) -> list[tuple[int, ...]]:
     """Which whole parameters share a bucket, in the order in which they lie there."""
     kinds: dict[tuple[int, int, torch.dtype], list[list[int]]] = {}
     sizes: dict[tuple[int, int, torch.dtype], int] = {}
-    # Small parameters of a group come together, so that they can be updated together.
-    for shard in sorted(layout.shards, key=lambda shard: _neighbourhood(layout.params[shard.param])):
+    for shard in layout.shards:
         spec = layout.params[shard.param]
         if not layout.is_whole(shard) or spec.numel == 0:
             continue
@@ -149,52 +130,6 @@ def _move_in(params: Sequence[Tensor], members: tuple[int, ...]) -> tuple[tuple[
         param.data = home
         offset += size
     return members, memory
-
-
-def _plan_companies(layout: Layout) -> Iterator[tuple[int, ...]]:
-    """Which whole parameters may be updated together, wherever they are."""
-    whole = [(shard, layout.params[shard.param]) for shard in layout.shards if layout.is_whole(shard)]
-    kinds: dict[tuple[int, int, torch.dtype, int], list[int]] = {}
-    for shard, spec in whole:
-        if _neighbourhood(spec) >= 0:
-            kinds.setdefault((shard.owner, spec.device_ordinal, spec.dtype, spec.group), []).append(shard.param)
-    for members in kinds.values():
-        yield from (tuple(members[position] for position in run) for run in _runs(layout, members))
-
-
-def _companies(params: Sequence[Tensor], layout: Layout, members: tuple[int, ...], memory: Tensor) -> Iterator[Company]:
-    """What lies side by side in one bucket and may be updated together."""
-    starts = _starts(layout, members)
-    for run in _runs(layout, members):
-        part = memory[starts[run[0]] : starts[run[-1] + 1]]
-        yield Company(members[run[0] : run[-1] + 1], part.view(params[members[run[0]]].dtype))
-
-
-def _runs(layout: Layout, members: Sequence[int]) -> Iterator[list[int]]:
-    """Positions, one after the other, of small parameters of one group; not too many in a run."""
-    starts = _starts(layout, members)
-
-    def place(position: int) -> tuple[int, int]:
-        return _neighbourhood(layout.params[members[position]]), starts[position] // RUN_BYTES
-
-    for (neighbourhood, _), run in groupby(range(len(members)), place):
-        if neighbourhood >= 0:
-            yield list(run)
-
-
-def _starts(layout: Layout, members: Sequence[int]) -> list[int]:
-    """Where each of some parameters lies in a bucket, in bytes; at last the bucket's size."""
-    return [0, *accumulate(_aligned(layout.params[index].nbytes) for index in members)]
-
-
-def _neighbourhood(spec: ParamSpec) -> int:
-    """The group of a parameter that may be updated together with others of it, else -1.
-
-    That is a small one of whole vectors, which therefore leaves no gap behind it.
-    """
-    fits = 0 < spec.nbytes <= SMALL_BYTES and spec.numel % CUT_MULTIPLE == 0
-    plain = spec.dtype in (torch.float32, torch.float64) and is_row_major(spec.shape, spec.stride)
-    return spec.group if fits and plain else -1
 
 
 def _aligned(nbytes: int) -> int:

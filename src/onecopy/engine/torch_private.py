@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import sys
 import warnings
-from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -15,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.algorithms.join import Joinable
-from torch.nn import Module, Parameter
+from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -45,11 +42,6 @@ def bare_step(optimizer: Optimizer) -> Callable[..., Any]:
     return step
 
 
-def has_step_hooks(optimizer: Optimizer) -> bool:
-    """Whether someone has registered a hook for this optimizer's own step."""
-    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
-
-
 def run_load_pre_hooks(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     """The state dict to load after the registered hooks have seen it."""
     for hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
@@ -77,16 +69,6 @@ def buffers_of(module: Module) -> list[Tensor]:
             found.update((id(buffer), buffer) for buffer in here._buffers.values() if buffer is not None)
             waiting += [child for child in reversed(here._modules.values()) if child is not None]
     return list(found.values())
-
-
-def copy_each(destinations: list[Tensor], sources: list[Tensor]) -> None:
-    """Copy each of many tensors into another one."""
-    torch._foreach_copy_(destinations, sources)
-
-
-def split_copies(flat: Tensor, sizes: list[int]) -> list[Tensor]:
-    """Copies of the parts of a flat tensor, each with memory of its own."""
-    return list(torch.ops.aten.split_with_sizes_copy.default(flat, sizes))
 
 
 def sparse_parts(gradient: Tensor) -> tuple[Tensor, Tensor]:
@@ -148,43 +130,6 @@ def version_of(tensor: Tensor) -> int:
     return tensor._version
 
 
-def has_memory_to_itself(tensor: Tensor) -> bool:
-    """Whether no other tensor (a view, a detached one), no array and no other process has the memory of this one."""
-    shared = tensor.device.type == "cpu" and tensor.is_shared()
-    return not shared and _users_of_memory(tensor) == _users_of_a_new_tensors_memory()
-
-
-def _users_of_memory(tensor: Tensor) -> tuple[int, int]:
-    """How many refer to a tensor's memory, in C++ and in Python, those included that are needed for asking."""
-    storage = tensor.untyped_storage()
-    return torch._C._storage_Use_Count(storage._cdata), sys.getrefcount(storage)
-
-
-@functools.cache
-def _users_of_a_new_tensors_memory() -> tuple[int, int]:
-    return _users_of_memory(torch.empty(1, device="cpu"))
-
-
-@contextlib.contextmanager
-def plain_operations() -> Iterator[None]:
-    """Operations whose results can be used anywhere, whatever modes whoever asks for them is in."""
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(torch.no_grad())
-        if torch._C._len_torch_dispatch_stack():
-            stack.enter_context(torch.utils._python_dispatch._disable_current_modes())
-        yield
-
-
-def register_as_tree(cls: type[defaultdict[Any, Any]]) -> None:
-    """Let torch's functions for trees go into a kind of dict."""
-    torch.utils._pytree.register_pytree_node(
-        cls,
-        lambda tree: (list(tree.values()), (tree.default_factory, list(tree))),
-        lambda values, context: defaultdict(context[0], zip(context[1], values, strict=True)),
-    )
-
-
 def timeout_of(process_group: dist.ProcessGroup, device: torch.device) -> timedelta:
     """How long the group's backend for a device waits for a collective."""
     timeout: timedelta = process_group._get_backend(device).options._timeout
@@ -221,11 +166,6 @@ def counts_calls() -> bool:
 def debug_enabled() -> bool:
     """Whether TORCH_DISTRIBUTED_DEBUG asks for more than the default."""
     return bool(dist.get_debug_level() != dist.DebugLevel.OFF)  # type: ignore[attr-defined]
-
-
-def registered_parameter(module: Module, name: str) -> Parameter | None:
-    """What a module holds under a name, without any of its own attribute hooks."""
-    return module._parameters.get(name)
 
 
 @functools.cache
@@ -280,10 +220,3 @@ def uncompiled(module: torch.nn.Module) -> torch.nn.Module:
     """The module that ``torch.compile`` was given, or the module itself."""
     inner = getattr(module, "_orig_mod", None)
     return inner if isinstance(inner, torch.nn.Module) else module
-
-
-def asked_by_torchs_state_dicts() -> bool:
-    """Whether the caller's caller is torch.distributed.checkpoint's own pair of functions for optimizer state."""
-    frame = sys._getframe(2)
-    module = "torch.distributed.checkpoint.state_dict"
-    return frame.f_code.co_name == "_init_optim_state" and frame.f_globals.get("__name__") == module

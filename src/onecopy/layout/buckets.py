@@ -86,24 +86,6 @@ def plan_buckets(
     return Layout(tuple(specs), tuple(shards), world_size), tuple(plans)
 
 
-def bucket_shards_of(
-    specs: Sequence[ParamSpec], order: Sequence[int], world_size: int, group_rank: int, bucket_bytes: int
-) -> list[Shard]:
-    """What :func:`plan_buckets` gives one rank if parameters may be cut, without computing what it gives the others."""
-    shards = []
-    for params in _fill(specs, order, bucket_bytes):
-        offsets, end = _lay_out(specs, params)
-        part = _part(end, world_size)
-        start, stop = min(group_rank * part, end), min((group_rank + 1) * part, end)
-        for index, offset in zip(params, offsets, strict=True):
-            low, high = max(start - offset, 0), min(stop - offset, specs[index].numel)
-            if low < high:
-                shards.append(Shard(index, low, high, group_rank))
-            elif specs[index].numel == 0 and group_rank == 0:
-                shards.append(Shard(index, 0, 0, 0))
-    return sorted(shards, key=lambda shard: shard.param)
-
-
 def _part(end: int, world_size: int) -> int:
     """The size of every rank's range but the last ones'."""
     return -(-end // (CUT_MULTIPLE * world_size)) * CUT_MULTIPLE

@@ -104,54 +104,6 @@ def by_element(specs: Sequence[ParamSpec], loads: Sequence[int], splittable: boo
     return shards
 
 
-def element_shards_of(specs: Sequence[ParamSpec], world_size: int, group_rank: int) -> list[Shard]:
-    """What ``by_element`` gives one rank of an empty world, without computing what it gives the others.
-
-    The time grows with the number of parameters plus the number of ranks, not with their product.
-    """
-    shards, tiny = [], []
-    even, steps = 0, [0] * (world_size + 1)  # elements that all ranks have, and changes of the rest along the ranks
-    dealt = 0
-    for spec in specs:
-        if spec.numel <= SLACK:
-            tiny.append(spec)
-            continue
-        start, stop = even_range(spec.numel, world_size, dealt, group_rank)
-        if start < stop:
-            shards.append(Shard(spec.index, start, stop, group_rank))
-        even += _deal(spec.numel, world_size, dealt, steps)
-        dealt += spec.numel
-    loads, extra = [], 0
-    for step in steps[:world_size]:
-        extra += step
-        loads.append(even + extra)
-    heap = [(load, other) for other, load in enumerate(loads)]
-    heapq.heapify(heap)
-    for spec in sorted(tiny, key=lambda spec: -spec.numel):
-        load, other = heap[0]
-        heapq.heapreplace(heap, (load + spec.numel, other))
-        if other == group_rank:
-            shards.append(Shard(spec.index, 0, spec.numel, other))
-    return shards
-
-
-def _deal(numel: int, world_size: int, dealt: int, steps: list[int]) -> int:
-    """Note how much each rank gets in :func:`even_range`: return what all get, add the rest to ``steps``."""
-    units = -(-numel // CUT_MULTIPLE)
-    base, extra = divmod(units, world_size)
-    origin = (dealt // CUT_MULTIPLE + units) % world_size  # the rank whose turn is 0
-    first = (origin + world_size - extra) % world_size
-    for low, high in ((first, min(first + extra, world_size)), (0, first + extra - world_size)):
-        if low < high:
-            steps[low] += CUT_MULTIPLE
-            steps[high] -= CUT_MULTIPLE
-    last = (origin + world_size - 1) % world_size  # the last turn has the short unit at its end
-    short = units * CUT_MULTIPLE - numel
-    steps[last] -= short
-    steps[last + 1] += short
-    return base * CUT_MULTIPLE
-
-
 def even_range(numel: int, world_size: int, dealt: int, group_rank: int) -> tuple[int, int]:
     """One rank's range when ``numel`` elements are cut evenly, in closed form.
 

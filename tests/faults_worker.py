@@ -45,7 +45,7 @@ from onecopy import checkpoint
 from onecopy.bench.processor import ending
 from onecopy.checkpoint import disk
 from onecopy.checkpoint.ranks import Ranks
-from onecopy.engine.torch_private import register_as_torch_zero
+from onecopy.common.torch_private import register_as_torch_zero
 from onecopy.errors import OnecopyError
 
 COLLECTIVE_LIMIT = 10.0

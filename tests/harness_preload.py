@@ -3,7 +3,7 @@
 import importlib
 
 import onecopy
-from onecopy.engine.torch_private import register_as_torch_zero
+from onecopy.common.torch_private import register_as_torch_zero
 
 for name in (
     "harness",

@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from onecopy import estimate
 from onecopy.bench import checking, launching, report, running
 from onecopy.bench.models import MODELS, Sizes
 from onecopy.bench.page import page
 from onecopy.bench.pictures import draw
 from onecopy.bench.variants import ALONE, THEIRS, VARIANTS, YARDSTICK, chosen
-from onecopy.cli import app
-from onecopy.estimate import Job, Machine, Way
+from onecopy.cli.main import app
+from onecopy.planning import estimate
+from onecopy.planning.estimate import Job, Machine, Way
 
 TINY = {"vocabulary": 64, "width": 16, "head": 32, "depth": 1, "batch": 1, "length": 4}
 RUN = ("reference", 2, "")

@@ -24,7 +24,7 @@ from harness import distributed, pools
 from models import assert_same_tree
 from onecopy import ShardedDataParallel, ZeroRedundancyOptimizer
 from onecopy.checkpoint import PerRank, capture, latest, load, restore, save, verify
-from onecopy.engine.codec import map_tensors
+from onecopy.common.tagged_json import map_tensors
 from test_state_dict import expect_same
 
 WORDS, WIDTH = 300, 16

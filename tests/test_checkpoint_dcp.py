@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from harness import distributed, pools
 from models import assert_equal, assert_same_tree
 from onecopy import CheckpointMismatchError, ShardedDataParallel, ZeroRedundancyOptimizer, checkpoint
-from onecopy.engine.sharded_state import ShardedState, rectangles
+from onecopy.state_dict.dcp_tensor import ShardedState, rectangles
 
 WAYS = ("parameter", "element", "wrapped")
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.distributed.*:UserWarning")

@@ -30,7 +30,7 @@ from harness import distributed, pools
 from models import assert_equal, assert_same_tree, small_ddp, small_loss, values
 from onecopy import ZeroRedundancyOptimizer, hook_with_zero_step
 from onecopy.checkpoint import disk, latest, load, save, verify, wait
-from onecopy.checkpoint.targets import Copy
+from onecopy.checkpoint.load_plan import Copy
 from onecopy.errors import CheckpointError, CorruptCheckpointError, OnecopyError
 from test_checkpoint import Side, load_side, make, model_of, push, save_side, train
 

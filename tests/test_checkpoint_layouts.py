@@ -24,10 +24,10 @@ from onecopy import Layout, ParamSpec
 from onecopy.checkpoint import files, latest, load, manifest, save
 from onecopy.checkpoint.contents import divide
 from onecopy.checkpoint.files import LivePiece, Reader, whole_tensor, write_file
+from onecopy.checkpoint.load_plan import Copy
 from onecopy.checkpoint.manifest import Entry, File, Manifest, Piece
-from onecopy.checkpoint.targets import Copy
-from onecopy.engine import codec
-from onecopy.engine.flat import flat_view
+from onecopy.common import tagged_json
+from onecopy.common.flat_views import flat_view
 from onecopy.errors import CheckpointError, CorruptCheckpointError
 from onecopy.layout import CUT_MULTIPLE, extend, plan_buckets
 from test_state_dict import expect_same
@@ -77,7 +77,7 @@ def entry_of(tensor: Tensor) -> Entry:
 
 
 def manifest_of(tensors: dict[str, Entry], written: dict[str, File], world_size: int) -> Manifest:
-    return Manifest(1, world_size, {}, "", written, tensors, None, (), codec.encode({}, [], ""), ())
+    return Manifest(1, world_size, {}, "", written, tensors, None, (), tagged_json.encode({}, [], ""), ())
 
 
 def write(folder: Path, tensors: Sequence[Tensor], layout: Layout) -> Manifest:
@@ -392,16 +392,16 @@ TREES = st.recursive(
 @given(tree=st.dictionaries(st.text(max_size=3), TREES, max_size=4))
 def test_trees_of_plain_data_survive_with_keys_for_tensors(tree: dict[str, Any]) -> None:
     tensors: list[Tensor] = []
-    encoded = codec.encode(tree, tensors, "it")
+    encoded = tagged_json.encode(tree, tensors, "it")
     keys = [f"key {number}" for number in range(len(tensors))]
-    keyed: Any = codec.loads(codec.dumps(manifest.with_keys(encoded, keys)))
+    keyed: Any = tagged_json.loads(tagged_json.dumps(manifest.with_keys(encoded, keys)))
     assert list(manifest.keys_in(keyed)) == keys
-    expect_same(codec.decode(keyed, dict(zip(keys, tensors, strict=True))), tree)  # type: ignore[arg-type]
+    expect_same(tagged_json.decode(keyed, dict(zip(keys, tensors, strict=True))), tree)  # type: ignore[arg-type]
 
 
 def test_tensors_are_named_after_their_keys_in_a_dict() -> None:
     tensors: list[Tensor] = []
-    tree = codec.encode({"exp_avg": torch.ones(2), "list": [torch.ones(1)], 3: torch.ones(1)}, tensors, "it")
+    tree = tagged_json.encode({"exp_avg": torch.ones(2), "list": [torch.ones(1)], 3: torch.ones(1)}, tensors, "it")
     assert manifest.names_of_tensors(tree, len(tensors)) == ["exp_avg", "#1", "#2"]
 
 

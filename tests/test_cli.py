@@ -14,7 +14,7 @@ from torch import nn
 from typer.testing import CliRunner, Result
 
 from onecopy import checkpoint
-from onecopy.cli import app
+from onecopy.cli.main import app
 
 ROOT = Path(__file__).parent.parent
 

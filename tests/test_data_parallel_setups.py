@@ -21,8 +21,8 @@ from torch.optim.lr_scheduler import StepLR
 from harness import distributed
 from models import Everything, assert_equal, assert_replicas_equal, assert_same_tree, everything_inputs, values
 from onecopy import ShardedDataParallel, ZeroRedundancyOptimizer
-from onecopy.engine import backward
-from onecopy.engine.collectives import TAGS, Collectives
+from onecopy.comm.collectives import TAGS, Collectives
+from onecopy.data_parallel import backward
 from test_data_parallel import ROUNDING, SGD, Layers, Side, as_if_large, different_layers, inputs_of, one_step
 from test_data_parallel_use import Batched, closure, loss_of
 

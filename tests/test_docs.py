@@ -159,18 +159,26 @@ def places_in_the_architecture() -> dict[str, int]:
     return {name: position for position, row in enumerate(rows) for name in re.findall(r"`([a-z_/]+\.py)`", row)}
 
 
+HIGHEST_OF = {
+    "layout.py": "layout/policies.py",
+    "checkpoint.py": "checkpoint/conversion.py",
+    "data_parallel.py": "data_parallel/wrapper.py",
+    "ddp_hooks.py": "ddp_hooks/hooks.py",
+}
+"""Packages whose names are imported from their top, and the module of each that stands highest."""
+
+
 def imports_of(module: Path) -> set[str]:
     """The modules of the package that a module imports, as paths in the package."""
     names = {
-        f"{node.module}.{alias.name}"
-        if node.module in ("onecopy.engine", "onecopy.checkpoint", "onecopy.bench")
-        else str(node.module)
+        f"{node.module}.{alias.name}" if (package / f"{alias.name}.py").is_file() else str(node.module)
         for node in ast.walk(ast.parse(module.read_text()))
         if isinstance(node, ast.ImportFrom) and str(node.module).startswith("onecopy.")
+        for package in [ROOT / "src" / str(node.module).replace(".", "/")]
         for alias in node.names
     }
     files = {name.removeprefix("onecopy.").replace(".", "/") + ".py" for name in names}
-    return {"layout/policies.py" if name == "layout.py" else name for name in files}
+    return {HIGHEST_OF.get(name, name) for name in files}
 
 
 def test_every_module_has_a_place_in_the_architecture_and_imports_point_downwards() -> None:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from harness import distributed
 from onecopy import ZeroRedundancyOptimizer
-from onecopy.engine import codec
+from onecopy.common import tagged_json
 from test_errors import check_pool, expect_failure_of, parameter
 
 NO_MEMORY = "no memory is left"
@@ -71,7 +71,7 @@ def expect_no_memory(culprit: int, call: Callable[[], object]) -> None:
 def test_a_receiver_of_state_without_memory(world_size: int, policy: str, calls: int) -> None:
     zero = trained(shard_by=policy)
     receiver = world_size - 1
-    with failing(codec, "empty_from", receiver, calls):
+    with failing(tagged_json, "empty_from", receiver, calls):
         expect_no_memory(receiver, lambda: zero.consolidate_state_dict(to=receiver))
     step(zero)
     state = whole_state(zero, receiver)

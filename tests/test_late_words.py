@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from harness import distributed
 from models import assert_equal, assert_replicas_equal, small_ddp, small_loss, small_model
 from onecopy import PeerFailedError, RanksDisagreeError, ShardedDataParallel, ZeroRedundancyOptimizer
-from onecopy.engine.collectives import Collectives
-from onecopy.engine.words import LateWord
+from onecopy.comm.collectives import Collectives
+from onecopy.comm.status_flags import LateWord
 from test_data_parallel import ROUNDING, as_if_large, train
 from test_parity import CASES, Case, Run, compare
 

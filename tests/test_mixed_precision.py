@@ -27,8 +27,8 @@ from onecopy import (
     hook_with_zero_step_interleaved,
     reduce_scatter_hook,
 )
-from onecopy.engine.masters import Masters
 from onecopy.errors import PeerFailedError, RanksDisagreeError
+from onecopy.step.master_weights import Masters
 
 HALF = torch.bfloat16
 ROUNDING = 2e-2

@@ -219,6 +219,6 @@ def assert_parity(world_size: int, case: Case) -> None:
 
 
 def test_the_table_covers_every_class_known_to_be_elementwise() -> None:
-    from onecopy.engine.classes import ELEMENTWISE
+    from onecopy.step.optimizer_classes import ELEMENTWISE
 
     assert {case.optimizer for case in CASES} >= ELEMENTWISE

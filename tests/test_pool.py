@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from onecopy.engine.pool import Pool
+from onecopy.comm.buffer_pool import Pool
 
 CPU = torch.device("cpu")
 

@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from onecopy.bench import processor
-from onecopy.cli import app
+from onecopy.cli.main import app
 
 TESTS = Path(__file__).parent
 MAKEFILE = TESTS.parent / "Makefile"

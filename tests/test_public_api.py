@@ -17,7 +17,8 @@ from torch import nn
 
 import onecopy
 from harness import pools
-from onecopy import checkpoint, cli
+from onecopy import checkpoint
+from onecopy.cli import main as cli
 
 RECORD = Path(__file__).parent / "fixtures/public_api.txt"
 

@@ -22,13 +22,7 @@ from torch.optim import Optimizer
 
 from harness import distributed
 from onecopy import ZeroRedundancyOptimizer
-from onecopy.engine import codec
-from onecopy.engine.classes import check_class, check_options, is_elementwise
-from onecopy.engine.exchange import LONGEST_BYTES, SHORTEST_BYTES, message_length, message_lengths, places
-from onecopy.engine.facts import options_text
-from onecopy.engine.flat import as_bytes, dense_copy, flat_like, flat_view, is_dense, to_bytes
-from onecopy.engine.inputs import normalise, normalise_group, plan_params
-from onecopy.engine.stream import (
+from onecopy.comm.packing import (
     DIRECT_BYTES,
     MESSAGE_BYTES,
     PACK_BYTES,
@@ -38,8 +32,20 @@ from onecopy.engine.stream import (
     receive_stream,
     send_stream,
 )
-from onecopy.engine.torch_private import buffers_of
-from onecopy.estimate import STAGED_BYTES
+from onecopy.comm.pairwise_exchange import (
+    LONGEST_BYTES,
+    SHORTEST_BYTES,
+    STAGED_BYTES,
+    message_length,
+    message_lengths,
+    places,
+)
+from onecopy.common import tagged_json
+from onecopy.common.flat_views import as_bytes, dense_copy, flat_like, flat_view, is_dense, to_bytes
+from onecopy.common.torch_private import buffers_of
+from onecopy.step.optimizer_classes import check_class, check_options, is_elementwise
+from onecopy.step.parameter_groups import normalise, normalise_group, plan_params
+from onecopy.step.rank_comparison import options_text
 
 CPU = torch.device("cpu")
 
@@ -182,7 +188,7 @@ def same(one: Any, other: Any) -> bool:
 
 def round_trip(value: object) -> Any:
     found: list[Tensor] = []
-    return codec.decode(codec.loads(codec.dumps(codec.encode(value, found, "it"))), found)
+    return tagged_json.decode(tagged_json.loads(tagged_json.dumps(tagged_json.encode(value, found, "it"))), found)
 
 
 @settings(max_examples=500)
@@ -197,10 +203,10 @@ def test_plain_data_comes_back_with_the_same_types_and_values(value: Any) -> Non
 def test_tensors_travel_beside_the_tree_and_return_to_their_places() -> None:
     first, second = torch.ones(2, requires_grad=True), torch.tensor(3)
     found: list[Tensor] = []
-    data = codec.encode({"a": first, "b": [1, (second, None)], "c": first}, found, "state")
+    data = tagged_json.encode({"a": first, "b": [1, (second, None)], "c": first}, found, "state")
     assert [tensor.tolist() for tensor in found] == [[1.0, 1.0], 3, [1.0, 1.0]]
     assert not any(tensor.requires_grad for tensor in found)
-    back = codec.decode(codec.loads(codec.dumps(data)), ["x", "y", "z"])
+    back = tagged_json.decode(tagged_json.loads(tagged_json.dumps(data)), ["x", "y", "z"])
     assert back == {"a": "x", "b": [1, ("y", None)], "c": "z"}
 
 
@@ -230,12 +236,12 @@ REFUSED: dict[str, tuple[object, str]] = {
 def test_any_other_type_is_refused_with_its_place_and_type(kind: str) -> None:
     value, message = REFUSED[kind]
     with pytest.raises(TypeError, match=message):
-        codec.encode(value, [], "state of 'w'")
+        tagged_json.encode(value, [], "state of 'w'")
 
 
 def test_only_the_tensors_of_a_tree_are_mapped() -> None:
     tree = {"a": torch.ones(1), "b": [2, (torch.zeros(1), "x")], 3: None}
-    mapped = codec.map_tensors(tree, lambda tensor: tensor.tolist())
+    mapped = tagged_json.map_tensors(tree, lambda tensor: tensor.tolist())
     assert mapped == {"a": [1.0], "b": [2, ([0.0], "x")], 3: None}
     assert isinstance(mapped["b"][1], tuple)
     assert isinstance(tree["a"], Tensor), "the original is left alone"
@@ -255,7 +261,7 @@ def test_only_the_tensors_of_a_tree_are_mapped() -> None:
     ids=lambda tensor: str(tensor.dtype),
 )
 def test_a_receiver_can_allocate_a_tensor_from_its_description(tensor: Tensor) -> None:
-    made = codec.empty_from(codec.loads(codec.dumps(codec.describe_tensor(tensor))))
+    made = tagged_json.empty_from(tagged_json.loads(tagged_json.dumps(tagged_json.describe_tensor(tensor))))
     assert (made.dtype, made.shape, made.stride()) == (tensor.dtype, tensor.shape, tensor.stride())
 
 

@@ -19,10 +19,10 @@ from torch.optim import Optimizer
 
 from harness import distributed
 from models import assert_equal, assert_replicas_equal
-from onecopy import MixedPrecision, ShardedDataParallel, ZeroRedundancyOptimizer, wrapping
+from onecopy import MixedPrecision, ShardedDataParallel, ZeroRedundancyOptimizer
 from onecopy.bench.launching import loopback_bytes
-from onecopy.engine import backward
-from onecopy.engine.row_buckets import RowBucket, RowRange, Rows
+from onecopy.data_parallel import backward, optimizer_takeover
+from onecopy.data_parallel.sparse_rows import RowBucket, RowRange, Rows
 from onecopy.errors import RanksDisagreeError
 from test_data_parallel import ADAMW, ROUNDING, SGD, Side, as_if_large
 from test_data_parallel_setups import Meeting
@@ -83,7 +83,7 @@ def words_of(rank: int, step: int, few: bool = True) -> Tensor:
 def small_ones_too() -> Iterator[None]:
     """Send embeddings by rows that are so small that it would not be worth it."""
     with pytest.MonkeyPatch.context() as patch, as_if_large():
-        patch.setattr(wrapping, "SPARSE_BYTES", 1)
+        patch.setattr(optimizer_takeover, "SPARSE_BYTES", 1)
         yield
 
 

@@ -17,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from harness import distributed
 from models import assert_equal, assert_replicas_equal, assert_same_tree, small_ddp, small_loss, small_model, values
 from onecopy import RanksDisagreeError, ZeroRedundancyOptimizer
-from onecopy.engine.marks import mark
+from onecopy.common.profiling import mark
 
 Modes = dict[str, Any]
 

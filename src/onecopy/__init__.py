@@ -1,6 +1,6 @@
 """onecopy: one copy of the optimizer state across all data-parallel ranks."""
 
-from onecopy.data_parallel import ShardedDataParallel
+from onecopy.data_parallel import MixedPrecision, ShardedDataParallel
 from onecopy.ddp_hooks import (
     ReduceScatter,
     clip_grad_norm_,
@@ -19,7 +19,6 @@ from onecopy.errors import (
 )
 from onecopy.layout import Layout, ParamSpec, Shard
 from onecopy.optimizer import ZeroRedundancyOptimizer
-from onecopy.wrapping import MixedPrecision
 
 __version__ = "0.1.0"
 

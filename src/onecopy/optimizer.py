@@ -11,30 +11,31 @@ from torch import Tensor
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.optim import Optimizer
 
-from onecopy.engine import codec, masters
-from onecopy.engine.agreement import Fact, agree
-from onecopy.engine.classes import check_class, is_elementwise
-from onecopy.engine.collectives import Collectives
-from onecopy.engine.consolidate import Consolidated, consolidated
-from onecopy.engine.core import Driver, Engine, reshare, sequential_step
-from onecopy.engine.facts import group_facts, layout_facts, optimizer_facts
-from onecopy.engine.flat import flat_views
-from onecopy.engine.inputs import normalise, normalise_group, plan_params
-from onecopy.engine.loading import load, shallow_copy
-from onecopy.engine.local import LocalOptimizer, OwnedState, alias, parameter_or_alias
-from onecopy.engine.logs import log_share
-from onecopy.engine.norms import clip, total_norm
-from onecopy.engine.overlap import Overlap, check_step_arguments
-from onecopy.engine.state import OptimizerOverOwned
-from onecopy.engine.storage import Buckets, InPlace
-from onecopy.engine.torch_private import (
+from onecopy.comm.agreement import Fact, agree
+from onecopy.comm.collectives import Collectives
+from onecopy.common.flat_views import flat_views
+from onecopy.common.tagged_json import copy_tree
+from onecopy.common.torch_private import (
     in_join_context,
     register_as_torch_zero,
     run_load_post_hooks,
     run_load_pre_hooks,
 )
-from onecopy.join import ServeShard, active_step, joined_step
+from onecopy.ddp_hooks.overlapped_step import Overlap, check_step_arguments
 from onecopy.layout import Layout, ShardBy, extend
+from onecopy.state_dict.gather import Consolidated, consolidated
+from onecopy.state_dict.load import load, shallow_copy
+from onecopy.step.debug_log import log_share
+from onecopy.step.engine import Driver, Engine, reshare, sequential_step
+from onecopy.step.gradient_norm import clip, total_norm
+from onecopy.step.inner_optimizer import LocalOptimizer, OwnedState, alias, parameter_or_alias
+from onecopy.step.join import ServeShard, active_step, joined_step
+from onecopy.step.master_weights import ENTRY, Masters
+from onecopy.step.optimizer_classes import check_class, is_elementwise
+from onecopy.step.owned_state import OptimizerOverOwned
+from onecopy.step.parameter_groups import normalise, normalise_group, plan_params
+from onecopy.step.parameter_storage import Buckets, InPlace
+from onecopy.step.rank_comparison import group_facts, layout_facts, optimizer_facts
 
 logger = logging.getLogger(__name__)
 
@@ -73,8 +74,7 @@ class ZeroRedundancyOptimizer(OptimizerOverOwned, Joinable):
         optim: this rank's instance of ``optimizer_class``.
         process_group: the ranks that share the state.
         world_size: how many ranks there are.
-        rank: this rank in the group.
-        global_rank: this rank among all.
+        rank, global_rank: this rank in the group, and among all.
         parameters_as_bucket_view, overlap_with_ddp: as given.
         splittable: whether parameters may be cut, because the class works element by element.
         engine: the machinery of a step, for hooks and other extensions.
@@ -123,7 +123,7 @@ class ZeroRedundancyOptimizer(OptimizerOverOwned, Joinable):
                 flat_views(tensors),
                 collectives.group_rank,
                 alias if overlap_with_ddp else parameter_or_alias,
-                masters.Masters(master_weights, offload == "cpu"),
+                Masters(master_weights, offload == "cpu"),
             )
             local.pull_all_options(self.param_groups)
             has_state = bool(local.inner.state)
@@ -319,9 +319,9 @@ class ZeroRedundancyOptimizer(OptimizerOverOwned, Joinable):
                 f"consolidate_state_dict(to={self.rank}) on all ranks first, and state_dict() on that rank (with "
                 "torch.distributed.checkpoint: onecopy.checkpoint.get_optimizer_state_dict)"
             )
-        live, self._shown_state = self._shown_state, codec.copy_tree(held.by_param)
+        live, self._shown_state = self._shown_state, copy_tree(held.by_param)
         try:
-            return super().state_dict() | ({masters.ENTRY: codec.copy_tree(held.masters)} if held.masters else {})
+            return super().state_dict() | ({ENTRY: copy_tree(held.masters)} if held.masters else {})
         finally:
             self._shown_state = live
 
@@ -334,7 +334,7 @@ class ZeroRedundancyOptimizer(OptimizerOverOwned, Joinable):
         Args:
             to_load: give parameters that have no state yet memory to load it into; the optimizer is left as it is.
         """
-        from onecopy.engine.sharded_state import sharded_state_dict  # needs torch.distributed.checkpoint
+        from onecopy.state_dict.dcp_tensor import sharded_state_dict  # needs torch.distributed.checkpoint
 
         names = [spec.name for spec in self.layout.params]
         return sharded_state_dict(self.engine.local, self.layout, self.param_groups, names, to_load)

@@ -55,9 +55,9 @@ repeated: smaller differences say nothing.
 
 MODEL = """## The time model
 
-`onecopy.estimate` predicts a step from what was measured without communication, the time of moving the model's bytes by
-itself and the processor time that this takes, in the same run; for machines that are not here, give it theirs. Ratios
-are predicted to measured.
+`onecopy.planning.estimate` predicts a step from what was measured without communication, the time of moving the model's
+bytes by itself and the processor time that this takes, in the same run; for machines that are not here, give it theirs.
+Ratios are predicted to measured.
 """
 
 MEMORY = """## Memory

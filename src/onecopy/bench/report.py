@@ -16,7 +16,7 @@ from rich.table import Table
 from onecopy.bench.models import Sizes
 from onecopy.bench.timing import ratios
 from onecopy.bench.variants import ALONE, THEIRS, YARDSTICK
-from onecopy.estimate import Job, Machine, Way, step_seconds
+from onecopy.planning.estimate import Job, Machine, Way, step_seconds
 
 Row = dict[str, Any]
 MB = 1e6

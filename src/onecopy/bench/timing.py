@@ -16,10 +16,9 @@ import torch.distributed as dist
 from onecopy.bench.launching import COUNTED, idle_seconds, loopback_bytes
 from onecopy.bench.models import Sizes
 from onecopy.bench.variants import VARIANTS, YARDSTICK, Trained, difference
-from onecopy.engine.collectives import Collectives
-from onecopy.engine.exchange import Exchange, message_lengths
-from onecopy.engine.grad_buckets import sum_into
-from onecopy.engine.pool import Pool
+from onecopy.comm.buffer_pool import Pool
+from onecopy.comm.collectives import Collectives
+from onecopy.comm.pairwise_exchange import Exchange, message_lengths, sum_into
 
 TIMED = 2
 """Steps that are timed in a turn."""

@@ -8,14 +8,14 @@ from typing import Any, Literal, overload
 
 from torch import nn
 
-from onecopy.checkpoint import folders, loading, saving
-from onecopy.checkpoint.background import Background
+from onecopy.checkpoint import directories, loading, saving
+from onecopy.checkpoint.background_save import Background
 from onecopy.checkpoint.contents import PerRank
-from onecopy.checkpoint.folders import verify
+from onecopy.checkpoint.dcp import get_optimizer_state_dict, set_optimizer_state_dict
+from onecopy.checkpoint.directories import verify
 from onecopy.checkpoint.loading import Loaded
-from onecopy.checkpoint.resuming import capture, restore
-from onecopy.checkpoint.state_dicts import get_optimizer_state_dict, set_optimizer_state_dict
-from onecopy.checkpoint.subjects import Optimizers
+from onecopy.checkpoint.optimizer_view import Optimizers
+from onecopy.checkpoint.training_state import capture, restore
 
 __all__ = [
     "Loaded",
@@ -69,7 +69,7 @@ def save(
     if blocking:
         return job.run()
     _background.start(job)
-    return folders.folder_of(Path(root), step)
+    return directories.folder_of(Path(root), step)
 
 
 def wait() -> None:
@@ -141,5 +141,5 @@ def latest(root: str | os.PathLike[str]) -> Path | None:
     Args:
         root: the directory that was given to :func:`save`.
     """
-    found = folders.committed(Path(root))
+    found = directories.committed(Path(root))
     return found[0] if found else None

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from onecopy.checkpoint.files import LivePiece, check_storable
 from onecopy.checkpoint.manifest import Entry, SavedOptimizer, SavedParam, names_of_tensors, with_keys
-from onecopy.checkpoint.subjects import Held, Subject, is_per_element, state_with_master, unwrapped
-from onecopy.engine import codec
-from onecopy.engine.flat import dense_copy, flat_view, to_bytes
+from onecopy.checkpoint.optimizer_view import Held, Subject, is_per_element, state_with_master, unwrapped
+from onecopy.common import tagged_json
+from onecopy.common.flat_views import dense_copy, flat_view, to_bytes
 from onecopy.layout import CUT_MULTIPLE
 
 
@@ -127,7 +127,7 @@ def model_trees(state_dict: Mapping[str, Any], replicated: list[tuple[str, Tenso
     for name, value in state_dict.items():
         where = f"{name!r} of the model's state dict"
         tensors: list[Tensor] = []
-        tree = codec.encode(value, tensors, where)
+        tree = tagged_json.encode(value, tensors, where)
         keys = []
         for tensor, part in zip(tensors, names_of_tensors(tree, len(tensors)), strict=True):
             check_storable(tensor, where)
@@ -154,7 +154,7 @@ def _add_optimizer(
     groups = []
     for position, (options, names) in enumerate(subject.groups()):
         tensors: list[Tensor] = []
-        tree = codec.encode(options, tensors, f"the options of group {position} of {subject.kind}")
+        tree = tagged_json.encode(options, tensors, f"the options of group {position} of {subject.kind}")
         keys = [f"optimizer.{number}/group{position}/{name}" for name in names_of_tensors(tree, len(tensors))]
         replicated += zip(keys, tensors, strict=True)
         groups.append({"options": with_keys(tree, keys), "params": names})
@@ -167,7 +167,7 @@ def _add_optimizer(
         name, param = subject.names[held.index], subject.params[held.index]
         tensors = []
         where = f"state of parameter {name!r}"
-        tree = codec.encode(values, tensors, where)
+        tree = tagged_json.encode(values, tensors, where)
         keys = [f"optimizer.{number}/{name}/{part}" for part in names_of_tensors(tree, len(tensors))]
         state[name] = with_keys(tree, keys)
         shared = 0
@@ -207,7 +207,7 @@ def add_extra(contents: Contents, extra: Mapping[str, Any] | None, rank: int) ->
     trees = []
     for place, values in (("extra", shared), (f"rank{rank}", own)):
         tensors: list[Tensor] = []
-        tree = codec.encode(values, tensors, "extra")
+        tree = tagged_json.encode(values, tensors, "extra")
         keys = [f"{place}/{number}" for number in range(len(tensors))]
         if rank == 0 or values is own:
             for key, tensor in zip(keys, tensors, strict=True):

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from onecopy.checkpoint import disk
 from onecopy.checkpoint.manifest import BLOCK_BYTES, Entry, File, Manifest, Piece
-from onecopy.engine.flat import as_bytes
+from onecopy.common.flat_views import as_bytes
 from onecopy.errors import CorruptCheckpointError
 
 _NAMES = {

@@ -23,12 +23,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from onecopy.checkpoint.directories import candidates_in, read_manifest
 from onecopy.checkpoint.files import Reader, whole_tensor
-from onecopy.checkpoint.folders import candidates_in, read_manifest
+from onecopy.checkpoint.load_plan import Copy, ModelPlan, OptimizerPlan, options_of, plan_model, plan_optimizer
 from onecopy.checkpoint.manifest import Manifest, keys_in
-from onecopy.checkpoint.progress import bar
-from onecopy.checkpoint.ranks import Ranks, as_checkpoint_error
-from onecopy.checkpoint.subjects import (
+from onecopy.checkpoint.optimizer_view import (
     Optimizers,
     Subject,
     argument_facts,
@@ -37,9 +36,10 @@ from onecopy.checkpoint.subjects import (
     unwrapped,
     wait_for,
 )
-from onecopy.checkpoint.targets import Copy, ModelPlan, OptimizerPlan, options_of, plan_model, plan_optimizer
-from onecopy.engine import codec
-from onecopy.engine.agreement import Fact
+from onecopy.checkpoint.progress_bar import bar
+from onecopy.checkpoint.ranks import Ranks, as_checkpoint_error
+from onecopy.comm.agreement import Fact
+from onecopy.common import tagged_json
 from onecopy.errors import CheckpointError, CheckpointMismatchError, CorruptCheckpointError
 from onecopy.optimizer import ZeroRedundancyOptimizer
 
@@ -193,7 +193,7 @@ def _fill(
                 copy.run(reader, plan.found)
                 advance(copy.nbytes)
             if model is not None and plan.model.late:
-                late = {name: codec.decode(tree, small) for name, tree in plan.model.late.items()}  # type: ignore[arg-type]
+                late = {name: tagged_json.decode(tree, small) for name, tree in plan.model.late.items()}  # type: ignore[arg-type]
                 unwrapped(model).load_state_dict(late, strict=False)
             for each in plan.optimizers:
                 each.subject.install(each.states, options_of(each, small), each.mastered, each.has_state)
@@ -205,8 +205,8 @@ def _fill(
         failure.__cause__ = error
     ranks.agree("loading a checkpoint", [], failure)
     _let_step(optimizers)
-    extra = codec.decode(plan.found.extra, small)  # type: ignore[arg-type]
-    per_rank = [codec.decode(tree, small) for tree in plan.found.per_rank]  # type: ignore[arg-type]
+    extra = tagged_json.decode(plan.found.extra, small)  # type: ignore[arg-type]
+    per_rank = [tagged_json.decode(tree, small) for tree in plan.found.per_rank]  # type: ignore[arg-type]
     if plan.found.world_size == ranks.world_size:
         extra = {**extra, **per_rank[ranks.rank]}
     return Loaded(plan.found.step, extra, folder, per_rank, plan.model.missing, plan.model.unexpected)

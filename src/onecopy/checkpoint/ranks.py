@@ -7,9 +7,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from onecopy.engine import codec
-from onecopy.engine.agreement import Fact, agree
-from onecopy.engine.collectives import Collectives
+from onecopy.comm.agreement import Fact, agree
+from onecopy.comm.collectives import Collectives
+from onecopy.common import tagged_json
 from onecopy.errors import CheckpointError, OnecopyError
 
 
@@ -55,7 +55,7 @@ class Ranks:
     def vote(self, what: str, failure: Exception | None, content: Any = None, facts: Sequence[Fact] = ()) -> list[Any]:
         """Raise on every rank if one has failed or if facts differ; else return what each has to say, as JSON data."""
         try:
-            codec.dumps(content)  # what cannot be said must not stop one rank between the two exchanges
+            tagged_json.dumps(content)  # what cannot be said must not stop one rank between the two exchanges
         except Exception as error:
             failure = failure or error
         self.agree(what, facts, failure)
@@ -65,7 +65,9 @@ class Ranks:
         """What each has to say, as plain JSON data."""
         if self._collectives is None:
             return [content]
-        return [codec.loads(text) for text in self._collectives.all_gather_bytes(codec.dumps(content), what)]
+        return [
+            tagged_json.loads(text) for text in self._collectives.all_gather_bytes(tagged_json.dumps(content), what)
+        ]
 
 
 def as_checkpoint_error(what: str, error: Exception) -> Exception:

@@ -28,12 +28,12 @@ from torch import nn
 
 from onecopy.checkpoint import disk, manifest
 from onecopy.checkpoint.contents import Contents, PerRank, collect
+from onecopy.checkpoint.directories import committed, folder_of, step_of, verify
 from onecopy.checkpoint.files import write_file
-from onecopy.checkpoint.folders import committed, folder_of, step_of, verify
 from onecopy.checkpoint.manifest import Entry, File, Manifest, Piece, SavedOptimizer
+from onecopy.checkpoint.optimizer_view import Optimizers, Subject, argument_facts, subjects_of, wait_for
 from onecopy.checkpoint.ranks import Ranks, as_checkpoint_error
-from onecopy.checkpoint.subjects import Optimizers, Subject, argument_facts, subjects_of, wait_for
-from onecopy.engine.agreement import Fact
+from onecopy.comm.agreement import Fact
 from onecopy.errors import CheckpointError, CorruptCheckpointError
 
 logger = logging.getLogger(__name__)

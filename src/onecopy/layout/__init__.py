@@ -1,8 +1,8 @@
 """Who owns what: pure values and functions, computed before anything is sent."""
 
-from onecopy.layout.buckets import BucketPlan, plan_buckets
-from onecopy.layout.model import CUT_MULTIPLE, Layout, ParamSpec, Shard
+from onecopy.layout.bucket_plans import BucketPlan, plan_buckets
 from onecopy.layout.policies import OwnerFunction, ShardBy, even_range, extend
+from onecopy.layout.shards import CUT_MULTIPLE, Layout, ParamSpec, Shard
 
 __all__ = [
     "CUT_MULTIPLE",

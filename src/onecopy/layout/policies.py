@@ -10,7 +10,7 @@ import heapq
 from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 
-from onecopy.layout.model import CUT_MULTIPLE, Layout, ParamSpec, Shard
+from onecopy.layout.shards import CUT_MULTIPLE, Layout, ParamSpec, Shard
 
 OwnerFunction = Callable[[Sequence[ParamSpec], int], Iterable["int | Sequence[Shard]"]]
 """From specs and world size to one entry per parameter: its owner's group rank, or the shards it is cut into."""

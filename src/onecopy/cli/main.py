@@ -1,0 +1,124 @@
+"""The command line: ``onecopy checkpoint inspect|verify|convert`` and ``onecopy bench``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import Enum
+from pathlib import Path
+from typing import Annotated
+
+try:
+    import typer
+    from rich.console import Console
+    from rich.table import Column, Table
+except ImportError as error:
+    raise SystemExit(f"the command line needs more packages ({error.name}): pip install 'onecopy[cli]'") from None
+
+from onecopy.checkpoint import conversion, directories
+from onecopy.checkpoint.manifest import Manifest
+from onecopy.cli.bench import app as bench
+from onecopy.errors import OnecopyError
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, help="One copy of the optimizer state across all ranks.")
+checkpoint = typer.Typer(no_args_is_help=True, help="Look into checkpoints, check them, convert them.")
+app.add_typer(checkpoint, name="checkpoint")
+app.add_typer(bench, name="bench")
+
+Source = Annotated[Path, typer.Argument(help="A checkpoint, or a directory with several: then the newest.")]
+
+
+class Form(str, Enum):
+    """What to convert to."""
+
+    torch = "torch"
+    safetensors = "safetensors"
+    native = "native"
+
+
+@checkpoint.command()
+def inspect(path: Source) -> None:
+    """Show what is in a checkpoint: names, shapes, types, sizes, and which ranks wrote them."""
+
+    def show() -> None:
+        folder = directories.candidates_in(path)[0]
+        _show(Console(), folder, directories.read_manifest(folder))
+
+    _guarded(show)
+
+
+@checkpoint.command()
+def verify(path: Source) -> None:
+    """Read every byte and compare it with its checksum."""
+
+    def check() -> None:
+        folder = directories.candidates_in(path)[0]
+        Console().print(f"{folder}: {_size(directories.verify(folder))}, all as written")
+
+    _guarded(check)
+
+
+@checkpoint.command()
+def convert(
+    path: Annotated[Path, typer.Argument(help="A checkpoint; for --to native a file written by torch.save.")],
+    target: Annotated[Path, typer.Argument(help="The file to write; for --to native the directory for checkpoints.")],
+    to: Annotated[Form, typer.Option(help="torch: one torch.save file; safetensors: model weights only.")],
+    step: Annotated[int | None, typer.Option(help="For --to native: the number to save under.")] = None,
+) -> None:
+    """Convert to one file that everyone reads, or from one."""
+
+    def run() -> None:
+        written = target
+        if to is Form.torch:
+            conversion.to_torch(path, target)
+        elif to is Form.safetensors:
+            conversion.to_safetensors(path, target)
+        else:
+            written = conversion.from_torch(path, target, step)
+        Console().print(f"wrote {written}")
+
+    _guarded(run)
+
+
+def _guarded(action: Callable[[], None]) -> None:
+    """Run a command; what a user can do something about is one line, not a traceback."""
+    try:
+        action()
+    except (OnecopyError, OSError, TypeError, ValueError, KeyError, RuntimeError) as error:
+        Console(stderr=True).print(f"error: {error}", style="red", highlight=False, markup=False)
+        raise typer.Exit(1) from None
+
+
+def _show(console: Console, folder: Path, found: Manifest) -> None:
+    total = sum(file.size for file in found.files.values())
+    by = ", ".join(f"{name} {version}" for name, version in found.written_by.items())
+    console.print(f"{folder}: step {found.step}, {_size(total)}, written by {found.world_size} ranks ({by})")
+    console.print(f"fingerprint {found.fingerprint}")
+    files = Table("file", "bytes", "pieces", title="files")
+    for name, file in found.files.items():
+        pieces = sum(piece.file == name for entry in found.tensors.values() for piece in entry.pieces)
+        files.add_row(name, f"{file.size:,}", str(pieces))
+    console.print(files)
+    for number, optimizer in enumerate(found.optimizers):
+        names = "by the model's names" if optimizer.named else "by position"
+        kind = optimizer.kind or "an optimizer of unknown class"
+        console.print(f"optimizer {number}: {kind}, {len(optimizer.params)} parameters {names}")
+    tensors = Table(Column("tensor", overflow="fold"), "type", "shape", "bytes", "written by", title="tensors")
+    for key, entry in sorted(found.tensors.items()):
+        writers = sorted({piece.file.removeprefix("rank-").removesuffix(".safetensors") for piece in entry.pieces})
+        ranks = ", ".join(str(int(writer)) for writer in writers)
+        tensors.add_row(key, entry.dtype, str(tuple(entry.shape)), f"{entry.nbytes:,}", f"rank {ranks}")
+    console.print(tensors)
+
+
+def _size(count: int) -> str:
+    amount = float(count)
+    for unit in ("bytes", "KB", "MB", "GB"):
+        if amount < 1000 or unit == "GB":
+            return f"{count} bytes" if unit == "bytes" else f"{amount:.1f} {unit}"
+        amount /= 1000
+    raise AssertionError("the last unit takes all")
+
+
+def main() -> None:
+    """The entry point."""
+    app()

@@ -1,0 +1,1 @@
+"""Communication between ranks: process groups, transports, agreement, status flags, packing, buffers, streams."""

@@ -1,0 +1,1 @@
+"""Helpers that need nothing of onecopy: flat views, tagged JSON, profiling marks, torch's private names."""

@@ -1,0 +1,174 @@
+"""What ``param.grad`` is where gradients are sharded: a tensor of the parameter's shape that holds this rank's range.
+
+Code that asks whether there is a gradient, zeroes it, scales it, unscales it with a GradScaler or takes its norm works
+as with an ordinary one (a norm and an unscaling are then calls that all ranks make together). Everything else is
+refused, because only a part of the values is here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onecopy.comm.collectives import Collectives
+from onecopy.common.torch_private import (
+    ALIASING,
+    FOREACH_NORM,
+    NORM,
+    SCALING,
+    UNSCALING,
+    no_torch_function,
+    tensor_without_memory,
+)
+from onecopy.layout import Layout
+from onecopy.step.inner_optimizer import Owned
+from onecopy.step.sharded_norm import check_defined, combined_norms, local_norms
+
+
+class ShardGrad(Tensor):
+    """A gradient of which only this rank's range exists, in :attr:`local`.
+
+    Attributes:
+        local: the reduced values of the range that this rank owns, flat, in storage order (possibly none).
+    """
+
+    local: Tensor
+    collectives: Collectives
+
+    __torch_function__ = no_torch_function  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(cls, local: Tensor, param: Tensor, collectives: Collectives) -> ShardGrad:
+        """A tensor with the parameter's shape, type and device, without memory of its own."""
+        made = tensor_without_memory(cls, param)
+        made.local = local
+        made.collectives = collectives
+        return made
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"ShardGrad({self.local.numel()} of {self.numel()} elements, {self.local})"
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch's annotation leaves the function out
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        handler = _HANDLERS.get(func)
+        if handler is None:
+            raise RuntimeError(
+                f"{func} on the gradient of a parameter under ShardedDataParallel: only this rank's range of it is "
+                "here (param.grad.local). Clip with optimizer.clip_grad_norm_(), read norms with "
+                "optimizer.grad_norm(), or compute what you need before backward(); move or convert a model before "
+                "wrapping it"
+            )
+        return handler(func, args, kwargs or {})
+
+
+def _local(value: Any) -> Any:
+    if isinstance(value, ShardGrad):
+        return value.local
+    return [_local(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def _on_locals(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """An operation in place that treats all elements alike."""
+    func(*(_local(arg) for arg in args), **kwargs)
+    return None if isinstance(args[0], (list, tuple)) else args[0]
+
+
+def _alias(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardGrad:
+    del func, kwargs
+    gradient = args[0]
+    return ShardGrad(gradient.local, gradient, gradient.collectives)
+
+
+def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Unscale what is here, and make all ranks see an infinity that one of them has found."""
+    gradients, found_inf, inverse_scale = args
+    func([gradient.local for gradient in gradients], found_inf, inverse_scale, **kwargs)
+    collectives: Collectives = gradients[0].collectives
+    word = found_inf.to(collectives.control_device)
+    collectives.all_reduce(word, largest=True).wait()
+    found_inf.copy_(word)
+
+
+def _norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    del func
+    gradient, order, dim = args[0], *(*args[1:], 2.0)[:1], (args[2] if len(args) > 2 else None)
+    if dim is not None:
+        raise RuntimeError("a norm over some dimensions of a sharded gradient is not supported")
+    return _norms([gradient], float(order), kwargs.get("dtype"))[0]
+
+
+def _foreach_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    del func
+    order = float(args[1]) if len(args) > 1 else 2.0
+    return _norms(args[0], order, kwargs.get("dtype"))
+
+
+def _norms(gradients: Sequence[ShardGrad], order: float, dtype: torch.dtype | None) -> list[Tensor]:
+    """The norm of each gradient over all ranks."""
+    first, collectives = gradients[0], gradients[0].collectives
+    for number, gradient in enumerate(gradients):
+        check_defined(order, gradient.numel(), f"gradient {number}, of shape {tuple(gradient.shape)},")
+    local = local_norms([gradient.local for gradient in gradients], order, first.device)
+    norms = combined_norms(collectives, local, order)
+    return list(norms.to(first.device, dtype or first.dtype))
+
+
+_HANDLERS: dict[Any, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {
+    **dict.fromkeys(SCALING, _on_locals),
+    **dict.fromkeys(ALIASING, _alias),
+    UNSCALING: _unscale,
+    NORM: _norm,
+    FOREACH_NORM: _foreach_norm,
+}
+
+
+class ShardedGradients:
+    """This rank's ranges, in ``param.grad`` and nowhere else. One for each optimizer."""
+
+    reduced = True
+
+    def __init__(self, params: Sequence[Tensor], layout: Layout) -> None:
+        self._params = list(params)
+        self._layout = layout
+        self.on_zero: Callable[[], None] = lambda: None
+
+    def forget_accumulated(self) -> None:
+        """Tell whoever has set gradients aside."""
+        self.on_zero()
+
+    def forget(self) -> None:
+        """Nothing to note: ``param.grad`` tells."""
+
+    def has_gradient(self) -> list[bool]:
+        """Which parameters have a gradient now."""
+        return [param.grad is not None for param in self._params]
+
+    def lent(self) -> dict[int, Tensor]:
+        """This rank's ranges by parameter."""
+        found = {}
+        for index, param in enumerate(self._params):
+            gradient = param.grad
+            if isinstance(gradient, ShardGrad):
+                found[index] = gradient.local
+            elif gradient is not None:
+                raise RuntimeError(
+                    f"the gradient of parameter {self._layout.params[index].name!r} was not reduced: the last backward "
+                    "pass ran under no_sync(), or something has set param.grad; let the last pass before step() "
+                    "synchronise"
+                )
+        return found
+
+    def owned(self, owned: Sequence[Owned], layout: Layout) -> dict[int, Tensor]:
+        """This rank's part of the gradients that exist, by parameter."""
+        del layout
+        lent = self.lent()
+        return {entry.shard.param: lent[entry.shard.param] for entry in owned if entry.shard.param in lent}
+
+    def to_scale(self, owned: Sequence[Owned], layout: Layout) -> list[Tensor]:
+        """The same."""
+        return list(self.owned(owned, layout).values())

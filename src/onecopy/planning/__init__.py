@@ -1,0 +1,1 @@
+"""Memory, traffic and step time on machines that are not here."""

@@ -1,0 +1,1 @@
+"""Optimizer state to the plain optimizer's state dict and back, and to torch.distributed.checkpoint."""

@@ -1,0 +1,264 @@
+"""A full state dict cut down to what one rank owns. Everything is checked before anything is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from copy import deepcopy
+from itertools import chain
+from typing import Any
+
+from torch import Tensor
+
+from onecopy.comm.agreement import Fact, agree
+from onecopy.common import tagged_json
+from onecopy.common.flat_views import flat_like
+from onecopy.layout import Layout, ParamSpec
+from onecopy.step import master_weights
+from onecopy.step.engine import Engine
+from onecopy.step.group_options import NOT_OPTIONS
+from onecopy.step.inner_optimizer import LocalOptimizer, Owned
+from onecopy.step.parameter_groups import Group
+from onecopy.step.rank_comparison import group_facts
+
+StateDict = dict[str, Any]
+
+
+def load(engine: Engine, groups: Sequence[Group], read: Callable[[], StateDict], elementwise: bool) -> None:
+    """Load what this rank owns of a full state dict, on all ranks together.
+
+    1. Each rank reads (``read`` may fail), checks and copies what it owns; nothing has changed yet.
+    2. All ranks agree that nobody failed and that all were given the same.
+    3. Each loads into its inner optimizer; all agree again, and if one failed all put back what they had.
+    """
+    local = engine.local
+    failure: Exception | None = None
+    facts: list[Fact] = []
+    has_state = False
+    try:
+        state_dict = read()
+        states, others = _state_by_index(state_dict, groups)
+        for index, master in state_dict.get(master_weights.ENTRY, {}).items():
+            states.setdefault(index, {})[master_weights.KEY] = master
+        _check_shapes(states, engine.layout, elementwise)
+        facts = _load_facts(state_dict, states, others, engine.layout)
+        mine, saved_masters = _local_state_dict(state_dict, states, engine.layout, local)
+        mine["state"] |= tagged_json.map_tensors(others, lambda tensor: tensor.detach().clone())
+        has_state = bool(states or others)
+    except Exception as error:
+        failure = error
+    agree(engine.collectives, "load_state_dict()", facts, failure)
+    before = {"state": local.inner.state, "param_groups": local.inner.param_groups}
+    try:
+        _load_inner(local, mine)
+    except Exception as error:
+        failure = error
+    try:
+        agree(engine.collectives, "load_state_dict()", [], failure)
+    except Exception:
+        local.inner.__setstate__(before)
+        raise
+    _finish(local, groups, deepcopy(state_dict["param_groups"]), has_state)
+    engine.permit()
+    for owned in local.owned:
+        if owned.home is not None:
+            owned.tensor.detach().copy_(saved_masters.get(owned.shard.param, owned.home))
+
+
+def load_owned(
+    local: LocalOptimizer,
+    groups: Sequence[Group],
+    states: Mapping[int, dict[Any, Any]],
+    options: Sequence[dict[str, Any]],
+    mastered: Collection[int],
+    has_state: bool,
+) -> None:
+    """Take over state that is cut down to what this rank owns already; no copies, and no other rank is asked.
+
+    Args:
+        local: this rank's optimizer.
+        groups: the parameter groups that people see.
+        states: state by parameter.
+        options: the options of every group.
+        mastered: parameters whose master weights have been written; the others begin as their parameters are.
+        has_state: whether any rank takes over state.
+    """
+    positions = _positions(local)
+    state = {
+        positions[id(owned.tensor)]: states[owned.shard.param] for owned in local.owned if owned.shard.param in states
+    }
+    param_groups = [
+        {**values, "params": [positions[id(tensor)] for tensor in group["params"]]}
+        for values, group in zip(options, local.inner.param_groups, strict=True)
+    ]
+    _load_inner(local, {"state": state, "param_groups": param_groups})
+    for owned in local.owned:
+        if owned.shard.param in states:
+            keep_as_saved(local.inner.state[owned.tensor], states[owned.shard.param])
+    _finish(local, groups, options, has_state)
+    for owned in local.owned:
+        if owned.home is not None and owned.shard.param not in mastered:
+            owned.tensor.detach().copy_(owned.home)
+
+
+def keep_as_saved(state: dict[Any, Any], saved: Mapping[Any, Any]) -> None:
+    """Undo what torch's ``load_state_dict`` makes of state: it rounds it to the parameter's type, and breaks text."""
+    for key, value in saved.items():
+        current = state.get(key)
+        if isinstance(value, Tensor) and isinstance(current, Tensor):
+            if value.dtype != current.dtype:
+                state[key] = value.to(current.device)
+        elif key in state and not isinstance(value, Tensor):
+            state[key] = value
+
+
+def _finish(
+    local: LocalOptimizer, groups: Sequence[Group], saved_groups: Sequence[Mapping[str, Any]], has_state: bool
+) -> None:
+    """Give the groups the saved options."""
+    for group, saved in zip(groups, saved_groups, strict=True):
+        members = {key: group[key] for key in NOT_OPTIONS if key in group}
+        group.clear()
+        group.update({**members, **saved, "params": members["params"]})
+    local.pull_all_options(groups)
+    local.note_loaded(has_state)
+
+
+def shallow_copy(state_dict: object) -> StateDict:
+    """A copy for hooks to change, of what must be an optimizer's state dict."""
+    if not isinstance(state_dict, Mapping) or "state" not in state_dict or "param_groups" not in state_dict:
+        raise TypeError(
+            "load_state_dict() takes an optimizer's state dict, with 'state' and 'param_groups', the whole of it on "
+            f"every rank; got {type(state_dict).__qualname__}"
+        )
+    return dict(state_dict)
+
+
+def _state_by_index(state_dict: StateDict, groups: Sequence[Group]) -> tuple[dict[int, dict[Any, Any]], dict[Any, Any]]:
+    """The saved state by parameter position, after checking that groups and parameters fit.
+
+    State under keys that are not numbers, which torch's optimizers keep as it is, comes beside it.
+
+    Raises:
+        ValueError: as torch's optimizers raise, with the group named.
+    """
+    saved_groups = state_dict["param_groups"]
+    if len(saved_groups) != len(groups):
+        raise ValueError(f"the state dict has {len(saved_groups)} parameter groups, the optimizer has {len(groups)}")
+    for position, (saved, group) in enumerate(zip(saved_groups, groups, strict=True)):
+        if len(saved["params"]) != len(group["params"]):
+            raise ValueError(
+                f"parameter group {position} has {len(saved['params'])} parameters in the state dict and "
+                f"{len(group['params'])} in the optimizer"
+            )
+    ids = list(chain.from_iterable(saved["params"] for saved in saved_groups))
+    index_of = {saved_id: index for index, saved_id in enumerate(ids)}
+    others = {key: value for key, value in state_dict["state"].items() if key not in index_of}
+    unknown = [key for key in others if isinstance(key, (int, Tensor))]
+    if unknown:
+        raise ValueError(f"the state dict has state for {unknown[:5]}, which are in none of its parameter groups")
+    found = {key: value for key, value in state_dict["state"].items() if key in index_of and value is not None}
+    return {index_of[key]: dict(value) for key, value in found.items()}, others
+
+
+def _check_shapes(states: Mapping[int, Mapping[Any, Any]], layout: Layout, elementwise: bool) -> None:
+    """Raise ``ValueError`` if a tensor has a shape that its parameter's state cannot have."""
+    for index, state in states.items():
+        spec = layout.params[index]
+        for key, value in state.items():
+            if isinstance(value, Tensor) and value.dim() > 0 and tuple(value.shape) != spec.shape and elementwise:
+                raise ValueError(
+                    f"state {key!r} of parameter {spec.name!r} has shape {tuple(value.shape)}, but the parameter has "
+                    f"shape {spec.shape}"
+                )
+
+
+def _load_facts(
+    state_dict: StateDict, states: Mapping[int, Mapping[Any, Any]], others: Mapping[Any, Any], layout: Layout
+) -> list[Fact]:
+    """What must be the same in every rank's state dict: options, names, shapes and scalars."""
+    return [
+        *group_facts(state_dict["param_groups"]),
+        *(
+            Fact(f"state of parameter {layout.params[index].name!r}", f"{key}={_value_text(value)}")
+            for index, state in sorted(states.items())
+            for key, value in state.items()
+        ),
+        *(Fact(f"state under {key!r:.80}", _value_text(value)) for key, value in others.items()),
+    ]
+
+
+def _local_state_dict(
+    state_dict: StateDict, states: Mapping[int, Mapping[Any, Any]], layout: Layout, local: LocalOptimizer
+) -> tuple[StateDict, dict[int, Tensor]]:
+    """A state dict for the inner optimizer: own copies of what this rank owns, by the inner optimizer's positions.
+
+    Master weights, which no inner optimizer knows of, come beside it, by parameter.
+    """
+    positions = _positions(local)
+    state, saved_masters = {}, {}
+    for owned in local.owned:
+        index = owned.shard.param
+        if index not in states:
+            continue
+        values = _owned_state(states[index], owned, layout.params[index])
+        master = values.pop(master_weights.KEY, None)
+        if master is not None and owned.home is not None:
+            saved_masters[index] = master
+        if values:
+            state[positions[id(owned.tensor)]] = values
+    param_groups = [
+        {
+            **{key: value for key, value in saved.items() if key not in NOT_OPTIONS},
+            "params": [positions[id(tensor)] for tensor in group["params"]],
+        }
+        for saved, group in zip(state_dict["param_groups"], local.inner.param_groups, strict=True)
+    ]
+    return {"state": state, "param_groups": param_groups}, saved_masters
+
+
+def _positions(local: LocalOptimizer) -> dict[int, int]:
+    """The inner optimizer's positions, by the identity of the tensor it steps."""
+    tensors = chain.from_iterable(group["params"] for group in local.inner.param_groups)
+    return {id(tensor): position for position, tensor in enumerate(tensors)}
+
+
+def _load_inner(local: LocalOptimizer, state_dict: StateDict) -> None:
+    """Load into the inner optimizer, through its own method so that classes can upgrade old state."""
+    inner = local.inner
+    inner.load_state_dict(state_dict)
+    tensors = list(chain.from_iterable(group["params"] for group in inner.param_groups))
+    for position, saved in state_dict["state"].items():
+        # torch's load_state_dict turns a string into a generator's name.
+        for key, value in saved.items() if isinstance(position, int) else ():
+            if _holds_text(value) and key in inner.state[tensors[position]]:
+                inner.state[tensors[position]][key] = value
+
+
+def _owned_state(state: Mapping[Any, Any], owned: Owned, spec: ParamSpec) -> dict[Any, Any]:
+    def take(tensor: Tensor) -> Tensor:
+        if owned.is_cut and tensor.dim() > 0:
+            if tuple(tensor.shape) != spec.shape:
+                raise ValueError(
+                    f"parameter {spec.name!r} is cut among ranks, but its saved state has a tensor of shape "
+                    f"{tuple(tensor.shape)} instead of {spec.shape}; keep parameters whole with elementwise=False"
+                )
+            return flat_like(tensor.detach(), owned.param)[owned.shard.start : owned.shard.stop].clone()
+        return tensor.detach().clone()
+
+    result: dict[Any, Any] = tagged_json.map_tensors(dict(state), take)
+    return result
+
+
+def _holds_text(value: Any) -> bool:
+    if isinstance(value, dict):
+        return any(_holds_text(item) for item in value.values())
+    if isinstance(value, (tuple, list)):
+        return any(_holds_text(item) for item in value)
+    return isinstance(value, str)
+
+
+def _value_text(value: Any) -> str:
+    if isinstance(value, Tensor):
+        content = f" = {value.item()}" if value.dim() == 0 and value.device.type == "cpu" else ""
+        return f"{value.dtype} {tuple(value.shape)}{content}"
+    return repr(value) if value is None or isinstance(value, (bool, int, float, str)) else f"a {type(value).__name__}"

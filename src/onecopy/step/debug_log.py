@@ -1,0 +1,28 @@
+"""What TORCH_DISTRIBUTED_DEBUG=INFO or DETAIL asks to be told."""
+
+from __future__ import annotations
+
+import logging
+
+from onecopy.common.torch_private import debug_enabled
+from onecopy.step.engine import Engine
+
+logger = logging.getLogger(__name__)
+
+
+def log_share(engine: Engine) -> None:
+    """Each rank's share and buckets, and on rank 0 the whole layout."""
+    if not debug_enabled():
+        return
+    layout, group_rank = engine.layout, engine.collectives.group_rank
+    logger.info(
+        "rank %d owns %d of %d elements in %d shards; %d messages a step, %d bytes of staging",
+        group_rank,
+        layout.elements_per_rank[group_rank],
+        sum(layout.elements_per_rank),
+        len(layout.owned_by(group_rank)),
+        engine.sharing.messages,
+        engine.sharing.staging_bytes,
+    )
+    if group_rank == 0:
+        logger.info("%s", layout)

@@ -1,0 +1,364 @@
+"""This rank's optimizer: one instance of the user's own class over what the rank owns."""
+
+from __future__ import annotations
+
+import inspect
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from onecopy.common.flat_views import flat_like
+from onecopy.common.torch_private import bare_step
+from onecopy.layout import Layout, Shard
+from onecopy.step.group_options import apply_changes, options_of, replace_options
+from onecopy.step.master_weights import Master, MasterCopies, Masters
+from onecopy.step.optimizer_classes import REFUSES_SPARSE_GRADIENTS, SKIPS_MISSING_GRADIENTS, check_options
+from onecopy.step.parameter_groups import Group
+
+
+@dataclass(frozen=True, slots=True)
+class Owned:
+    """A shard of this rank, its parameter, and the tensor that the inner optimizer steps for it.
+
+    That tensor is the parameter itself, an alias of its memory (flat if only a range is owned), or a copy whose values
+    go ``home``, to such an alias, after each step.
+    """
+
+    shard: Shard
+    param: Tensor
+    tensor: Tensor
+    home: Tensor | None = None
+
+    @property
+    def is_alias(self) -> bool:
+        """Whether the stepped tensor is another one than the parameter, with a gradient of its own."""
+        return self.tensor is not self.param
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether the rank owns only a part."""
+        return self.shard.numel != self.param.numel()
+
+    def bind(self, range_: Tensor | None) -> None:
+        """Give the stepped tensor a gradient, from a flat range in storage order, or none."""
+        if range_ is not None and self.tensor.dim() != 1:
+            range_ = range_.as_strided(self.tensor.shape, self.tensor.stride())
+        if range_ is not None and (self.home is not None or range_.dtype != self.tensor.dtype):
+            range_ = _converted(range_, self.tensor)
+        self.tensor.grad = range_
+
+
+Stepped = Callable[[Shard, Tensor, Tensor], Tensor]
+"""From a shard, its parameter and the parameter's flat memory to the tensor that the inner optimizer steps."""
+
+
+def alias(shard: Shard, param: Tensor, flat: Tensor) -> Tensor:
+    """Always another tensor over the owned memory. Its gradient is free to be set while autograd is running."""
+    whole = shard.numel == param.numel()
+    view = flat.as_strided(param.shape, param.stride()) if whole else flat[shard.start : shard.stop]
+    # Not a view: that would keep the memory it was made from alive after the parameter has moved.
+    empty = torch.empty(0, dtype=flat.dtype, device=flat.device)
+    return empty.set_(view.untyped_storage(), view.storage_offset(), view.shape, view.stride())
+
+
+def parameter_or_alias(shard: Shard, param: Tensor, flat: Tensor) -> Tensor:
+    """The parameter itself where the rank owns all of it, so that its state is found where people look for it."""
+    return param if shard.numel == param.numel() else alias(shard, param, flat)
+
+
+class LocalOptimizer:
+    """Constructs, feeds and steps the inner optimizer."""
+
+    def __init__(
+        self,
+        optimizer_class: type[Optimizer],
+        defaults: dict[str, Any],
+        groups: Sequence[Group],
+        layout: Layout,
+        params: Sequence[Tensor],
+        flats: Sequence[Tensor],
+        group_rank: int,
+        stepped: Stepped = parameter_or_alias,
+        masters: Masters | None = None,
+    ) -> None:
+        self.optimizer_class = optimizer_class
+        self.group_rank = group_rank
+        self.wanted_masters = masters or Masters()
+        self.uses_masters = any(self.wanted_masters.wanted_for(param) for param in params)  # on some rank
+        self.defaults = defaults
+        self.version = 0  # counts steps, loads and edits, by which others know that the state changed
+        self.has_state = False  # on some rank
+        self._pushed: list[Group] = []  # the options that the inner optimizer was last given
+        self._stepped = stepped
+        self._set_aside: list[tuple[Tensor, Tensor | None]] = []
+        self._set_owned([self._own(shard, params, flats) for shard in layout.shards if shard.owner == group_rank])
+        self.inner = optimizer_class(
+            [self._local_group(group, position, layout) for position, group in enumerate(groups)], **defaults
+        )
+        check_options(self.inner)
+        self.run_inner = bare_step(self.inner)
+        self._in_buckets: list[Owned] = []
+        self._takes_closure = "closure" in inspect.signature(type(self.inner).step).parameters
+        # An unknown class may move parameters that have no gradient (weight decay alone).
+        self.moves_all = type(self.inner) not in SKIPS_MISSING_GRADIENTS
+
+    def rebuilt(
+        self,
+        groups: Sequence[Group],
+        layout: Layout,
+        params: Sequence[Tensor],
+        flats: Sequence[Tensor],
+        masters: Masters,
+    ) -> LocalOptimizer:
+        """Another one for the same parameters that steps aliases or copies of what ``layout`` gives this rank."""
+        return LocalOptimizer(
+            self.optimizer_class, self.defaults, groups, layout, params, flats, self.group_rank, alias, masters
+        )
+
+    def add_group(self, group: Group, layout: Layout, params: Sequence[Tensor], flats: Sequence[Tensor]) -> None:
+        """Give the inner optimizer its part of the layout's last group."""
+        position = len(self.inner.param_groups)
+        self._set_owned(
+            self.owned
+            + [
+                self._own(shard, params, flats)
+                for shard in layout.shards
+                if shard.owner == self.group_rank and layout.params[shard.param].group == position
+            ]
+        )
+        self.inner.add_param_group(self._local_group(group, position, layout))
+        self.uses_masters = any(self.wanted_masters.wanted_for(param) for param in params)
+        check_options(self.inner)
+
+    def keep_groups(self, count: int, layout: Layout) -> None:
+        """Forget all but the first ``count`` groups, which ``layout`` describes."""
+        for owned in self.owned:
+            if owned.shard.param >= len(layout.params):
+                self.inner.state.pop(owned.tensor, None)
+        del self.inner.param_groups[count:]
+        self._set_owned([owned for owned in self.owned if owned.shard.param < len(layout.params)])
+
+    def _own(self, shard: Shard, params: Sequence[Tensor], flats: Sequence[Tensor]) -> Owned:
+        param = params[shard.param]
+        if self.wanted_masters.wanted_for(param):
+            home = alias(shard, param, flats[shard.param])
+            return Owned(shard, param, self.wanted_masters.copy_of(home), home)
+        return Owned(shard, param, self._stepped(shard, param, flats[shard.param]))
+
+    def _set_owned(self, owned: list[Owned]) -> None:
+        self.owned = owned
+        self.tensor_of: dict[Any, Tensor] = {entry.param: entry.tensor for entry in owned}
+        self._aliases = [entry for entry in owned if entry.is_alias]
+        self.copies = MasterCopies([Master(entry.tensor, entry.home) for entry in owned if entry.home is not None])
+
+    def _local_group(self, group: Group, position: int, layout: Layout) -> Group:
+        mine = [owned for owned in self.owned if layout.params[owned.shard.param].group == position]
+        local = options_of(group)
+        local["params"] = [owned.tensor for owned in mine]
+        if "param_names" in group:
+            local["param_names"] = [layout.params[owned.shard.param].name for owned in mine]
+        return local
+
+    def repoint(self, flats: Sequence[Tensor]) -> None:
+        """Follow parameters that have moved: the aliases keep their identity, and with it their state."""
+        for owned in self.owned:
+            if owned.home is not None:
+                owned.home.data = alias(owned.shard, owned.param, flats[owned.shard.param])
+            elif owned.is_alias:
+                owned.tensor.data = alias(owned.shard, owned.param, flats[owned.shard.param])
+        refuses = type(self.inner) in REFUSES_SPARSE_GRADIENTS
+        self._in_buckets = [] if refuses else [owned for owned in self.owned if owned.tensor.storage_offset()]
+
+    def note_loaded(self, has_state: bool) -> None:
+        """Note that the state has been replaced, and whether any rank has some now."""
+        self.version += 1
+        self.has_state = has_state
+
+    def state_key(self, key: Any) -> Any:
+        """What the inner optimizer's state has for a key of ours; None for a tensor of which the rank owns nothing.
+
+        A key that is not a tensor, which a plain optimizer keeps too, stays as it is.
+        """
+        return self.tensor_of.get(key) if isinstance(key, Tensor) else key
+
+    def other_state(self) -> dict[Any, Any]:
+        """State under keys that are not tensors."""
+        return {key: self.inner.state[key] for key in self.inner.state if not isinstance(key, Tensor)}
+
+    def note_edited(self) -> None:
+        """Note that someone has set or deleted a part of this rank's state."""
+        self.version += 1
+        self.has_state = True
+
+    def replace_state(self, states: Mapping[Any, Any]) -> None:
+        """Make this the state: by parameter, and by keys that are none. Parameters of other ranks are left out."""
+        if not isinstance(states, Mapping):
+            raise TypeError(f"state must be a mapping from parameters to their state, got {type(states).__qualname__}")
+        entries = dict(states.items())
+        kept = {self.state_key(key): value for key, value in entries.items()}
+        kept.pop(None, None)
+        self.inner.state = defaultdict(dict, kept)
+        if entries or self.has_state:
+            self.note_loaded(has_state=True)  # on some rank: that a mapping is empty here says nothing of the others
+
+    def push_options(self, groups: Sequence[Group]) -> None:
+        """Give the inner optimizer's groups the options of ``groups``, and no others."""
+        self._pushed = [options_of(group) for group in groups]
+        for options, inner in zip(self._pushed, self.inner.param_groups, strict=True):
+            replace_options(inner, options)
+
+    def pull_options(self, groups: Sequence[Group]) -> None:
+        """Bring into ``groups`` the options that the inner optimizer has written since they were pushed, and no others.
+
+        An option that the user has set in ``groups`` since then stays. A group that was not pushed gets all options.
+        """
+        pushed = self._pushed + [{}] * (len(groups) - len(self._pushed))
+        for group, before, inner in zip(groups, pushed, self.inner.param_groups, strict=True):
+            apply_changes(group, before, options_of(inner))
+
+    def pull_all_options(self, groups: Sequence[Group]) -> None:
+        """Give ``groups`` the options of the inner optimizer's groups, and no others."""
+        for group, inner in zip(groups, self.inner.param_groups, strict=True):
+            replace_options(group, options_of(inner))
+
+    def bind_gradients(self, layout: Layout, lent: Mapping[int, Tensor] | None = None) -> None:
+        """Give the stepped tensors their gradients: the parameters' own, or flat ranges lent for this step only."""
+        if lent is not None:
+            self._set_aside = [(owned.tensor, owned.tensor.grad) for owned in self.owned if not owned.is_alias]
+            for owned in self.owned:
+                owned.bind(lent.get(owned.shard.param))
+            return
+        for owned in self._aliases:
+            owned.tensor.grad = self._own_range(owned, layout)
+        for owned in self._in_buckets:
+            gradient = owned.tensor.grad
+            if gradient is not None and gradient.is_sparse and gradient.dense_dim() == 0:
+                raise ValueError(
+                    f"rank {self.group_rank}: parameter {layout.params[owned.shard.param].name!r} has a sparse "
+                    "gradient of single elements, which torch adds at the wrong place to a tensor that is part of a "
+                    "longer memory; use parameters_as_bucket_view=False"
+                )
+
+    def _own_range(self, owned: Owned, layout: Layout) -> Tensor | None:
+        gradient = owned.param.grad
+        if gradient is None or not owned.is_cut:
+            return gradient if gradient is None or owned.home is None else _converted(gradient, owned.tensor)
+        if gradient.layout is not torch.strided:
+            raise ValueError(
+                f"rank {self.group_rank}: parameter {layout.params[owned.shard.param].name!r} has a sparse gradient "
+                "but is cut among ranks; keep parameters whole with elementwise=False (and shard_by='parameter')"
+            )
+        return _converted(flat_like(gradient, owned.param)[owned.shard.start : owned.shard.stop], owned.tensor)
+
+    def step_on(self, ranges: Mapping[int, Tensor]) -> None:
+        """Step with these flat gradients, by parameter, and no others: torch's optimizers skip what has none."""
+        self.step_part(self.owned, ranges, {})
+
+    def step_part(self, part: Sequence[Owned], ranges: Mapping[int, Tensor], kwargs: dict[str, Any]) -> None:
+        """Step some of what is owned, where no other stepped tensor has a gradient at that time."""
+        for owned in part:
+            owned.bind(ranges.get(owned.shard.param))
+        try:
+            self.step(None, kwargs)
+        finally:
+            for owned in part:
+                owned.tensor.grad = None
+
+    def release_gradients(self) -> None:
+        """Let go of what :meth:`bind_gradients` took, and put back what it set aside."""
+        for owned in self._aliases:
+            owned.tensor.grad = None
+        for tensor, gradient in self._set_aside:
+            tensor.grad = gradient
+        self._set_aside = []
+
+    def step(self, closure: Callable[[], Any] | None, kwargs: dict[str, Any]) -> Any:
+        """Step the inner optimizer; a class whose ``step`` takes no closure has it evaluated beforehand."""
+        self.version += 1
+        self.has_state = True
+        if closure is None:
+            loss = self.run_inner(**kwargs)
+        elif self._takes_closure:
+            loss = self.run_inner(closure=closure, **kwargs)
+        else:
+            with torch.enable_grad():
+                loss = closure()
+            self.run_inner(**kwargs)
+        self.copies.publish(self.moves_all)
+        return loss
+
+
+class OwnedState(MutableMapping[Any, Any]):
+    """This rank's optimizer state by parameter, whatever tensor the inner optimizer keeps it under.
+
+    Like a plain optimizer's ``state`` it gives an empty dict for a parameter that has none. A parameter of another
+    rank has none here. Keys that are not tensors are kept as they are.
+    """
+
+    def __init__(self, local: Callable[[], LocalOptimizer]) -> None:
+        self._get_local = local
+
+    @property
+    def _local(self) -> LocalOptimizer:
+        return self._get_local()
+
+    def __getitem__(self, param: Any) -> Any:
+        key = self._local.state_key(param)
+        return {} if key is None else self._local.inner.state[key]
+
+    def __setitem__(self, param: Any, value: Any) -> None:
+        key = self._local.state_key(param)
+        if key is None:
+            raise KeyError(
+                f"rank {self._local.group_rank} owns nothing of this parameter; its state is on another rank"
+            )
+        self._local.inner.state[key] = value
+        self._local.note_edited()
+
+    def __delitem__(self, param: Any) -> None:
+        if param not in self:
+            raise KeyError(f"rank {self._local.group_rank} has no state under this key")
+        del self._local.inner.state[self._local.state_key(param)]
+        self._local.note_edited()
+
+    def get(self, param: Any, default: Any = None) -> Any:
+        """This rank's state of a parameter, or ``default`` if it has none."""
+        return self[param] if param in self else default  # noqa: SIM401 - that would call this method
+
+    def pop(self, param: Any, *default: Any) -> Any:
+        """Forget the state of a parameter and return it."""
+        if param not in self and default:
+            return default[0]
+        value = self.get(param)
+        del self[param]
+        return value
+
+    def setdefault(self, param: Any, default: Any = None) -> Any:
+        """The state of a parameter, which is made ``default`` if there is none."""
+        if param not in self:
+            self[param] = default
+        return self[param]
+
+    def __contains__(self, param: object) -> bool:
+        return self._local.state_key(param) in self._local.inner.state
+
+    def __iter__(self) -> Iterator[Any]:
+        state = self._local.inner.state
+        params = [param for param, tensor in self._local.tensor_of.items() if tensor in state]
+        return iter([*params, *self._local.other_state()])
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({dict(self)!r})"
+
+
+def _converted(gradient: Tensor, tensor: Tensor) -> Tensor:
+    """A gradient of the type that the stepped tensor has (a master weight is finer than its parameter)."""
+    return gradient.to(tensor.device, tensor.dtype)

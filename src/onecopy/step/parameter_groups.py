@@ -1,0 +1,164 @@
+"""The ``params`` argument: checked, put into groups, and described. Every error names the offender."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.parameter import is_lazy
+
+from onecopy.common.flat_views import is_dense
+from onecopy.common.torch_private import is_managed_by_fsdp
+from onecopy.layout import ParamSpec
+
+Group = dict[str, Any]
+
+
+def normalise(params: object) -> list[Group]:
+    """Return parameter groups, each a new dict with a list of tensors (and of names, if names were given)."""
+    if isinstance(params, (Tensor, dict, str)) or not isinstance(params, Iterable):
+        raise TypeError(
+            "params must be an iterable of tensors, of (name, tensor) pairs or of dicts of groups, "
+            f"got {torch.typename(params)}; did you mean model.parameters()?"
+        )
+    if isinstance(params, (set, frozenset)):
+        raise TypeError("params must be ordered, got a set: its order differs between ranks; pass a list")
+    items = list(params)
+    if not items:
+        raise ValueError("params is empty: there is nothing to optimize")
+    if any(isinstance(item, dict) for item in items):
+        for position, item in enumerate(items):
+            if not isinstance(item, dict):
+                raise TypeError(
+                    f"params mixes dicts and tensors: entry {position} is {torch.typename(item)}; "
+                    "put it into a dict of its own"
+                )
+        groups = [normalise_group(group, position) for position, group in enumerate(items)]
+    else:
+        groups = [normalise_group({"params": items}, 0)]
+    if not any(group["params"] for group in groups):
+        raise ValueError("params has groups but no parameter: there is nothing to optimize")
+    return groups
+
+
+def normalise_group(group: object, position: int) -> Group:
+    """Return one group as a new dict with a list of tensors."""
+    if not isinstance(group, dict):
+        raise TypeError(f"parameter group {position} must be a dict, got {torch.typename(group)}")
+    if "params" not in group:
+        raise ValueError(f"parameter group {position} has no 'params' entry (it has {sorted(group)})")
+    members = group["params"]
+    if isinstance(members, (set, frozenset)):
+        raise TypeError(
+            f"params of parameter group {position} must be ordered, got a set: its order differs between ranks"
+        )
+    if isinstance(members, Tensor):
+        members = [members]
+    elif not isinstance(members, Iterable):
+        raise TypeError(f"params of parameter group {position} must be tensors, got {torch.typename(members)}")
+    members = list(members)
+    tensors: list[Tensor] = []
+    names: list[str] = []
+    for index, member in enumerate(members):
+        label = f"parameter {index} of group {position}"
+        if isinstance(member, tuple) and len(member) == 2 and isinstance(member[0], str):
+            names.append(member[0])
+            label, member = f"parameter {member[0]!r}", member[1]
+        if not isinstance(member, Tensor):
+            raise TypeError(f"{label} is not a tensor but {torch.typename(member)}")
+        tensors.append(member)
+    if names and len(names) != len(tensors):
+        raise ValueError(f"parameter group {position} mixes named and unnamed parameters; name all or none")
+    result = {**group, "params": tensors}
+    if names:
+        result["param_names"] = names
+    return result
+
+
+def names_of(group: Group, position: int) -> list[str]:
+    """How to call the parameters of a group in messages."""
+    count = len(group["params"])
+    names = list(group.get("param_names", ()))
+    return names if len(names) == count else [f"group{position}[{index}]" for index in range(count)]
+
+
+def check_tensor(tensor: Tensor, name: str) -> None:
+    """Raise ``ValueError`` if a parameter cannot be sharded."""
+    problem = None
+    dtensor = sys.modules.get("torch.distributed.tensor")
+    if is_lazy(tensor):
+        problem = "is not materialised yet; run a forward pass first"
+    elif dtensor is not None and isinstance(tensor, dtensor.DTensor):
+        problem = "is a DTensor (FSDP2 or tensor parallelism), which is sharded already"
+    elif is_managed_by_fsdp(tensor):
+        problem = "is managed by FSDP, which shards optimizer state itself; use one or the other"
+    elif tensor.is_meta:
+        problem = "is on the meta device and has no memory; materialise the model first"
+    elif tensor.layout is not torch.strided or tensor.is_nested:
+        problem = f"is not a dense tensor (layout {tensor.layout}); sparse parameters are not supported"
+    elif tensor.is_conj() or tensor.is_neg():
+        problem = "is a lazy conjugate or negative view; call resolve_conj() and resolve_neg() first"
+    elif not tensor.is_leaf and not tensor.retains_grad:
+        problem = "is not a leaf tensor: it was computed from others, so it gets no gradient"
+    elif not is_dense(tuple(tensor.shape), tensor.stride()):
+        problem = (
+            f"does not fill its memory (shape {tuple(tensor.shape)}, strides {tensor.stride()}): it is expanded or a "
+            "slice; use .clone()"
+        )
+    if problem is not None:
+        raise ValueError(f"parameter {name!r} {problem}")
+
+
+def check_distinct(tensors: Sequence[Tensor], names: Sequence[str]) -> None:
+    """Raise ``ValueError`` if a tensor is given twice or two of them share memory."""
+    seen: dict[int, str] = {}
+    for tensor, name in zip(tensors, names, strict=True):
+        if id(tensor) in seen:
+            raise ValueError(f"parameter {name!r} is given twice (also as {seen[id(tensor)]!r})")
+        seen[id(tensor)] = name
+    ranges = sorted(
+        (
+            str(tensor.device),
+            tensor.data_ptr(),
+            tensor.data_ptr() + tensor.numel() * tensor.element_size(),
+            name,
+        )
+        for tensor, name in zip(tensors, names, strict=True)
+        if tensor.numel()
+    )
+    for (device, _, stop, name), (other_device, start, _, other) in pairwise(ranges):
+        if device == other_device and start < stop:
+            raise ValueError(
+                f"parameters {name!r} and {other!r} share memory; give one of them, as model.parameters() does for "
+                "tied weights"
+            )
+
+
+def plan_params(groups: Sequence[Group]) -> tuple[list[Tensor], list[ParamSpec]]:
+    """Check the parameters of all groups and describe them, in order."""
+    tensors: list[Tensor] = []
+    specs: list[ParamSpec] = []
+    devices: list[torch.device] = []
+    for position, group in enumerate(groups):
+        for tensor, name in zip(group["params"], names_of(group, position), strict=True):
+            check_tensor(tensor, name)
+            if tensor.device not in devices:
+                devices.append(tensor.device)
+            specs.append(
+                ParamSpec(
+                    index=len(specs),
+                    name=name,
+                    shape=tuple(tensor.shape),
+                    stride=tensor.stride(),
+                    dtype=tensor.dtype,
+                    group=position,
+                    device_ordinal=devices.index(tensor.device),
+                )
+            )
+            tensors.append(tensor)
+    check_distinct(tensors, [spec.name for spec in specs])
+    return tensors, specs

@@ -1,0 +1,65 @@
+"""What must be the same on all ranks, put into words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from onecopy.comm.agreement import Fact
+from onecopy.layout import Layout, ShardBy
+from onecopy.step.parameter_groups import Group
+
+
+def layout_facts(layout: Layout, shard_by: ShardBy) -> list[Fact]:
+    """Every parameter, and who owns what."""
+    policy = shard_by if isinstance(shard_by, str) else f"function {getattr(shard_by, '__qualname__', '')}"
+    owners: dict[int, list[str]] = {}
+    for shard in layout.shards:
+        owners.setdefault(shard.param, []).append(f"[{shard.start}:{shard.stop}) on rank {shard.owner}")
+    return [
+        Fact("number of ranks", str(layout.world_size)),
+        *(Fact(f"parameter {spec.index} ({spec.name!r})", spec.describe()) for spec in layout.params),
+        Fact("shard_by", policy),
+        *(Fact(f"owners of {spec.name!r}", ", ".join(owners[spec.index])) for spec in layout.params),
+    ]
+
+
+def optimizer_facts(
+    optimizer_class: type, layout: Layout, shard_by: ShardBy, groups: Sequence[Group], **options: object
+) -> list[Fact]:
+    """What the ranks that construct an optimizer must have been given alike."""
+    return [
+        Fact("optimizer class", f"{optimizer_class.__module__}.{optimizer_class.__qualname__}"),
+        *(Fact(name, str(value)) for name, value in options.items()),
+        *layout_facts(layout, shard_by),
+        *group_facts(groups),
+    ]
+
+
+def group_facts(groups: Sequence[Group]) -> list[Fact]:
+    """The options of every group, as facts on which ranks must agree."""
+    return [
+        Fact(f"parameter group {position}", f"{key}={text}")
+        for position, group in enumerate(groups)
+        for key, text in sorted(options_text(group).items())
+    ]
+
+
+def options_text(group: Group) -> dict[str, str]:
+    """A group's options as text that equal options share, whatever machine they are on."""
+    return {str(key): _option_text(value) for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def _option_text(value: object) -> str:
+    if isinstance(value, Tensor):
+        # On an accelerator (capturable) reading it would make the host wait in every step.
+        content = value.tolist() if value.device.type == "cpu" else value.device.type
+        return f"tensor({content}, {value.dtype})"
+    if isinstance(value, (tuple, list)):
+        return f"{type(value).__name__}({', '.join(map(_option_text, value))})"
+    if isinstance(value, dict):
+        return f"dict({', '.join(f'{key}={_option_text(item)}' for key, item in value.items())})"
+    if value is None or isinstance(value, (bool, int, float, complex, str, bytes)):
+        return repr(value)
+    return f"a {type(value).__qualname__}"  # its repr may hold an address, which differs between ranks

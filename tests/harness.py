@@ -144,8 +144,8 @@ def distributed(*world_sizes: int, limit: float = LIMIT) -> Callable[[Function],
             everything = {**kwargs, "world_size": world_size}
             pools.run(world_size, function.__module__, function.__qualname__, everything, limit)
 
-        marked: Function = pytest.mark.parametrize("world_size", world_sizes)(in_ranks)
-        return marked
+        profiled: Function = pytest.mark.parametrize("world_size", world_sizes)(in_ranks)
+        return profiled
 
     return decorate
 

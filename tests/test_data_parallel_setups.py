@@ -249,7 +249,7 @@ def test_buckets_of_two_modules_that_take_turns_differently_are_not_mixed_up(wor
 def test_a_group_that_was_destroyed_is_let_go(world_size: int) -> None:
     group = dist.new_group()
     collectives = Collectives(group)
-    tags = [collectives.new_tags(), Collectives(group).new_tags()]
+    tags = [collectives.reserve_tags(), Collectives(group).reserve_tags()]
     assert tags[1] - tags[0] == TAGS, "users of one group have tags of their own"
     reference = weakref.ref(group)
     dist.destroy_process_group(group)

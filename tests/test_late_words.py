@@ -16,7 +16,7 @@ from harness import distributed
 from models import assert_equal, assert_replicas_equal, small_ddp, small_loss, small_model
 from onecopy import PeerFailedError, RanksDisagreeError, ShardedDataParallel, ZeroRedundancyOptimizer
 from onecopy.comm.collectives import Collectives
-from onecopy.comm.status_flags import LateWord
+from onecopy.comm.status_flags import DeferredRead
 from test_data_parallel import ROUNDING, as_if_large, train
 from test_parity import CASES, Case, Run, compare
 
@@ -25,8 +25,8 @@ from test_parity import CASES, Case, Run, compare
 def ways_of_accelerators() -> Iterator[None]:
     """Use the collectives that all backends have, and read words late."""
     with (
-        mock.patch.object(Collectives, "reads_late", True),
-        mock.patch.object(Collectives, "exchanges", return_value=False),
+        mock.patch.object(Collectives, "defers_host_reads", True),
+        mock.patch.object(Collectives, "uses_pairwise", return_value=False),
         as_if_large(),
     ):
         yield
@@ -59,7 +59,7 @@ def test_the_host_reads_nothing_where_every_parameter_has_a_gradient(world_size:
         small_loss(model, 0).backward()
         zero.step()
         small_loss(model, 1).backward()
-        with mock.patch.object(LateWord, "read", side_effect=AssertionError("the host waited")):
+        with mock.patch.object(DeferredRead, "read", side_effect=AssertionError("the host waited")):
             model, zero = sharded()
             small_loss(model, 0).backward()
             zero.clip_grad_norm_(1.0)

@@ -28,7 +28,7 @@ from onecopy import (
     reduce_scatter_hook,
 )
 from onecopy.errors import PeerFailedError, RanksDisagreeError
-from onecopy.step.master_weights import Masters
+from onecopy.step.master_weights import MasterWeightPolicy
 
 HALF = torch.bfloat16
 ROUNDING = 2e-2
@@ -111,10 +111,10 @@ class ByHand:
             master.grad = None if gradient is None else gradient.float()
         for optimizer in self.optimizers:
             optimizer.step()
-        self.publish()
+        self.write_to_params()
 
     @torch.no_grad()
-    def publish(self) -> None:
+    def write_to_params(self) -> None:
         for param, master in zip(self.params, self.masters, strict=True):
             param.copy_(master)
 
@@ -274,7 +274,7 @@ def test_schedule_free_averages_reach_the_parameters(world_size: int) -> None:
     for mode in ("train", "eval", "train"):
         getattr(zero, mode)()
         getattr(inner, mode)()
-        reference.publish()
+        reference.write_to_params()
         assert_equal(model.parameters(), plain.parameters(), f"after {mode}()")
         if mode == "train":
             train(list(model.parameters()), [zero], range(3))
@@ -615,7 +615,7 @@ def test_a_written_value_wins_and_the_others_stay_precise(
         assert_equal(model.parameters(), plain.parameters(), "weights")
         write(model)
         write_rows(reference.masters)
-        reference.publish()
+        reference.write_to_params()
     assert any(not torch.equal(a, b) for a, b in zip(reference.masters, values(plain.parameters()), strict=True))
 
 
@@ -683,7 +683,7 @@ def test_stepping_a_copy_of_equal_precision_equals_plain_training(world_size: in
     inner = small_model()
     model: nn.Module = inner
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Masters, "wanted_for", lambda self, _param: self.offload)
+        patch.setattr(MasterWeightPolicy, "applies_to", lambda self, _param: self.offload)
         zero = adamw_for(inner, offload="cpu", shard_by="element", overlap_with_ddp=hook == "overlap")
         if hook == "wrapper":
             model = ShardedDataParallel(inner, zero)

@@ -33,7 +33,7 @@ from harness import distributed, pools
 from models import assert_equal, assert_replicas_equal, assert_same_tree, small_inputs, small_loss, small_model, values
 from models_resnet import ResNet50
 from onecopy import ZeroRedundancyOptimizer, hook_with_zero_step, hook_with_zero_step_interleaved
-from onecopy.ddp_hooks.worker import LaneWorker
+from onecopy.ddp_hooks.worker import StreamWorker
 
 ROUNDING = 1e-6
 """More than two ranks: the order in which gradients are added is the process group's affair."""
@@ -390,7 +390,7 @@ def test_sharding_by_buckets_is_accepted_and_changes_nothing(world_size: int, ma
 @distributed(2, 3)
 def test_the_way_of_accelerators_run_in_place_gives_the_same(world_size: int, case: Case, make_hook: MakeHook) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(onecopy.ddp_hooks.hooks, "make_worker", LaneWorker)
+        patch.setattr(onecopy.ddp_hooks.hooks, "make_worker", StreamWorker)
         ours = overlapped_run(case, make_hook)
     assert_parity(case, ours, plain_run(case))
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from onecopy.comm.buffer_pool import Pool
+from onecopy.comm.buffer_pool import BufferPool
 
 CPU = torch.device("cpu")
 
 
-def lend(pool: Pool, *sizes: int) -> list[torch.Tensor]:
+def lend(pool: BufferPool, *sizes: int) -> list[torch.Tensor]:
     return [pool.take(size, torch.float32, CPU) for size in sizes]
 
 
@@ -18,7 +18,7 @@ def addresses(tensors: list[torch.Tensor]) -> set[int]:
 
 
 def test_the_same_memory_is_lent_again_whatever_the_order() -> None:
-    pool = Pool()
+    pool = BufferPool()
     sizes = (1000, 10, 400_000, 30, 1000)
     first = lend(pool, *sizes)
     assert len(addresses(first)) == len(sizes)
@@ -29,7 +29,7 @@ def test_the_same_memory_is_lent_again_whatever_the_order() -> None:
 
 
 def test_little_more_is_kept_than_was_lent_at_a_time() -> None:
-    pool = Pool()
+    pool = BufferPool()
     for size in (100_000, 10_000, 40_000, 300):
         pool.give_back(*lend(pool, size))
     assert sum(size for size, _ in pool._free) <= 4 * 100_000 * 9 // 8
@@ -39,7 +39,7 @@ def test_little_more_is_kept_than_was_lent_at_a_time() -> None:
 
 
 def test_a_few_bytes_more_do_not_cost_the_largest() -> None:
-    pool = Pool()
+    pool = BufferPool()
     first = lend(pool, 100_000, 10, 20_000)
     pool.give_back(*first)
     again = lend(pool, 40, 100_000)
@@ -47,7 +47,7 @@ def test_a_few_bytes_more_do_not_cost_the_largest() -> None:
 
 
 def test_other_types_fit_and_what_is_not_lent_is_ignored() -> None:
-    pool = Pool()
+    pool = BufferPool()
     (floats,) = lend(pool, 100)
     pool.give_back(floats, torch.zeros(100))
     halves = pool.take(200, torch.bfloat16, CPU)

@@ -330,7 +330,7 @@ def test_one_and_four_ranks_equal_plain_ddp(world_size: int, case: Case) -> None
 def test_the_collective_of_other_backends_gives_the_same_within_rounding(world_size: int, case: Case) -> None:
     ours, reference = scattered_run(case), plain_run(case)
     for zero in ours.zeros:
-        zero.engine.collectives.exchanges_fast = False
+        zero.engine.collectives.is_pairwise = False
     for step in range(5):
         reference.iterate(step)
         ours.iterate(step)

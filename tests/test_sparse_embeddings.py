@@ -22,7 +22,7 @@ from models import assert_equal, assert_replicas_equal
 from onecopy import MixedPrecision, ShardedDataParallel, ZeroRedundancyOptimizer
 from onecopy.bench.launching import loopback_bytes
 from onecopy.data_parallel import backward, optimizer_takeover
-from onecopy.data_parallel.sparse_rows import RowBucket, RowRange, Rows
+from onecopy.data_parallel.sparse_rows import EmbeddingRows, RowBucket, RowRange
 from onecopy.errors import RanksDisagreeError
 from test_data_parallel import ADAMW, ROUNDING, SGD, Side, as_if_large
 from test_data_parallel_setups import Meeting
@@ -277,7 +277,7 @@ def test_an_embedding_that_runs_several_times(world_size: int) -> None:
         assert_equal(ours.params, plain.params, f"step {step}", ROUNDING)
 
 
-class Sharing(nn.Module):
+class ParameterSync(nn.Module):
     """A parameter gets the same gradient as the embedding's output, in the same memory."""
 
     def __init__(self) -> None:
@@ -295,7 +295,7 @@ class Sharing(nn.Module):
 @distributed(2)
 def test_rows_that_a_pass_leaves_are_in_memory_of_their_own_and_do_not_pile_up(world_size: int) -> None:
     with small_ones_too():
-        dense, ours = (Side(True, Sharing, sparse_embeddings=sparse) for sparse in (False, True))
+        dense, ours = (Side(True, ParameterSync, sparse_embeddings=sparse) for sparse in (False, True))
     for side in (dense, ours):
         for step in range(3):
             for number in range(4):
@@ -428,7 +428,7 @@ def test_ranks_that_ask_for_different_things(world_size: int) -> None:
     with pytest.raises(RanksDisagreeError, match="sparse_embeddings"):
         ShardedDataParallel(module, optimizer, sparse_embeddings=dist.get_rank() == 0)
     assert not module.words.sparse
-    assert optimizer.wrapped is None
+    assert optimizer.wait_for_transfers is None
 
 
 # Rows and ranges, without processes
@@ -454,7 +454,7 @@ def test_rows_are_added_where_they_belong(matrix: tuple[int, int, int, int], dat
     dense = torch.zeros(count, width)
     dense[numbers] = values
     part = RowRange(start, stop, width)
-    sent = part.part_of(Rows(numbers, values))
+    sent = part.part_of(EmbeddingRows(numbers, values))
     touched = {element // width for element in range(start, stop)}
     assert set(sent.numbers.tolist()) >= chosen & touched
     assert start == stop or set(sent.numbers.tolist()) == chosen & touched

@@ -17,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from harness import distributed
 from models import assert_equal, assert_replicas_equal, assert_same_tree, small_ddp, small_loss, small_model, values
 from onecopy import RanksDisagreeError, ZeroRedundancyOptimizer
-from onecopy.common.profiling import mark
+from onecopy.common.profiling import profile_range
 
 Modes = dict[str, Any]
 
@@ -361,7 +361,7 @@ def test_a_step_makes_backward_through_an_older_graph_raise(world_size: int, mod
 
 @distributed(2)
 def test_a_profiler_sees_the_parts_of_a_step_and_without_one_nothing_is_recorded(world_size: int) -> None:
-    assert mark("one") is mark("another")
+    assert profile_range("one") is profile_range("another")
     model = small_model()
     optimizer = ours(model.parameters(), torch.optim.AdamW, {}, lr=0.1)
     fill_gradients(model.parameters())

@@ -21,20 +21,20 @@ from onecopy.common.torch_private import (
     run_load_post_hooks,
     run_load_pre_hooks,
 )
-from onecopy.ddp_hooks.overlapped_step import Overlap, check_step_arguments
+from onecopy.ddp_hooks.overlapped_step import OverlappedStep, check_step_arguments
 from onecopy.layout import Layout, ShardBy, extend
 from onecopy.state_dict.gather import Consolidated, consolidated
 from onecopy.state_dict.load import load, shallow_copy
 from onecopy.step.debug_log import log_share
-from onecopy.step.engine import Driver, Engine, reshare, sequential_step
+from onecopy.step.engine import Engine, StepSchedule, reshare, sequential_step
 from onecopy.step.gradient_norm import clip, total_norm
-from onecopy.step.inner_optimizer import LocalOptimizer, OwnedState, alias, parameter_or_alias
-from onecopy.step.join import ServeShard, active_step, joined_step
-from onecopy.step.master_weights import ENTRY, Masters
+from onecopy.step.inner_optimizer import InnerOptimizer, OwnedState, alias, parameter_or_alias
+from onecopy.step.join import ZeROJoinHook, active_step, joined_step
+from onecopy.step.master_weights import STATE_DICT_KEY, MasterWeightPolicy
 from onecopy.step.optimizer_classes import check_class, is_elementwise
 from onecopy.step.owned_state import OptimizerOverOwned
 from onecopy.step.parameter_groups import normalise, normalise_group, plan_params
-from onecopy.step.parameter_storage import Buckets, InPlace
+from onecopy.step.parameter_storage import BucketStorage, InPlaceStorage
 from onecopy.step.rank_comparison import group_facts, layout_facts, optimizer_facts
 
 logger = logging.getLogger(__name__)
@@ -114,7 +114,7 @@ class ZeroRedundancyOptimizer(OptimizerOverOwned, Joinable):
             self._shard_by = shard_by
             self.splittable = is_elementwise(optimizer_class, elementwise)
             layout = extend(None, specs, collectives.world_size, shard_by, self.splittable)
-            local = LocalOptimizer(
+            local = InnerOptimizer(
                 optimizer_class,
                 defaults,
                 self.param_groups,
@@ -123,10 +123,10 @@ class ZeroRedundancyOptimizer(OptimizerOverOwned, Joinable):
                 flat_views(tensors),
                 collectives.group_rank,
                 alias if overlap_with_ddp else parameter_or_alias,
-                Masters(master_weights, offload == "cpu"),
+                MasterWeightPolicy(master_weights, offload == "cpu"),
             )
             local.pull_all_options(self.param_groups)
-            has_state = bool(local.inner.state)
+            has_state = bool(local.optim.state)
             facts = optimizer_facts(
                 optimizer_class,
                 layout,
@@ -143,18 +143,18 @@ class ZeroRedundancyOptimizer(OptimizerOverOwned, Joinable):
         local.has_state = agree(collectives, "constructing the optimizer", facts, failure, flag=has_state)
         if parameters_as_bucket_view and overlap_with_ddp:
             logger.warning("parameters_as_bucket_view=True is ignored: overlap_with_ddp=True sends DDP's buckets")
-        storage_class = Buckets if parameters_as_bucket_view and not overlap_with_ddp else InPlace
+        storage_class = BucketStorage if parameters_as_bucket_view and not overlap_with_ddp else InPlaceStorage
         self.engine = engine = Engine(collectives, tensors, layout, local, storage_class)
-        self.driver: Driver = sequential_step
-        self.wrapped: Callable[[], None] | None = None
+        self.step_schedule: StepSchedule = sequential_step
+        self.wait_for_transfers: Callable[[], None] | None = None
         self.overlap_with_ddp = overlap_with_ddp
-        self.overlap: Overlap | None = None
+        self.overlap: OverlappedStep | None = None
         # A GradScaler that sees this announces itself to step(), which then refuses it instead of training wrongly.
         self._step_supports_amp_scaling = overlap_with_ddp
         self._consolidated: Consolidated | None = None
         self._all_params: list[Tensor] = self.engine.params
-        self.defaults = local.inner.defaults
-        self._shown_state = OwnedState(lambda: engine.local)
+        self.defaults = local.optim.defaults
+        self._shown_state = OwnedState(lambda: engine.inner)
         self.process_group: Any = collectives.process_group
         self.world_size: int = collectives.world_size
         self.rank: int = collectives.group_rank
@@ -166,7 +166,7 @@ class ZeroRedundancyOptimizer(OptimizerOverOwned, Joinable):
     @property
     def optim(self) -> Optimizer:
         """This rank's instance of the optimizer class."""
-        return self.engine.local.inner
+        return self.engine.inner.optim
 
     @property
     def layout(self) -> Layout:
@@ -205,8 +205,8 @@ class ZeroRedundancyOptimizer(OptimizerOverOwned, Joinable):
             self.overlap.step_was_called = True
             if self.overlap.finish_step(self.param_groups):
                 return None
-        driver = active_step if in_join else self.driver
-        loss: float | None = driver(self.engine, self.param_groups, closure, kwargs)
+        step_schedule = active_step if in_join else self.step_schedule
+        loss: float | None = step_schedule(self.engine, self.param_groups, closure, kwargs)
         return loss
 
     def wait(self) -> None:
@@ -214,8 +214,8 @@ class ZeroRedundancyOptimizer(OptimizerOverOwned, Joinable):
 
         Call it before reading parameters outside the model's forward.
         """
-        if self.wrapped is not None:
-            self.wrapped()
+        if self.wait_for_transfers is not None:
+            self.wait_for_transfers()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients of all parameters.
@@ -259,7 +259,7 @@ class ZeroRedundancyOptimizer(OptimizerOverOwned, Joinable):
         if not self.initialized:
             super().add_param_group(param_group)  # torch's constructor adds the first groups through this method
             return
-        if self.wrapped is not None:
+        if self.wait_for_transfers is not None:
             raise RuntimeError("a group cannot be added to an optimizer that ShardedDataParallel has taken over")
         engine, known = self.engine, len(self.param_groups)
         failure: Exception | None = None
@@ -270,9 +270,9 @@ class ZeroRedundancyOptimizer(OptimizerOverOwned, Joinable):
             layout = extend(
                 engine.layout, specs[len(engine.params) :], self.world_size, self._shard_by, self.splittable
             )
-            engine.local.push_options(self.param_groups)
+            engine.inner.push_options(self.param_groups)
             super().add_param_group(group)
-            engine.local.add_group(group, layout, tensors, flat_views(tensors))
+            engine.inner.add_group(group, layout, tensors, flat_views(tensors))
             facts = [*layout_facts(layout, self._shard_by), *group_facts(self.optim.param_groups)]
         except Exception as error:
             failure = error
@@ -280,12 +280,12 @@ class ZeroRedundancyOptimizer(OptimizerOverOwned, Joinable):
             has_state = agree(engine.collectives, "add_param_group()", facts, failure, flag=bool(self.optim.state))
         except Exception:
             del self.param_groups[known:]
-            engine.local.keep_groups(known, engine.layout)
+            engine.inner.keep_groups(known, engine.layout)
             raise
-        engine.local.pull_options(self.param_groups)
-        engine.local.has_state = engine.local.has_state or has_state
+        engine.inner.pull_options(self.param_groups)
+        engine.inner.has_state = engine.inner.has_state or has_state
         self._consolidated = None
-        engine.relayout(tensors, layout)
+        engine.set_layout(tensors, layout)
         log_share(engine)
 
     def consolidate_state_dict(self, to: int = 0) -> None:
@@ -312,8 +312,8 @@ class ZeroRedundancyOptimizer(OptimizerOverOwned, Joinable):
         Raises:
             RuntimeError: if there is state that was not consolidated on this rank since it last changed.
         """
-        local, held = self.engine.local, self._consolidated or Consolidated({}, {}, -1)
-        if held.version != local.version and (local.has_state or local.uses_masters):
+        local, held = self.engine.inner, self._consolidated or Consolidated({}, {}, -1)
+        if held.version != local.version and (local.has_state or local.uses_master_weights):
             raise RuntimeError(
                 f"rank {self.rank} does not hold the whole optimizer state, or no longer the current one: call "
                 f"consolidate_state_dict(to={self.rank}) on all ranks first, and state_dict() on that rank (with "
@@ -321,7 +321,7 @@ class ZeroRedundancyOptimizer(OptimizerOverOwned, Joinable):
             )
         live, self._shown_state = self._shown_state, copy_tree(held.by_param)
         try:
-            return super().state_dict() | ({ENTRY: copy_tree(held.masters)} if held.masters else {})
+            return super().state_dict() | ({STATE_DICT_KEY: copy_tree(held.masters)} if held.masters else {})
         finally:
             self._shown_state = live
 
@@ -337,7 +337,7 @@ class ZeroRedundancyOptimizer(OptimizerOverOwned, Joinable):
         from onecopy.state_dict.dcp_tensor import sharded_state_dict  # needs torch.distributed.checkpoint
 
         names = [spec.name for spec in self.layout.params]
-        return sharded_state_dict(self.engine.local, self.layout, self.param_groups, names, to_load)
+        return sharded_state_dict(self.engine.inner, self.layout, self.param_groups, names, to_load)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of the plain optimizer or of this class, saved with any number of ranks and any policy.
@@ -366,7 +366,7 @@ class ZeroRedundancyOptimizer(OptimizerOverOwned, Joinable):
             if self.overlap is None or not self.overlap.finish_step(self.param_groups):
                 joined_step(self.engine, self.param_groups)
 
-        return ServeShard(serve, self.engine, lambda: self.param_groups)
+        return ZeROJoinHook(serve, self.engine, lambda: self.param_groups)
 
     @property
     def join_device(self) -> torch.device:

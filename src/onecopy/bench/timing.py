@@ -16,9 +16,9 @@ import torch.distributed as dist
 from onecopy.bench.launching import COUNTED, idle_seconds, loopback_bytes
 from onecopy.bench.models import Sizes
 from onecopy.bench.variants import VARIANTS, YARDSTICK, Trained, difference
-from onecopy.comm.buffer_pool import Pool
+from onecopy.comm.buffer_pool import BufferPool
 from onecopy.comm.collectives import Collectives
-from onecopy.comm.pairwise_exchange import Exchange, message_lengths, sum_into
+from onecopy.comm.pairwise_exchange import PairwiseExchange, message_lengths, sum_into
 
 TIMED = 2
 """Steps that are timed in a turn."""
@@ -151,7 +151,7 @@ def primitives(sizes: Sizes, repeats: int = 5) -> dict[str, list[tuple[float, fl
     count = sum(param.numel() for param in sizes.make().parameters()) // ranks * ranks
     flat = torch.zeros(count)
     parts = list(flat.view(ranks, -1))
-    mine, pool, tag = torch.empty_like(parts[0]), Pool(), collectives.new_tags()
+    mine, pool, tag = torch.empty_like(parts[0]), BufferPool(), collectives.reserve_tags()
     lengths = message_lengths([mine.numel()], ranks, mine.element_size())
 
     def share() -> None:
@@ -161,7 +161,9 @@ def primitives(sizes: Sizes, repeats: int = 5) -> dict[str, list[tuple[float, fl
 
     def reduce() -> None:
         messages, homes = [part.split(lengths) for part in parts], mine.split(lengths)
-        exchange = Exchange(collectives, messages, lengths, mine.dtype, mine.device, pool, tag, homes, in_turns=True)
+        exchange = PairwiseExchange(
+            collectives, messages, lengths, mine.dtype, mine.device, pool, tag, homes, in_turns=True
+        )
         own = messages[collectives.group_rank]
         for home, values, rows in zip(homes, own, exchange.arrivals(), strict=True):
             rows.insert(collectives.group_rank, values)

@@ -137,7 +137,7 @@ def sharded(overlap_forward: bool = False, sparse: bool = False, bf16: bool = Fa
         )
 
         def state() -> Iterable[Any]:
-            masters = [owned.tensor for owned in zero.engine.local.owned if owned.home is not None]
+            masters = [owned.tensor for owned in zero.engine.inner.owned if owned.param_view is not None]
             return [*zero.optim.state.values(), {"masters": masters}]
 
         made = ordinary(wrapped, zero, state)

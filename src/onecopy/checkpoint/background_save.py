@@ -7,7 +7,7 @@ import threading
 
 from torch import Tensor
 
-from onecopy.checkpoint.saving import Job
+from onecopy.checkpoint.saving import SaveJob
 
 logger = logging.getLogger(__name__)
 
@@ -20,7 +20,7 @@ class Background:
         self._failure: Exception | None = None
         self._memory: dict[str, Tensor] = {}  # kept for the next save: fresh pages cost more than the copy
 
-    def start(self, job: Job) -> None:
+    def start(self, job: SaveJob) -> None:
         """Copy what a save writes, and run it; the one before it has ended."""
         assert self._thread is None
         failure: Exception | None = None

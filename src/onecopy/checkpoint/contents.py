@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from onecopy.checkpoint.files import LivePiece, check_storable
 from onecopy.checkpoint.manifest import Entry, SavedOptimizer, SavedParam, names_of_tensors, with_keys
-from onecopy.checkpoint.optimizer_view import Held, Subject, is_per_element, state_with_master, unwrapped
+from onecopy.checkpoint.optimizer_view import OptimizerView, StateShard, is_per_element, state_with_master, unwrapped
 from onecopy.common import tagged_json
 from onecopy.common.flat_views import dense_copy, flat_view, to_bytes
 from onecopy.layout import CUT_MULTIPLE
@@ -85,7 +85,7 @@ class Contents:
 
 def collect(
     model: nn.Module | None,
-    subjects: Sequence[Subject],
+    views: Sequence[OptimizerView],
     writes: Sequence[bool],
     extra: Mapping[str, Any] | None,
     rank: int,
@@ -95,7 +95,7 @@ def collect(
 
     Args:
         model: the model, wrapped or not.
-        subjects: the optimizers.
+        views: the optimizers.
         writes: for each of them, whether this rank's part of its state is to be written (there may be replicas).
         extra: other data.
         rank: this rank among those that save.
@@ -113,8 +113,8 @@ def collect(
         replicated = [(key, tensor) for key, tensor in replicated if tensor.data_ptr() in params]
         if rank == 0:
             contents.pieces += _share_of(buffers, 0, 1)
-    for number, (subject, here) in enumerate(zip(subjects, writes, strict=True)):
-        _add_optimizer(contents, number, subject, here, replicated)
+    for number, (view, here) in enumerate(zip(views, writes, strict=True)):
+        _add_optimizer(contents, number, view, here, replicated)
     add_extra(contents, extra, rank)
     contents.pieces += _share_of(replicated, rank, world_size)
     return contents
@@ -144,27 +144,27 @@ def model_trees(state_dict: Mapping[str, Any], replicated: list[tuple[str, Tenso
 
 
 def _add_optimizer(
-    contents: Contents, number: int, subject: Subject, here: bool, replicated: list[tuple[str, Tensor]]
+    contents: Contents, number: int, view: OptimizerView, here: bool, replicated: list[tuple[str, Tensor]]
 ) -> None:
-    subject.check_state_keys()
+    view.check_state_keys()
     params = {
         name: SavedParam(tuple(param.shape), tuple(param.stride()), name_of(param.dtype))
-        for name, param in zip(subject.names, subject.params, strict=True)
+        for name, param in zip(view.names, view.params, strict=True)
     }
     groups = []
-    for position, (options, names) in enumerate(subject.groups()):
+    for position, (options, names) in enumerate(view.groups()):
         tensors: list[Tensor] = []
-        tree = tagged_json.encode(options, tensors, f"the options of group {position} of {subject.kind}")
+        tree = tagged_json.encode(options, tensors, f"the options of group {position} of {view.kind}")
         keys = [f"optimizer.{number}/group{position}/{name}" for name in names_of_tensors(tree, len(tensors))]
         replicated += zip(keys, tensors, strict=True)
         groups.append({"options": with_keys(tree, keys), "params": names})
     state: dict[str, Any] = {}
     owners: dict[str, tuple[int, int]] = {}
-    for held in subject.held():
-        values = state_with_master(held)
+    for shard in view.state_shards():
+        values = state_with_master(shard)
         if not values or not here:
             continue
-        name, param = subject.names[held.index], subject.params[held.index]
+        name, param = view.names[shard.index], view.params[shard.index]
         tensors = []
         where = f"state of parameter {name!r}"
         tree = tagged_json.encode(values, tensors, where)
@@ -173,28 +173,28 @@ def _add_optimizer(
         shared = 0
         for key, tensor in zip(keys, tensors, strict=True):
             check_storable(tensor, where)
-            if subject.zero is None:
+            if view.zero is None:
                 replicated.append((key, tensor))
                 continue
-            shared = _add_owned(contents, key, tensor, held, param, shared)
-        owners[name] = (held.start, shared)
-    contents.optimizers.append(SavedOptimizer(subject.kind, subject.named, params, tuple(groups), state))
+            shared = _add_owned(contents, key, tensor, shard, param, shared)
+        owners[name] = (shard.start, shared)
+    contents.optimizers.append(SavedOptimizer(view.kind, view.named, params, tuple(groups), state))
     contents.owners.append(owners)
 
 
-def _add_owned(contents: Contents, key: str, tensor: Tensor, held: Held, param: Tensor, shared: int) -> int:
+def _add_owned(contents: Contents, key: str, tensor: Tensor, shard: StateShard, param: Tensor, shared: int) -> int:
     """Add a tensor of sharded state; return the checksum of what owners share, with it if they share it."""
-    whole = held.stop - held.start == param.numel()
+    whole = shard.stop - shard.start == param.numel()
     dense = dense_copy(tensor)
-    if whole or not is_per_element(tensor, held):
+    if whole or not is_per_element(tensor, shard):
         if not whole:
             shared = zlib.crc32(to_bytes(flat_view(dense).view(torch.uint8)), shared)
-        if held.start == 0:
+        if shard.start == 0:
             entry = entry_of(dense)
             contents.pieces.append(LivePiece(key, entry, 0, entry.numel, flat_view(dense)))
     else:
         entry = Entry(name_of(tensor.dtype), tuple(param.shape), tuple(param.stride()))
-        contents.pieces.append(LivePiece(key, entry, held.start, held.stop, flat_view(dense)))
+        contents.pieces.append(LivePiece(key, entry, shard.start, shard.stop, flat_view(dense)))
     return shared
 
 

@@ -18,7 +18,7 @@ from onecopy.checkpoint.directories import candidates_in, read_manifest
 from onecopy.checkpoint.files import LivePiece, Reader, check_storable, whole_tensor
 from onecopy.checkpoint.manifest import Manifest, SavedOptimizer, SavedParam, keys_in, names_of_tensors, with_keys
 from onecopy.checkpoint.ranks import Ranks
-from onecopy.checkpoint.saving import Job
+from onecopy.checkpoint.saving import SaveJob
 from onecopy.common import tagged_json
 from onecopy.common.flat_views import dense_copy, flat_view
 from onecopy.step import master_weights
@@ -117,7 +117,7 @@ def from_torch(source: str | os.PathLike[str], root: str | os.PathLike[str], ste
         check_storable(tensor, key)
         dense = dense_copy(tensor)
         contents.pieces.append(LivePiece(key, entry_of(dense), 0, dense.numel(), flat_view(dense)))
-    return Job(Ranks.alone(), Path(root), step, None, contents).run()
+    return SaveJob(Ranks.alone(), Path(root), step, None, contents).run()
 
 
 @contextlib.contextmanager
@@ -162,7 +162,7 @@ def _plain_form(saved: SavedOptimizer, tensors: Mapping[str, Tensor]) -> dict[st
     state = {position_of[name]: tagged_json.decode(tree, tensors) for name, tree in saved.state.items()}  # type: ignore[arg-type]
     state, copies = master_weights.split_masters(state)
     form: dict[str, Any] = {"state": dict(sorted(state.items())), "param_groups": groups}
-    return {**form, master_weights.ENTRY: copies} if copies else form
+    return {**form, master_weights.STATE_DICT_KEY: copies} if copies else form
 
 
 def _named_form(state_dict: Mapping[str, Any], number: int, replicated: list[tuple[str, Tensor]]) -> SavedOptimizer:
@@ -182,8 +182,8 @@ def _named_form(state_dict: Mapping[str, Any], number: int, replicated: list[tup
     state = {}
     for identity, name in name_for.items():
         values = dict(state_dict["state"].get(identity, {}))
-        if identity in state_dict.get(master_weights.ENTRY, {}):
-            values[master_weights.KEY] = state_dict[master_weights.ENTRY][identity]
+        if identity in state_dict.get(master_weights.STATE_DICT_KEY, {}):
+            values[master_weights.STATE_KEY] = state_dict[master_weights.STATE_DICT_KEY][identity]
         if values:
             tensors = []
             tree = tagged_json.encode(values, tensors, f"state of parameter {name!r}")

@@ -10,7 +10,7 @@ from torch.distributed.checkpoint import state_dict as torchs
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.optim import Optimizer
 
-from onecopy.checkpoint.optimizer_view import Held, Subject, argument_facts, subjects_of, wait_for
+from onecopy.checkpoint.optimizer_view import OptimizerView, StateShard, argument_facts, optimizer_views, wait_for
 from onecopy.comm.agreement import Fact, agree
 from onecopy.comm.collectives import Collectives
 from onecopy.common import tagged_json
@@ -46,25 +46,25 @@ def get_optimizer_state_dict(
     """
     options = options or StateDictOptions()
     given = (optimizers,) if isinstance(optimizers, Optimizer) else tuple(optimizers)
-    subjects: list[Subject] = []
+    views: list[OptimizerView] = []
     facts: list[Fact] = []
     failure: Exception | None = None
     try:
         if submodules or options.ignore_frozen_params:
             raise ValueError("submodules and ignore_frozen_params are not supported for sharded optimizers")
-        subjects = subjects_of(model, given)
-        wait_for(subjects, model)
-        for subject in subjects:
-            if subject.zero is not None:
-                subject.check_state_keys()
-        facts = [*argument_facts(model, subjects), *_option_facts(options)]
+        views = optimizer_views(model, given)
+        wait_for(views, model)
+        for view in views:
+            if view.zero is not None:
+                view.check_state_keys()
+        facts = [*argument_facts(model, views), *_option_facts(options)]
     except Exception as error:
         failure = error
     _agree(given, "get_optimizer_state_dict()", facts, failure)
     found: StateDict = {"state": {}, "param_groups": []}
-    for subject in subjects:
+    for view in views:
         try:
-            part = _part_of(model, subject, options)
+            part = _part_of(model, view, options)
         except Exception as error:  # the others may have exchanges before them in which this rank must take part
             failure = failure or error
             continue
@@ -102,16 +102,16 @@ def set_optimizer_state_dict(
     """
     options = options or StateDictOptions()
     given = (optimizers,) if isinstance(optimizers, Optimizer) else tuple(optimizers)
-    subjects: list[Subject] = []
+    views: list[OptimizerView] = []
     facts: list[Fact] = []
     state_dict: StateDict = {}
     failure: Exception | None = None
     try:
-        subjects = subjects_of(model, given)
+        views = optimizer_views(model, given)
         state_dict = dict(optim_state_dict)
         if _ours(given) and not options.broadcast_from_rank0:
-            state_dict = _by_name(state_dict, subjects)
-        facts = [*argument_facts(model, subjects), *_option_facts(options)]
+            state_dict = _by_name(state_dict, views)
+        facts = [*argument_facts(model, views), *_option_facts(options)]
     except Exception as error:
         failure = error
     _agree(given, "set_optimizer_state_dict()", facts, failure)
@@ -119,14 +119,14 @@ def set_optimizer_state_dict(
         torchs.set_optimizer_state_dict(model, given, state_dict, options=options)
         return
     if options.broadcast_from_rank0:
-        state_dict = _by_name(_broadcast(Collectives(), state_dict), subjects)
-    for subject in subjects:
-        if subject.zero is not None:
-            _set(subject, state_dict)
+        state_dict = _by_name(_broadcast(Collectives(), state_dict), views)
+    for view in views:
+        if view.zero is not None:
+            _set(view, state_dict)
             continue
         try:
-            part = _restricted(state_dict, subject)
-            torchs.set_optimizer_state_dict(model, subject.optimizer, part, options=StateDictOptions())
+            part = _restricted(state_dict, view)
+            torchs.set_optimizer_state_dict(model, view.optimizer, part, options=StateDictOptions())
         except Exception as error:
             failure = error
         _agree(given, "set_optimizer_state_dict()", [], failure)
@@ -151,20 +151,20 @@ def _option_facts(options: StateDictOptions) -> list[Fact]:
     return [Fact(name, str(bool(getattr(options, name)))) for name in names]
 
 
-def _part_of(model: nn.Module, subject: Subject, options: StateDictOptions) -> Mapping[str, Any]:
+def _part_of(model: nn.Module, view: OptimizerView, options: StateDictOptions) -> Mapping[str, Any]:
     """One optimizer's state."""
-    if subject.zero is None:
+    if view.zero is None:
         plain = StateDictOptions(full_state_dict=options.full_state_dict, cpu_offload=options.cpu_offload)
-        return torchs.get_optimizer_state_dict(model, subject.optimizer, options=plain)
+        return torchs.get_optimizer_state_dict(model, view.optimizer, options=plain)
     if options.full_state_dict:
-        return _full(subject, only_first=options.cpu_offload)
-    return _sharded(subject, options.cpu_offload)
+        return _full(view, only_first=options.cpu_offload)
+    return _sharded(view, options.cpu_offload)
 
 
-def _sharded(subject: Subject, on_cpu: bool) -> StateDict:
-    zero = subject.zero
+def _sharded(view: OptimizerView, on_cpu: bool) -> StateDict:
+    zero = view.zero
     assert zero is not None
-    found = sharded_state_dict(zero.engine.local, zero.layout, zero.param_groups, subject.names, to_load=True)
+    found = sharded_state_dict(zero.engine.inner, zero.layout, zero.param_groups, view.names, to_load=True)
 
     def moved(tensor: Tensor) -> Tensor:
         if isinstance(tensor, ShardedState):
@@ -174,81 +174,81 @@ def _sharded(subject: Subject, on_cpu: bool) -> StateDict:
     return tagged_json.map_tensors(found, moved) if on_cpu else found
 
 
-def _full(subject: Subject, only_first: bool) -> StateDict:
+def _full(view: OptimizerView, only_first: bool) -> StateDict:
     """The whole state on every rank, or on the first."""
-    zero = subject.zero
+    zero = view.zero
     assert zero is not None
     engine = zero.engine
     mine = None
     for rank in range(1 if only_first else zero.world_size):
-        state = consolidate(engine.collectives, zero.layout, engine.local, zero.param_groups, rank)
+        state = consolidate(engine.collectives, zero.layout, engine.inner, zero.param_groups, rank)
         mine = state if state is not None else mine
     if mine is None:
         return {}
     start, groups = 0, []
     for group in zero.param_groups:
         shown = {key: value for key, value in group.items() if key not in NOT_OPTIONS}
-        groups.append({**shown, "params": subject.names[start : start + len(group["params"])]})
+        groups.append({**shown, "params": view.names[start : start + len(group["params"])]})
         start += len(group["params"])
-    by_name = {subject.names[index]: values for index, values in mine.items()}
+    by_name = {view.names[index]: values for index, values in mine.items()}
     return {"state": by_name, "param_groups": tagged_json.copy_tree(groups)}
 
 
-def _set(subject: Subject, state_dict: StateDict) -> None:
-    zero = subject.zero
+def _set(view: OptimizerView, state_dict: StateDict) -> None:
+    zero = view.zero
     assert zero is not None
     failure: Exception | None = None
     options: list[dict[str, Any]] = []
     state: dict[str, Any] = {}
     full = False
     try:
-        options = _options_for(subject, state_dict["param_groups"])
-        names = set(subject.names)
+        options = _options_for(view, state_dict["param_groups"])
+        names = set(view.names)
         state = {name: values for name, values in state_dict["state"].items() if name in names}
-        full = _is_full(state, subject)
+        full = _is_full(state, view)
     except Exception as error:
         failure = error
     if agree(zero.engine.collectives, "set_optimizer_state_dict()", [], failure, flag=full):
-        zero.load_state_dict(_plain_form(subject, state, options))
+        zero.load_state_dict(_plain_form(view, state, options))
         return
     states: dict[int, dict[Any, Any]] = {}
     copies: dict[int, Tensor] = {}
     try:
-        states, copies = _owned_states(subject, state)
+        states, copies = _owned_states(view, state)
     except Exception as error:
         failure = error
     has_state = agree(zero.engine.collectives, "set_optimizer_state_dict()", [], failure, flag=bool(states))
     try:
-        for held in subject.held():
-            if held.index in copies and held.home is not None:
-                held.tensor.detach().copy_(copies[held.index].view(held.tensor.shape))
-        subject.install(states, options, set(copies), has_state)
+        for shard in view.state_shards():
+            if shard.index in copies and shard.param_view is not None:
+                shard.tensor.detach().copy_(copies[shard.index].view(shard.tensor.shape))
+        view.install(states, options, set(copies), has_state)
     except Exception as error:
         failure = error
     agree(zero.engine.collectives, "set_optimizer_state_dict()", [], failure)
 
 
-def _is_full(state: Mapping[str, Any], subject: Subject) -> bool:
+def _is_full(state: Mapping[str, Any], view: OptimizerView) -> bool:
     """Whether this must be the whole state: there is some of parameters that this rank does not own, or not all of."""
-    mine = {subject.names[held.index]: held for held in subject.held()}
+    mine = {view.names[shard.index]: shard for shard in view.state_shards()}
     tensors: dict[str, list[Tensor]] = {name: [] for name in state}
     for name, values in state.items():
         tagged_json.map_tensors(values, tensors[name].append)
     if any(isinstance(tensor, ShardedState) for found in tensors.values() for tensor in found):
         return False
-    cut = {name for name, held in mine.items() if held.stop - held.start != subject.params[held.index].numel()}
+    cut = {name for name, shard in mine.items() if shard.stop - shard.start != view.params[shard.index].numel()}
     return any(
         name not in mine or (name in cut and any(tensor.dim() > 0 for tensor in found))
         for name, found in tensors.items()
     )
 
 
-def _options_for(subject: Subject, groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def _options_for(view: OptimizerView, groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The saved options of each of an optimizer's groups, found by its parameters."""
     by_name = {name: group for group in groups for name in group["params"]}
     found, start = [], 0
-    for position, group in enumerate(subject.optimizer.param_groups):
-        names = subject.names[start : start + len(group["params"])]
+    for position, group in enumerate(view.optimizer.param_groups):
+        names = view.names[start : start + len(group["params"])]
         start += len(group["params"])
         missing = [name for name in names if name not in by_name]
         if missing:
@@ -262,24 +262,24 @@ def _options_for(subject: Subject, groups: Sequence[Mapping[str, Any]]) -> list[
 
 
 def _owned_states(
-    subject: Subject, state: Mapping[str, Mapping[str, Any]]
+    view: OptimizerView, state: Mapping[str, Mapping[str, Any]]
 ) -> tuple[dict[int, dict[Any, Any]], dict[int, Tensor]]:
     """State by parameter, cut down to what this rank owns, and master weights."""
     states, copies = {}, {}
-    foreign = set(state) - {subject.names[held.index] for held in subject.held()}
+    foreign = set(state) - {view.names[shard.index] for shard in view.state_shards()}
     if foreign:
         raise CheckpointMismatchError(
             f"there is state of parameter {min(foreign)!r}, of which another range than this rank owns is here: load "
             "the checkpoint into what get_optimizer_state_dict() returns for this optimizer"
         )
-    for held in subject.held():
-        name = subject.names[held.index]
+    for shard in view.state_shards():
+        name = view.names[shard.index]
         if name not in state:
             continue
         for key, value in state[name].items():
             right = not isinstance(value, ShardedState) or (
-                (value.start, value.start + value.flat.numel()) == (held.start, held.stop)
-                and value.shape == subject.params[held.index].shape
+                (value.start, value.start + value.flat.numel()) == (shard.start, shard.stop)
+                and value.shape == view.params[shard.index].shape
             )
             if not right:
                 raise CheckpointMismatchError(
@@ -287,43 +287,47 @@ def _owned_states(
                     "into what get_optimizer_state_dict() returns for this optimizer"
                 )
         values = local_values(state[name])
-        _check_shapes(values, name, held, subject.params[held.index])
-        master = values.pop(master_weights.KEY, None)
+        _check_shapes(values, name, shard, view.params[shard.index])
+        master = values.pop(master_weights.STATE_KEY, None)
         if master is not None:
-            copies[held.index] = master
+            copies[shard.index] = master
         if values:
-            states[held.index] = values
+            states[shard.index] = values
     return states, copies
 
 
-def _check_shapes(values: Mapping[str, Any], name: str, held: Held, param: Tensor) -> None:
+def _check_shapes(values: Mapping[str, Any], name: str, shard: StateShard, param: Tensor) -> None:
     """Raise if a tensor that must be per element is not of the size that this rank owns."""
     for key, value in values.items():
-        wrong = isinstance(value, Tensor) and key == master_weights.KEY and value.numel() != held.stop - held.start
-        cut = held.stop - held.start != param.numel()
-        if wrong or (cut and isinstance(value, Tensor) and value.dim() > 0 and value.numel() != held.stop - held.start):
+        wrong = (
+            isinstance(value, Tensor) and key == master_weights.STATE_KEY and value.numel() != shard.stop - shard.start
+        )
+        cut = shard.stop - shard.start != param.numel()
+        if wrong or (
+            cut and isinstance(value, Tensor) and value.dim() > 0 and value.numel() != shard.stop - shard.start
+        ):
             raise CheckpointMismatchError(
                 f"state {key!r} of parameter {name!r} has {value.numel()} elements, but this rank owns "
-                f"{held.stop - held.start}"
+                f"{shard.stop - shard.start}"
             )
 
 
-def _plain_form(subject: Subject, state: Mapping[str, Any], options: Sequence[dict[str, Any]]) -> StateDict:
+def _plain_form(view: OptimizerView, state: Mapping[str, Any], options: Sequence[dict[str, Any]]) -> StateDict:
     """The plain optimizer's state dict, by position."""
-    index_of = {name: index for index, name in enumerate(subject.names)}
+    index_of = {name: index for index, name in enumerate(view.names)}
     by_index = {index_of[name]: dict(values) for name, values in state.items()}
     by_index, copies = master_weights.split_masters(by_index)
     start, groups = 0, []
-    for group, values in zip(subject.optimizer.param_groups, options, strict=True):
+    for group, values in zip(view.optimizer.param_groups, options, strict=True):
         groups.append({**values, "params": list(range(start, start + len(group["params"])))})
         start += len(group["params"])
     form: StateDict = {"state": by_index, "param_groups": groups}
-    return {**form, master_weights.ENTRY: copies} if copies else form
+    return {**form, master_weights.STATE_DICT_KEY: copies} if copies else form
 
 
-def _restricted(state_dict: StateDict, subject: Subject) -> StateDict:
+def _restricted(state_dict: StateDict, view: OptimizerView) -> StateDict:
     """What concerns one optimizer."""
-    names = set(subject.names)
+    names = set(view.names)
     return {
         "state": {name: values for name, values in state_dict["state"].items() if name in names},
         "param_groups": [group for group in state_dict["param_groups"] if names.intersection(group["params"])],
@@ -369,23 +373,23 @@ def _flattened(state_dict: StateDict) -> StateDict:
     return flat
 
 
-def _by_name(state_dict: StateDict, subjects: Sequence[Subject]) -> StateDict:
+def _by_name(state_dict: StateDict, views: Sequence[OptimizerView]) -> StateDict:
     """A state dict with groups, made from a flattened one if it is that."""
-    return state_dict if "param_groups" in state_dict else _unflattened(state_dict, subjects)
+    return state_dict if "param_groups" in state_dict else _unflattened(state_dict, views)
 
 
-def _unflattened(flat: Mapping[str, Any], subjects: Sequence[Subject]) -> StateDict:
+def _unflattened(flat: Mapping[str, Any], views: Sequence[OptimizerView]) -> StateDict:
     state: dict[str, dict[str, Any]] = {}
     groups = []
-    for subject in subjects:
-        for name in subject.names:
+    for view in views:
+        for name in view.names:
             front = f"state.{name}."
             values = {key[len(front) :]: value for key, value in flat.items() if key.startswith(front)}
             if values:
                 state[name] = values
         start = 0
-        for group in subject.optimizer.param_groups:
-            names = subject.names[start : start + len(group["params"])]
+        for group in view.optimizer.param_groups:
+            names = view.names[start : start + len(group["params"])]
             start += len(group["params"])
             front = f"param_groups.{names[0]}." if names else "\0"
             options = {key[len(front) :]: value for key, value in flat.items() if key.startswith(front)}

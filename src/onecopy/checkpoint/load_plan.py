@@ -13,7 +13,7 @@ from torch.autograd.graph import increment_version
 
 from onecopy.checkpoint.files import Reader, whole_tensor
 from onecopy.checkpoint.manifest import Entry, Manifest, SavedOptimizer, keys_in
-from onecopy.checkpoint.optimizer_view import Held, Subject, unwrapped
+from onecopy.checkpoint.optimizer_view import OptimizerView, StateShard, unwrapped
 from onecopy.common import tagged_json
 from onecopy.common.flat_views import flat_like, flat_view, is_dense
 from onecopy.data_parallel.wrapper import ShardedDataParallel
@@ -93,7 +93,7 @@ class ModelPlan:
 class OptimizerPlan:
     """What goes into one optimizer: copies, then state with the tensors they fill, options, and master weights."""
 
-    subject: Subject
+    view: OptimizerView
     copies: list[Copy] = field(default_factory=list)
     states: dict[int, dict[Any, Any]] = field(default_factory=dict)
     options: list[Any] = field(default_factory=list)
@@ -101,7 +101,7 @@ class OptimizerPlan:
     has_state: bool = False
 
 
-def plan_model(manifest: Manifest, model: nn.Module, subjects: Sequence[Subject], strict: bool) -> ModelPlan:
+def plan_model(manifest: Manifest, model: nn.Module, views: Sequence[OptimizerView], strict: bool) -> ModelPlan:
     """Match names, shapes and types; raise if they do not fit (with ``strict``, also if names are left over)."""
     module = unwrapped(model)
     if manifest.model is None:
@@ -119,12 +119,7 @@ def plan_model(manifest: Manifest, model: nn.Module, subjects: Sequence[Subject]
     # A tied parameter has several names; an optimizer knows it by the first.
     first = {id(param): name for name, param in module.named_parameters()}
     converts = isinstance(model, ShardedDataParallel) and model.mixed_precision.param_dtype is not None
-    mastered = {
-        subject.names[index]
-        for subject in subjects
-        for index in range(len(subject.params))
-        if subject.uses_master(index)
-    }
+    mastered = {view.names[index] for view in views for index in range(len(view.params)) if view.uses_master(index)}
     for name, value in wanted.items():
         if name not in manifest.model:
             continue
@@ -170,7 +165,7 @@ def _source_for(manifest: Manifest, name: str, known: str, key: str, value: Tens
     if entry.torch_dtype == value.dtype:
         return key, entry
     for number, optimizer in enumerate(manifest.optimizers):
-        finer = f"optimizer.{number}/{known}/{master_weights.KEY}"
+        finer = f"optimizer.{number}/{known}/{master_weights.STATE_KEY}"
         found = manifest.tensors.get(finer) if known in optimizer.params else None
         if found is not None and found.torch_dtype == value.dtype:
             return finer, found
@@ -182,25 +177,25 @@ def _source_for(manifest: Manifest, name: str, known: str, key: str, value: Tens
     )
 
 
-def plan_optimizer(manifest: Manifest, number: int, subject: Subject) -> OptimizerPlan:
+def plan_optimizer(manifest: Manifest, number: int, view: OptimizerView) -> OptimizerPlan:
     """Match class, names, shapes and groups of one optimizer; raise if they do not fit."""
     saved = manifest.optimizers[number]
-    if saved.kind and saved.kind.rpartition(".")[2] != subject.kind.rpartition(".")[2]:
-        raise CheckpointMismatchError(f"optimizer {number} is a {subject.kind}, but the checkpoint has a {saved.kind}")
-    if saved.kind not in ("", subject.kind):
-        logger.warning("the checkpoint has a %s, which is taken for a %s", saved.kind, subject.kind)
-    if saved.named and not subject.named:
+    if saved.kind and saved.kind.rpartition(".")[2] != view.kind.rpartition(".")[2]:
+        raise CheckpointMismatchError(f"optimizer {number} is a {view.kind}, but the checkpoint has a {saved.kind}")
+    if saved.kind not in ("", view.kind):
+        logger.warning("the checkpoint has a %s, which is taken for a %s", saved.kind, view.kind)
+    if saved.named and not view.named:
         raise CheckpointMismatchError("the checkpoint names parameters as the model does: pass model= with optimizer=")
-    names = subject.names if saved.named else subject.positions
-    _check_params(saved, names, subject)
-    plan = OptimizerPlan(subject, has_state=bool(saved.state))
-    plan.options = [saved.groups[position]["options"] for position in _match_groups(saved, names, subject)]
-    for held in subject.held():
-        _plan_param(manifest, saved, plan, names[held.index], held)
+    names = view.names if saved.named else view.positions
+    _check_params(saved, names, view)
+    plan = OptimizerPlan(view, has_state=bool(saved.state))
+    plan.options = [saved.groups[position]["options"] for position in _match_groups(saved, names, view)]
+    for shard in view.state_shards():
+        _plan_param(manifest, saved, plan, names[shard.index], shard)
     return plan
 
 
-def _check_params(saved: SavedOptimizer, names: Sequence[str], subject: Subject) -> None:
+def _check_params(saved: SavedOptimizer, names: Sequence[str], view: OptimizerView) -> None:
     missing = [name for name in names if name not in saved.params]
     unexpected = [name for name in saved.params if name not in set(names)]
     if missing or unexpected:
@@ -208,7 +203,7 @@ def _check_params(saved: SavedOptimizer, names: Sequence[str], subject: Subject)
             f"the checkpoint's {saved.kind} is for other parameters: it lacks {missing[:5]} and has {unexpected[:5]}, "
             "which this one does not"
         )
-    for name, param in zip(names, subject.params, strict=True):
+    for name, param in zip(names, view.params, strict=True):
         if saved.params[name].shape not in (None, tuple(param.shape)):
             raise CheckpointMismatchError(
                 f"parameter {name!r} has shape {saved.params[name].shape} in the checkpoint's {saved.kind} and "
@@ -216,11 +211,11 @@ def _check_params(saved: SavedOptimizer, names: Sequence[str], subject: Subject)
             )
 
 
-def _match_groups(saved: SavedOptimizer, names: Sequence[str], subject: Subject) -> list[int]:
+def _match_groups(saved: SavedOptimizer, names: Sequence[str], view: OptimizerView) -> list[int]:
     """For each group the saved one with the same parameters, in whatever order."""
     start, found = 0, []
     left = {position: frozenset(group["params"]) for position, group in enumerate(saved.groups)}
-    for position, group in enumerate(subject.optimizer.param_groups):
+    for position, group in enumerate(view.optimizer.param_groups):
         mine = frozenset(names[start : start + len(group["params"])])
         start += len(group["params"])
         same = [other for other, members in left.items() if members == mine]
@@ -236,43 +231,43 @@ def _match_groups(saved: SavedOptimizer, names: Sequence[str], subject: Subject)
     return found
 
 
-def _plan_param(manifest: Manifest, saved: SavedOptimizer, plan: OptimizerPlan, name: str, held: Held) -> None:
+def _plan_param(manifest: Manifest, saved: SavedOptimizer, plan: OptimizerPlan, name: str, shard: StateShard) -> None:
     tree = saved.state.get(name)
-    param = plan.subject.params[held.index]
+    param = plan.view.params[shard.index]
     targets: dict[str, Tensor] = {}
     for key in keys_in(tree) if tree is not None else ():
         part = key.rpartition("/")[2]
-        if part == master_weights.KEY:
-            if held.home is not None:
-                plan.copies.append(_copy_to(manifest, key, name, held, param, held.tensor.detach()))
-                plan.mastered.add(held.index)
-            targets[key] = held.tensor
+        if part == master_weights.STATE_KEY:
+            if shard.param_view is not None:
+                plan.copies.append(_copy_to(manifest, key, name, shard, param, shard.tensor.detach()))
+                plan.mastered.add(shard.index)
+            targets[key] = shard.tensor
             continue
-        targets[key] = _target(manifest.tensors[key], name, held, param, held.state.get(part))
-        plan.copies.append(_copy_to(manifest, key, name, held, param, targets[key]))
+        targets[key] = _target(manifest.tensors[key], name, shard, param, shard.state.get(part))
+        plan.copies.append(_copy_to(manifest, key, name, shard, param, targets[key]))
     if tree is not None:
         state = tagged_json.decode(tree, targets)  # type: ignore[arg-type]  # keys stand where positions do
-        state.pop(master_weights.KEY, None)
+        state.pop(master_weights.STATE_KEY, None)
         if state:
-            plan.states[held.index] = state
+            plan.states[shard.index] = state
     finest = (manifest.model or {}).get(name)
-    if held.home is not None and held.index not in plan.mastered and finest is not None:
+    if shard.param_view is not None and shard.index not in plan.mastered and finest is not None:
         entry = manifest.tensors[finest[1]]
-        if entry.torch_dtype == held.tensor.dtype and entry.shape == tuple(param.shape):
-            plan.copies.append(_copy_to(manifest, finest[1], name, held, param, held.tensor.detach()))
-            plan.mastered.add(held.index)
+        if entry.torch_dtype == shard.tensor.dtype and entry.shape == tuple(param.shape):
+            plan.copies.append(_copy_to(manifest, finest[1], name, shard, param, shard.tensor.detach()))
+            plan.mastered.add(shard.index)
 
 
-def _is_cut(held: Held, param: Tensor) -> bool:
-    return held.stop - held.start != param.numel()
+def _is_cut(shard: StateShard, param: Tensor) -> bool:
+    return shard.stop - shard.start != param.numel()
 
 
-def _target(entry: Entry, name: str, held: Held, param: Tensor, current: Any) -> Tensor:
+def _target(entry: Entry, name: str, shard: StateShard, param: Tensor, current: Any) -> Tensor:
     """Memory for one tensor of the state: what is there already, if it fits, else new."""
     shape, stride = entry.shape, entry.stride
-    if _is_cut(held, param) and entry.shape == tuple(param.shape):
-        shape, stride = (held.stop - held.start,), (1,)
-    elif _is_cut(held, param) and entry.shape:
+    if _is_cut(shard, param) and entry.shape == tuple(param.shape):
+        shape, stride = (shard.stop - shard.start,), (1,)
+    elif _is_cut(shard, param) and entry.shape:
         raise CheckpointMismatchError(
             f"parameter {name!r} is cut among ranks, but its saved state has a tensor of shape {entry.shape} instead "
             f"of {tuple(param.shape)}; keep parameters whole with elementwise=False"
@@ -283,15 +278,15 @@ def _target(entry: Entry, name: str, held: Held, param: Tensor, current: Any) ->
     if fits and is_dense(shape, current.stride()) and _same_order(shape, stride, current.stride()):
         there: Tensor = current.detach()
         return there
-    device = held.tensor.device if entry.shape else torch.device("cpu")
+    device = shard.tensor.device if entry.shape else torch.device("cpu")
     return torch.empty_strided(shape, stride, dtype=entry.torch_dtype, device=device)
 
 
-def _copy_to(manifest: Manifest, key: str, name: str, held: Held, param: Tensor, target: Tensor) -> Copy:
+def _copy_to(manifest: Manifest, key: str, name: str, shard: StateShard, param: Tensor, target: Tensor) -> Copy:
     entry = manifest.tensors[key]
-    if entry.shape == tuple(param.shape) and target.numel() == held.stop - held.start:
+    if entry.shape == tuple(param.shape) and target.numel() == shard.stop - shard.start:
         like = _ordered(param.detach()) if entry.shape else target
-        return Copy(key, entry, held.start, held.stop, target, like)
+        return Copy(key, entry, shard.start, shard.stop, target, like)
     if entry.shape != tuple(target.shape):
         raise CheckpointMismatchError(f"{key!r} does not fit parameter {name!r}: {entry.shape}, {tuple(param.shape)}")
     return Copy(key, entry, 0, entry.numel, target, target)
@@ -300,7 +295,7 @@ def _copy_to(manifest: Manifest, key: str, name: str, held: Held, param: Tensor,
 def options_of(plan: OptimizerPlan, tensors: Mapping[str, Tensor]) -> list[dict[str, Any]]:
     """The options of all groups, with their tensors."""
     found = []
-    for tree, group in zip(plan.options, plan.subject.optimizer.param_groups, strict=True):
+    for tree, group in zip(plan.options, plan.view.optimizer.param_groups, strict=True):
         options = tagged_json.decode(tree, tensors)  # type: ignore[arg-type]
         for key, value in options.items():
             current = group.get(key)

@@ -29,9 +29,9 @@ from onecopy.checkpoint.load_plan import Copy, ModelPlan, OptimizerPlan, options
 from onecopy.checkpoint.manifest import Manifest, keys_in
 from onecopy.checkpoint.optimizer_view import (
     Optimizers,
-    Subject,
+    OptimizerView,
     argument_facts,
-    subjects_of,
+    optimizer_views,
     tensor_facts,
     unwrapped,
     wait_for,
@@ -100,15 +100,15 @@ def load(
     """Load on all ranks together; see :func:`onecopy.checkpoint.load`."""
     ranks = Ranks(process_group)
     failure: Exception | None = None
-    subjects: list[Subject] = []
+    views: list[OptimizerView] = []
     paths: list[str] = []
     facts: list[Fact] = []
     try:
-        subjects = subjects_of(model, optimizer)
-        wait_for(subjects, model)
-        facts = argument_facts(model, subjects)
+        views = optimizer_views(model, optimizer)
+        wait_for(views, model)
+        facts = argument_facts(model, views)
         facts += [Fact("strict", str(bool(strict))), Fact("missing_ok", str(bool(missing_ok)))]
-        facts += tensor_facts(model, subjects)
+        facts += tensor_facts(model, views)
         if ranks.rank == 0:
             paths = [str(path) for path in candidates_in(source)]
     except FileNotFoundError as error:
@@ -119,14 +119,14 @@ def load(
     if not paths:
         return None
     for position, path in enumerate(paths):
-        loaded = _load_from(Path(path), model, subjects, strict, ranks, last=position == len(paths) - 1)
+        loaded = _load_from(Path(path), model, views, strict, ranks, last=position == len(paths) - 1)
         if loaded is not None:
             return loaded
     raise AssertionError("the last candidate is loaded, or it raises")
 
 
 def _load_from(
-    folder: Path, model: nn.Module | None, subjects: Sequence[Subject], strict: bool, ranks: Ranks, last: bool
+    folder: Path, model: nn.Module | None, views: Sequence[OptimizerView], strict: bool, ranks: Ranks, last: bool
 ) -> Loaded | None:
     """Load from one directory; None on all ranks if it is damaged and there is an older one."""
     failure: Exception | None = None
@@ -136,7 +136,7 @@ def _load_from(
     try:
         found = read_manifest(folder)
         reader = Reader(folder, found.files)
-        plan = _match(found, model, subjects, strict)
+        plan = _match(found, model, views, strict)
         with bar("checking", sum(copy.nbytes for copy in plan.copies), ranks.rank) as advance:
             for copy in plan.copies:
                 copy.check(reader)
@@ -164,15 +164,15 @@ def _kind_of(failure: Exception | None) -> list[str] | None:
     return ["corrupt" if isinstance(failure, CorruptCheckpointError) else "other", str(failure)]
 
 
-def _match(found: Manifest, model: nn.Module | None, subjects: Sequence[Subject], strict: bool) -> _Plan:
-    if subjects and len(found.optimizers) != len(subjects):
+def _match(found: Manifest, model: nn.Module | None, views: Sequence[OptimizerView], strict: bool) -> _Plan:
+    if views and len(found.optimizers) != len(views):
         raise CheckpointMismatchError(
-            f"the checkpoint has {len(found.optimizers)} optimizers, and {len(subjects)} were given to load into"
+            f"the checkpoint has {len(found.optimizers)} optimizers, and {len(views)} were given to load into"
         )
     return _Plan(
         found,
-        plan_model(found, model, subjects, strict) if model is not None else ModelPlan(),
-        [plan_optimizer(found, number, subject) for number, subject in enumerate(subjects)],
+        plan_model(found, model, views, strict) if model is not None else ModelPlan(),
+        [plan_optimizer(found, number, view) for number, view in enumerate(views)],
     )
 
 
@@ -184,7 +184,7 @@ def _fill(
     model: nn.Module | None,
     ranks: Ranks,
 ) -> Loaded:
-    optimizers = [each.subject.optimizer for each in plan.optimizers]
+    optimizers = [each.view.optimizer for each in plan.optimizers]
     failure: Exception | None = None
     _refuse_to_step(optimizers, folder)
     try:
@@ -196,7 +196,7 @@ def _fill(
                 late = {name: tagged_json.decode(tree, small) for name, tree in plan.model.late.items()}  # type: ignore[arg-type]
                 unwrapped(model).load_state_dict(late, strict=False)
             for each in plan.optimizers:
-                each.subject.install(each.states, options_of(each, small), each.mastered, each.has_state)
+                each.view.install(each.states, options_of(each, small), each.mastered, each.has_state)
     except Exception as error:
         failure = CheckpointError(
             f"rank {ranks.rank}: loading {folder} failed after some of it had been loaded, and the optimizers refuse "
@@ -227,7 +227,7 @@ def _refuse_to_step(optimizers: Sequence[Optimizer], folder: Path) -> None:
 
     for optimizer in optimizers:
         if isinstance(optimizer, ZeroRedundancyOptimizer):
-            optimizer.engine.refusal = why
+            optimizer.engine.step_refusal = why
         elif optimizer not in _refusing:
             _refusing[optimizer] = optimizer.register_step_pre_hook(refuse)
 
@@ -235,7 +235,7 @@ def _refuse_to_step(optimizers: Sequence[Optimizer], folder: Path) -> None:
 def _let_step(optimizers: Sequence[Optimizer]) -> None:
     for optimizer in optimizers:
         if isinstance(optimizer, ZeroRedundancyOptimizer):
-            optimizer.engine.permit()
+            optimizer.engine.allow_steps()
         handle = _refusing.pop(optimizer, None)
         if handle is not None:
             handle.remove()

@@ -50,7 +50,7 @@ def list_of(optimizer: Optimizers) -> list[Optimizer]:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class StateShard:
     """What this rank holds of one parameter's state: the range ``[start, stop)`` of it, in the parameter's order.
 
     ``tensor`` is what the optimizer steps; ``home`` the parameter's own memory, if that is another (master weights).
@@ -60,11 +60,11 @@ class Held:
     start: int
     stop: int
     tensor: Tensor
-    home: Tensor | None
+    param_view: Tensor | None
     state: Mapping[Any, Any]
 
 
-class Subject:
+class OptimizerView:
     """One optimizer, ours or any other: its parameters in order, with the names that the model gives them."""
 
     def __init__(self, optimizer: Optimizer, names: Mapping[int, str]) -> None:
@@ -100,21 +100,21 @@ class Subject:
         kind = type(self.zero.optim) if self.zero is not None else type(self.optimizer)
         return f"{kind.__module__}.{kind.__qualname__}"
 
-    def held(self) -> Iterator[Held]:
+    def state_shards(self) -> Iterator[StateShard]:
         """What this rank holds: its own part for ours, everything for other optimizers."""
         if self.zero is None:
             for index, param in enumerate(self.params):
-                yield Held(index, 0, param.numel(), param, None, self.optimizer.state.get(param, {}))
+                yield StateShard(index, 0, param.numel(), param, None, self.optimizer.state.get(param, {}))
             return
-        for owned in self.zero.engine.local.owned:
+        for owned in self.zero.engine.inner.owned:
             shard = owned.shard
             state = self.zero.optim.state.get(owned.tensor, {})
-            yield Held(shard.param, shard.start, shard.stop, owned.tensor, owned.home, state)
+            yield StateShard(shard.param, shard.start, shard.stop, owned.tensor, owned.param_view, state)
 
     def check_state_keys(self) -> None:
         """Raise ``TypeError`` if state is kept under something that is not a parameter."""
         inner = self.optimizer if self.zero is None else self.zero.optim
-        known = {id(held.tensor) for held in self.held()}
+        known = {id(shard.tensor) for shard in self.state_shards()}
         for key in inner.state:
             if id(key) not in known:
                 raise TypeError(f"{self.kind} keeps state under {key!r:.80}, which is not a parameter: cannot save it")
@@ -132,8 +132,8 @@ class Subject:
         """Whether some rank steps a finer copy of this parameter."""
         if self.zero is None:
             return False
-        wanted = self.zero.engine.local.wanted_masters
-        return wanted.precise and wanted.wanted_for(self.params[index]) and self.params[index].dtype.itemsize < 4
+        wanted = self.zero.engine.inner.master_policy
+        return wanted.fp32_copies and wanted.applies_to(self.params[index]) and self.params[index].dtype.itemsize < 4
 
     def install(
         self,
@@ -147,8 +147,8 @@ class Subject:
         Master weights of the parameters in ``mastered`` have been written already.
         """
         if self.zero is not None:
-            load_owned(self.zero.engine.local, self.zero.param_groups, states, options, mastered, has_state)
-            self.zero.engine.permit()
+            load_owned(self.zero.engine.inner, self.zero.param_groups, states, options, mastered, has_state)
+            self.zero.engine.allow_steps()
             return
         position, groups = 0, []
         for group, values in zip(self.optimizer.param_groups, options, strict=True):
@@ -160,53 +160,53 @@ class Subject:
             keep_as_saved(self.optimizer.state[self.params[index]], state)
 
 
-def subjects_of(model: nn.Module | None, optimizer: Optimizers) -> list[Subject]:
+def optimizer_views(model: nn.Module | None, optimizer: Optimizers) -> list[OptimizerView]:
     """All optimizers, with the model's names for their parameters if there is one."""
     names: dict[int, str] = {}
     if model is not None:
         names = {id(param): name for name, param in unwrapped(model).named_parameters()}
-    return [Subject(each, names) for each in list_of(optimizer)]
+    return [OptimizerView(each, names) for each in list_of(optimizer)]
 
 
-def argument_facts(model: nn.Module | None, subjects: Sequence[Subject]) -> list[Fact]:
+def argument_facts(model: nn.Module | None, views: Sequence[OptimizerView]) -> list[Fact]:
     """The arguments ``model`` and ``optimizer``, which ranks that save or load together must give alike."""
-    kinds = [f"{subject.kind}{'' if subject.zero is None else ' (sharded)'}" for subject in subjects]
+    kinds = [f"{view.kind}{'' if view.zero is None else ' (sharded)'}" for view in views]
     return [
         Fact("model", "None" if model is None else "given"),
         Fact("optimizer", f"{len(kinds)} of them: {', '.join(kinds)}" if kinds else "None"),
     ]
 
 
-def tensor_facts(model: nn.Module | None, subjects: Sequence[Subject]) -> list[Fact]:
+def tensor_facts(model: nn.Module | None, views: Sequence[OptimizerView]) -> list[Fact]:
     """The tensors of a model's state dict and the parameters of optimizers: names, shapes and types."""
     tensors = {} if model is None else unwrapped(model).state_dict()
     facts = [
         Fact(f"{name!r} of the model", f"{tuple(value.shape)}, {value.dtype}" if isinstance(value, Tensor) else "data")
         for name, value in tensors.items()
     ]
-    for number, subject in enumerate(subjects):
-        for place, (name, param) in enumerate(zip(subject.names, subject.params, strict=True)):
+    for number, view in enumerate(views):
+        for place, (name, param) in enumerate(zip(view.names, view.params, strict=True)):
             facts.append(Fact(f"parameter {place} of optimizer {number}", f"{name!r}, {tuple(param.shape)}"))
     return facts
 
 
-def wait_for(optimizers: Sequence[Subject], model: nn.Module | None) -> None:
+def wait_for(optimizers: Sequence[OptimizerView], model: nn.Module | None) -> None:
     """End transfers of parameters that an overlapped step has left under way."""
-    for subject in optimizers:
-        if subject.zero is not None:
-            subject.zero.wait()
+    for view in optimizers:
+        if view.zero is not None:
+            view.zero.wait()
     if isinstance(model, ShardedDataParallel):
         model.wait()
 
 
-def state_with_master(held: Held) -> dict[Any, Any]:
+def state_with_master(shard: StateShard) -> dict[Any, Any]:
     """The state of one parameter, with its master weight among it."""
-    state = dict(held.state)
-    if held.home is not None:
-        state[master_weights.KEY] = held.tensor.detach()
+    state = dict(shard.state)
+    if shard.param_view is not None:
+        state[master_weights.STATE_KEY] = shard.tensor.detach()
     return state
 
 
-def is_per_element(tensor: Tensor, held: Held) -> bool:
+def is_per_element(tensor: Tensor, shard: StateShard) -> bool:
     """Whether a tensor of the state has one value for each element that this rank holds."""
-    return tensor.shape == held.tensor.shape and torch.numel(tensor) == held.stop - held.start
+    return tensor.shape == shard.tensor.shape and torch.numel(tensor) == shard.stop - shard.start

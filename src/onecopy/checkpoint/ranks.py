@@ -19,7 +19,7 @@ class Ranks:
     def __init__(self, process_group: Any = None) -> None:
         self._collectives: Collectives | None = None
         if dist.is_available() and dist.is_initialized():
-            self._collectives = Collectives(process_group).apart("checkpoint")
+            self._collectives = Collectives(process_group).cpu_group("checkpoint")
         elif process_group is not None:
             raise RuntimeError("a process group was given, but torch.distributed is not initialised")
 

@@ -31,7 +31,7 @@ from onecopy.checkpoint.contents import Contents, PerRank, collect
 from onecopy.checkpoint.directories import committed, folder_of, step_of, verify
 from onecopy.checkpoint.files import write_file
 from onecopy.checkpoint.manifest import Entry, File, Manifest, Piece, SavedOptimizer
-from onecopy.checkpoint.optimizer_view import Optimizers, Subject, argument_facts, subjects_of, wait_for
+from onecopy.checkpoint.optimizer_view import Optimizers, OptimizerView, argument_facts, optimizer_views, wait_for
 from onecopy.checkpoint.ranks import Ranks, as_checkpoint_error
 from onecopy.comm.agreement import Fact
 from onecopy.errors import CheckpointError, CorruptCheckpointError
@@ -42,7 +42,7 @@ _UNFINISHED = re.compile(r"\.(step-\d{8,}|pruned)\.[0-9a-f]{8}\.tmp")
 
 
 @dataclass(slots=True)
-class Job:
+class SaveJob:
     """A save that has been agreed on: what this rank writes, and where."""
 
     ranks: Ranks
@@ -140,36 +140,36 @@ def prepare(
     keep: int | None,
     blocking: bool,
     process_group: Any,
-) -> Job:
+) -> SaveJob:
     """Describe what is to be saved, on all ranks together; nothing is written yet."""
     ranks = Ranks(process_group)
     failure: Exception | None = None
     folder = Path()
     contents = Contents()
-    subjects: list[Subject] = []
+    views: list[OptimizerView] = []
     groups: list[list[int]] = []
     facts: list[Fact] = []
     try:
         _check_arguments(step, keep)
         folder = Path(root).absolute()  # the working directory may change while a save is under way
-        subjects = subjects_of(model, optimizer)
-        groups = [_members(subject, ranks) for subject in subjects]
-        wait_for(subjects, model)
+        views = optimizer_views(model, optimizer)
+        groups = [_members(view, ranks) for view in views]
+        wait_for(views, model)
         facts = [Fact("step", str(step)), Fact("keep", str(keep)), Fact("blocking", str(bool(blocking)))]
-        facts += [*argument_facts(model, subjects), Fact("PerRank values of extra", _own_keys(extra))]
+        facts += [*argument_facts(model, views), Fact("PerRank values of extra", _own_keys(extra))]
     except Exception as error:
         failure = error
     everyone = ranks.vote("saving a checkpoint", failure, groups, facts)
     try:
         # Where state is replicated among groups of ranks, the group of the first rank writes it.
         writes = [group == everyone[0][number] for number, group in enumerate(groups)]
-        contents = collect(model, subjects, writes, extra, ranks.rank, ranks.world_size)
+        contents = collect(model, views, writes, extra, ranks.rank, ranks.world_size)
         facts = [Fact("model and optimizers", contents.fingerprint())]
         facts += [Fact("options of the optimizers", contents.options())]
     except Exception as error:
         failure = error
     ranks.agree("saving a checkpoint", facts, failure)
-    return Job(ranks, folder, step, keep, contents)
+    return SaveJob(ranks, folder, step, keep, contents)
 
 
 def _check_arguments(step: int, keep: int | None) -> None:
@@ -185,20 +185,20 @@ def _own_keys(extra: object) -> str:
     return ", ".join(sorted(repr(key) for key, value in items if isinstance(value, PerRank))) or "none"
 
 
-def _members(subject: Subject, ranks: Ranks) -> list[int]:
+def _members(view: OptimizerView, ranks: Ranks) -> list[int]:
     """The global ranks among which an optimizer's state is divided."""
-    if subject.zero is None:
+    if view.zero is None:
         return ranks.global_ranks
-    members = torch.distributed.get_process_group_ranks(subject.zero.process_group)
+    members = torch.distributed.get_process_group_ranks(view.zero.process_group)
     if not set(members) <= set(ranks.global_ranks):
         raise ValueError(
-            f"the state of {subject.kind} is divided among ranks {members}, but only {ranks.global_ranks} save: pass "
+            f"the state of {view.kind} is divided among ranks {members}, but only {ranks.global_ranks} save: pass "
             "a process_group with all of them"
         )
     return members
 
 
-def _assemble(job: Job, described: Sequence[Any]) -> Manifest:
+def _assemble(job: SaveJob, described: Sequence[Any]) -> Manifest:
     """The manifest, from what every rank has written."""
     contents = job.contents
     files: dict[str, File] = {}

@@ -39,7 +39,7 @@ def agree(
         flag: anything that one rank knows and all must hear.
     """
     digest = _digest(facts)
-    words = collectives.all_gather_words([int(failure is not None), digest, int(flag)], what)
+    words = collectives.all_gather_flags([int(failure is not None), digest, int(flag)], what)
     if any(failed for failed, _, _ in words):
         raise_together(collectives, what, failure)
     if any(other != digest for _, other, _ in words):

@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 
-class Pool:
+class BufferPool:
     """Lends flat memory. It keeps little more than was in use at a time, and nothing that was not its own."""
 
     def __init__(self) -> None:
         self._free: list[tuple[int, Tensor]] = []  # with the size of each
-        self._lent: dict[int, tuple[int, Tensor]] = {}
+        self._in_use: dict[int, tuple[int, Tensor]] = {}
         self._most = 0  # bytes that were lent at a time
 
     def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -29,19 +29,19 @@ class Pool:
             size, memory = self._free.pop(min(fitting)[1])
         else:
             size = nbytes
-            lent = sum(size for size, _ in self._lent.values()) + nbytes
-            self._most = max(self._most, lent)
+            buffers = sum(size for size, _ in self._in_use.values()) + nbytes
+            self._most = max(self._most, buffers)
             # A little more is kept, or a few bytes too many would make the largest go.
-            while self._free and lent + sum(size for size, _ in self._free) > self._most * 9 // 8:
+            while self._free and buffers + sum(size for size, _ in self._free) > self._most * 9 // 8:
                 del self._free[0]
             memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
         flat = memory[:nbytes].view(dtype)
-        self._lent[flat.data_ptr()] = (size, memory)
+        self._in_use[flat.data_ptr()] = (size, memory)
         return flat
 
-    def give_back(self, *lent: Tensor) -> None:
+    def give_back(self, *buffers: Tensor) -> None:
         """Let others use what :meth:`take` returned; other memory is ignored."""
-        for tensor in lent:
-            memory = self._lent.pop(tensor.data_ptr(), None)
+        for tensor in buffers:
+            memory = self._in_use.pop(tensor.data_ptr(), None)
             if memory is not None:
                 self._free.append(memory)

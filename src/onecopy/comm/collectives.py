@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from onecopy.comm.status_flags import Rows, word_on
+from onecopy.comm.status_flags import FlagRows, flags_on
 from onecopy.common.flat_views import as_bytes, flat_view, to_bytes
 from onecopy.common.torch_private import counts_calls, number_of_groups, timeout_of
 from onecopy.errors import OnecopyError, PeerFailedError, RanksDisagreeError
@@ -27,7 +27,7 @@ class Work(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class _Holding:
+class _WorkWithBuffer:
     """Work, and memory that it reads: freed with it, and not before."""
 
     work: Work
@@ -39,7 +39,7 @@ class _Holding:
 
 
 @dataclass(frozen=True, slots=True)
-class Several:
+class WorkGroup:
     """Works that are waited for together."""
 
     works: tuple[Work, ...]
@@ -74,7 +74,7 @@ Times the number of other ranks, so that there are not more messages for the sam
 """
 
 
-_companions: dict[tuple[str, str], tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
+_side_groups: dict[tuple[str, str], tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
 """Groups made beside others, by purpose and the other's name; with the other itself, because names come again."""
 
 
@@ -84,10 +84,10 @@ TAGS = 1 << 16
 TAG_BLOCKS = 1 << 14
 """How many such users there are before tags come again."""
 
-STREAM_TAG = TAG_BLOCKS * TAGS
+MESSAGE_TAG = TAG_BLOCKS * TAGS
 """Messages between two ranks have it: not 0, as the messages have that a user has under way in the same group."""
 
-WORD_TAG = STREAM_TAG + 1
+FLAGS_TAG = MESSAGE_TAG + 1
 """Words between two ranks have it, so that they are not taken for memory where ranks are at different calls."""
 
 
@@ -95,11 +95,11 @@ _tag_blocks: weakref.WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = weakr
 """The numbers of the blocks of tags that are given out next, by group."""
 
 
-_twins: dict[str, tuple[dist.ProcessGroup, list[Callable[[], Collectives | None]]]] = {}
+_dedicated_groups: dict[str, tuple[dist.ProcessGroup, list[Callable[[], Collectives | None]]]] = {}
 """Who uses the twins of a group, by its name."""
 
 
-def _nobody() -> None:
+def _unused() -> None:
     """Stands for a twin that nobody uses."""
 
 
@@ -130,36 +130,36 @@ class Collectives:
         backends = dict(part.split(":") for part in dist.get_backend_config(group).split(","))
         # gloo's own collectives run one after the other on threads of their own, and its reduce-scatter is a full
         # all-reduce. Messages between pairs, in both directions at once, move the same bytes faster.
-        self.exchanges_fast = set(backends.values()) == {"gloo"}
+        self.is_pairwise = set(backends.values()) == {"gloo"}
         self.control_device = torch.device("cpu")
         if "cpu" not in backends:
             accelerator = torch.accelerator.current_accelerator()
             assert accelerator is not None, backends
             self.control_device = torch.device(accelerator.type, torch.accelerator.current_device_index())
-        self._rows: Rows | None = None
+        self._rows: FlagRows | None = None
         # TORCH_DISTRIBUTED_DEBUG=DETAIL counts calls and compares the counts in every collective. What only some ranks
         # send to each other would upset that, so there it gets a group in which nothing else happens.
         self._peers = group
         if counts_calls():
-            self._peers = self._companion("peers") or group
+            self._peers = self._side_group("peers") or group
 
     @property
-    def reads_late(self) -> bool:
+    def defers_host_reads(self) -> bool:
         """Whether control data lives on an accelerator, where reading it at once would make the host wait for it."""
         return self.control_device.type != "cpu"
 
-    def twin(self) -> Collectives:
+    def dedicated_group(self) -> Collectives:
         """The same ranks with a process group that no other living twin uses; all members make this call together."""
         name = self.process_group.group_name
-        known = _twins.get(name)
+        known = _dedicated_groups.get(name)
         if known is None or known[0] is not self.process_group:
-            known = _twins[name] = (self.process_group, [])
+            known = _dedicated_groups[name] = (self.process_group, [])
         holders = known[1]
         # Ranks let go of a twin at different times, so they agree on one that is free everywhere.
         in_use = sum(1 << slot for slot, holder in enumerate(holders) if holder() is not None)
-        masks = [row[0] for row in self.all_gather_words([in_use], "making a group")]
+        masks = [row[0] for row in self.all_gather_flags([in_use], "making a group")]
         slot = next(slot for slot in range(63) if not any(mask >> slot & 1 for mask in masks))
-        group = self._companion(f"twin {slot}")
+        group = self._side_group(f"twin {slot}")
         if group is None:
             raise OnecopyError(
                 f"rank {self.group_rank}: no process group of their own can be made for these ranks, because they "
@@ -168,13 +168,13 @@ class Collectives:
             )
         twin = Collectives(group)
         while len(holders) <= slot:
-            holders.append(_nobody)
+            holders.append(_unused)
         holders[slot] = weakref.ref(twin)
         return twin
 
-    def apart(self, purpose: str) -> Collectives:
+    def cpu_group(self, purpose: str) -> Collectives:
         """The same ranks on a group for the CPU that nothing else uses; all members make this call together."""
-        group = self._companion(purpose, "gloo")
+        group = self._side_group(purpose, "gloo")
         if group is None:
             raise OnecopyError(
                 f"rank {self.group_rank}: no process group of their own can be made for these ranks, because they "
@@ -183,7 +183,7 @@ class Collectives:
             )
         return Collectives(group)
 
-    def _companion(self, purpose: str, backend: str | None = None) -> dist.ProcessGroup | None:
+    def _side_group(self, purpose: str, backend: str | None = None) -> dist.ProcessGroup | None:
         """Another group of the same ranks, made once for each purpose; None if torch cannot make one.
 
         torch names a group that is made by its members alone after how many groups each of them is in. So all of them
@@ -191,10 +191,10 @@ class Collectives:
         name.
         """
         key = (purpose, self.process_group.group_name)
-        known = _companions.get(key)
+        known = _side_groups.get(key)
         if known is None or known[0] is not self.process_group:
             everyone = self.world_size == dist.get_world_size()
-            counts = self.all_gather_words([0 if everyone else number_of_groups()], f"making a group ({purpose})")
+            counts = self.all_gather_flags([0 if everyone else number_of_groups()], f"making a group ({purpose})")
             if any(count != counts[0] for count in counts):
                 return None
             group = dist.new_group(
@@ -204,17 +204,17 @@ class Collectives:
                 use_local_synchronization=not everyone,
             )
             assert isinstance(group, dist.ProcessGroup)
-            known = _companions[key] = (self.process_group, group)
+            known = _side_groups[key] = (self.process_group, group)
         return known[1]
 
-    def all_gather_words(self, word: Sequence[int], call: str) -> list[list[int]]:
+    def all_gather_flags(self, word: Sequence[int], call: str) -> list[list[int]]:
         """Every rank's word of integers, in rank order, read on the host at once.
 
         Where words go between pairs of ranks, all raise if a rank is at another ``call``.
         """
-        if not self.exchanges(self.control_device):
-            return [row.tolist() for row in self.start_all_gather_words(word)]
-        words = self._exchange_words(word, call)
+        if not self.uses_pairwise(self.control_device):
+            return [row.tolist() for row in self.start_all_gather_flags(word)]
+        words = self._exchange_flags(word, call)
         if words is None:
             calls = [name.decode() for name in self.all_gather_bytes(call.encode(), "telling where they are")]
             places = "; ".join(f"rank {rank}: {name}" for rank, name in enumerate(calls))
@@ -224,15 +224,15 @@ class Collectives:
             )
         return words
 
-    def _exchange_words(self, word: Sequence[int], call: str) -> list[list[int]] | None:
+    def _exchange_flags(self, word: Sequence[int], call: str) -> list[list[int]] | None:
         """Every rank's word, sent between pairs of ranks; None if they are at different calls."""
-        rows, self._rows = self._rows or Rows(self.world_size), None
+        rows, self._rows = self._rows or FlagRows(self.world_size), None
         rows.write(self.group_rank, call, word)
         mine = rows.tensors[self.group_rank]
         errors = _run_all(
             [
-                *(partial(self.receive, rows.tensors[rank], rank, WORD_TAG) for rank in self._others),
-                *(partial(self.send, mine, rank, WORD_TAG) for rank in self._others),
+                *(partial(self.receive, rows.tensors[rank], rank, FLAGS_TAG) for rank in self._others),
+                *(partial(self.send, mine, rank, FLAGS_TAG) for rank in self._others),
             ]
         )
         for error in errors:
@@ -247,16 +247,16 @@ class Collectives:
         self._rows = rows  # not after a failure, when a word may still come
         return rows.read(len(word))
 
-    def start_all_gather_words(self, word: Sequence[int]) -> list[Tensor]:
+    def start_all_gather_flags(self, word: Sequence[int]) -> list[Tensor]:
         """Every rank's word of integers, in rank order, on the control device."""
-        mine = word_on(self.control_device, word)
+        mine = flags_on(self.control_device, word)
         rows = list(mine.new_empty(self.world_size, len(word)))
         self.process_group.allgather([rows], [mine]).wait()
         return rows
 
     def all_gather_bytes(self, payload: bytes, call: str) -> list[bytes]:
         """Every rank's bytes, of any length, in rank order."""
-        sizes = [row[0] for row in self.all_gather_words([len(payload)], call)]
+        sizes = [row[0] for row in self.all_gather_flags([len(payload)], call)]
         return [
             self._broadcast_sized(payload if source == self.group_rank else None, size, source)
             for source, size in enumerate(sizes)
@@ -279,16 +279,16 @@ class Collectives:
 
     def broadcast(self, tensor: Tensor, source: int) -> Work:
         """Start sending contiguous memory of ``source`` into the same memory everywhere else."""
-        if self.exchanges(tensor.device):
+        if self.uses_pairwise(tensor.device):
             mine = source == self.group_rank
             pairs = [(self.send, rank) for rank in self._others] if mine else [(self.receive, source)]
-            return Several(tuple(start(part, rank) for part in self._chunks(tensor) for start, rank in pairs))
+            return WorkGroup(tuple(start(part, rank) for part in self._chunks(tensor) for start, rank in pairs))
         work: Work = dist.broadcast(tensor, group=self.process_group, group_src=source, async_op=True)
         return work
 
-    def exchanges(self, device: torch.device) -> bool:
+    def uses_pairwise(self, device: torch.device) -> bool:
         """Whether memory on this device is best sent between pairs of ranks (gloo's own send is for the CPU only)."""
-        return self.exchanges_fast and device.type == "cpu"
+        return self.is_pairwise and device.type == "cpu"
 
     def reduce_scatter(self, packed: Tensor, sizes: Sequence[int], part: Tensor) -> Work:
         """Start adding up over ranks what ``packed`` has for each rank, and receiving this rank's sum into ``part``.
@@ -297,12 +297,12 @@ class Collectives:
         """
         if packed.numel() == self.world_size * part.numel():
             whole: Work = dist.reduce_scatter_single(part, packed, group=self.process_group, async_op=True)
-            return _Holding(whole, packed)
+            return _WorkWithBuffer(whole, packed)
         padded = packed.new_zeros(self.world_size, part.numel())
         for row, values in zip(padded, packed.split(list(sizes)), strict=True):
             row[: values.numel()].copy_(values)
         work: Work = dist.reduce_scatter_single(part, padded.view(-1), group=self.process_group, async_op=True)
-        return _Holding(work, padded)
+        return _WorkWithBuffer(work, padded)
 
     def all_reduce(self, tensor: Tensor, largest: bool = False) -> Work:
         """Start adding up contiguous memory over all ranks in place (or taking the largest of each element)."""
@@ -310,20 +310,20 @@ class Collectives:
         work: Work = dist.all_reduce(tensor, op=op, group=self.process_group, async_op=True)
         return work
 
-    def send(self, tensor: Tensor, destination: int, tag: int = STREAM_TAG) -> Work:
+    def send(self, tensor: Tensor, destination: int, tag: int = MESSAGE_TAG) -> Work:
         """Start sending contiguous memory to one rank."""
         work: Work = self._peers.send([tensor], destination, self._tag(tag))
         return work
 
-    def receive(self, tensor: Tensor, source: int, tag: int = STREAM_TAG) -> Work:
+    def receive(self, tensor: Tensor, source: int, tag: int = MESSAGE_TAG) -> Work:
         """Start receiving into contiguous memory from one rank what it sends with the same tag, in that order."""
         work: Work = self._peers.recv([tensor], source, self._tag(tag))
         return work
 
     def _tag(self, tag: int) -> int:
-        return tag if self.exchanges_fast else 0  # not all backends have so many
+        return tag if self.is_pairwise else 0  # not all backends have so many
 
-    def new_tags(self) -> int:
+    def reserve_tags(self) -> int:
         """The first of ``TAGS`` tags that nobody else uses in this group; all ranks call this in the same order."""
         blocks = _tag_blocks.setdefault(self.process_group, itertools.cycle(range(1, TAG_BLOCKS)))
         return next(blocks) * TAGS

@@ -14,8 +14,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from onecopy.comm.buffer_pool import Pool
-from onecopy.comm.collectives import Collectives, Several, Work
+from onecopy.comm.buffer_pool import BufferPool
+from onecopy.comm.collectives import Collectives, Work, WorkGroup
 
 DIRECT_BYTES = 1 << 18
 """Gradients from this size on are sent from where autograd has put them: a message costs less than a copy."""
@@ -69,7 +69,7 @@ def places(sizes: tuple[int, ...], room: int) -> tuple[Place, ...]:
     return tuple(found)
 
 
-class Exchange:
+class PairwiseExchange:
     """Messages between all pairs of ranks, under way from the beginning. It is the first half of a reduce-scatter.
 
     Args:
@@ -93,7 +93,7 @@ class Exchange:
         lengths: Sequence[int],
         dtype: torch.dtype,
         device: torch.device,
-        pool: Pool,
+        pool: BufferPool,
         tag: int,
         homes: Sequence[Tensor] = (),
         in_turns: bool = False,
@@ -112,7 +112,7 @@ class Exchange:
         # Every rank begins with another one.
         order = [(here + turn) % ranks for turn in range(1, ranks)]
         sends = [collectives.send(part, rank, tag) for rank in order for part in outgoing[rank]]
-        self._departures = Several(tuple(sends))
+        self._departures = WorkGroup(tuple(sends))
 
     def _receive(self, used: int) -> None:
         """Start receiving all messages for which there is room after ``used`` of them have been used."""
@@ -124,7 +124,7 @@ class Exchange:
             if self._staged < ranks - 1:
                 rows.insert(0, self._homes[self._next])
             works = [self._collectives.receive(rows[rank - (rank > here)], rank, self._tag) for rank in order]
-            self._arriving.append((rows, Several(tuple(works))))
+            self._arriving.append((rows, WorkGroup(tuple(works))))
             self._next += 1
 
     def arrivals(self) -> Iterator[list[Tensor]]:

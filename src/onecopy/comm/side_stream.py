@@ -12,7 +12,7 @@ from torch.futures import Future
 _HERE = contextlib.nullcontext()
 
 
-class Lane:
+class SideStream:
     """A place for work whose results others wait for through futures.
 
     On an accelerator everything is enqueued on one side stream, which first waits for what the current stream has
@@ -22,9 +22,9 @@ class Lane:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = None if device.type == "cpu" else torch.Stream(device)
-        self.is_here = self._stream is None  # nothing to enter, and nothing to keep
+        self.is_cpu = self._stream is None  # nothing to enter, and nothing to keep
 
-    def entered(self) -> contextlib.AbstractContextManager[None]:
+    def use(self) -> contextlib.AbstractContextManager[None]:
         """Run the body on the lane, after what the caller's stream has enqueued."""
         return _HERE if self._stream is None else self._on_stream(self._stream)
 
@@ -34,7 +34,7 @@ class Lane:
         with stream:
             yield
 
-    def keep(self, tensor: Tensor) -> None:
+    def record(self, tensor: Tensor) -> None:
         """Do not let this memory be used again before what the lane has enqueued so far is done."""
         if self._stream is not None:
             tensor.record_stream(self._stream)

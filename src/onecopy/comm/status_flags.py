@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 
-def word_on(device: torch.device, values: Sequence[int], dtype: torch.dtype = torch.int64) -> Tensor:
+def flags_on(device: torch.device, values: Sequence[int], dtype: torch.dtype = torch.int64) -> Tensor:
     """Numbers in the memory of a device."""
     word = torch.tensor(values, dtype=dtype)
     if device.type == "cpu":
@@ -20,23 +20,23 @@ def word_on(device: torch.device, values: Sequence[int], dtype: torch.dtype = to
     return word.pin_memory().to(device, non_blocking=True)
 
 
-LONGEST_WORD = 7
+MOST_FLAGS = 7
 
 
-class Rows:
+class FlagRows:
     """A word of each rank on the CPU, in memory to be used again: making tensors takes longer than sending them.
 
     All are equally long, so that whoever expects a word can receive any.
     """
 
     def __init__(self, ranks: int) -> None:
-        self._row = struct.Struct(f"={1 + LONGEST_WORD}q")
+        self._row = struct.Struct(f"={1 + MOST_FLAGS}q")
         self._memory = bytearray(ranks * self._row.size)
         self.tensors = torch.frombuffer(self._memory, dtype=torch.int64).view(ranks, -1).unbind()
 
     def write(self, rank: int, call: str, word: Sequence[int]) -> None:
         """Put a rank's word into its row, with the call that the rank is at."""
-        rest = [0] * (LONGEST_WORD - len(word))
+        rest = [0] * (MOST_FLAGS - len(word))
         self._row.pack_into(self._memory, rank * self._row.size, zlib.crc32(call.encode()), *word, *rest)
 
     def read(self, length: int) -> list[list[int]] | None:
@@ -45,7 +45,7 @@ class Rows:
         return [list(row[1 : 1 + length]) for row in rows] if len({row[0] for row in rows}) == 1 else None
 
 
-class LateWord:
+class DeferredRead:
     """A word that the host reads later than it arrives."""
 
     def __init__(self, word: Tensor) -> None:

@@ -17,18 +17,18 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def mark(name: str) -> contextlib.AbstractContextManager[object]:
+def profile_range(name: str) -> contextlib.AbstractContextManager[object]:
     """A part of a step, as a ``with`` block."""
     return record_function(name) if is_profiling() else _NOTHING
 
 
-def marked(name: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
+def profiled(name: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
     """A part of a step that is a function."""
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
         @functools.wraps(function)
         def run(*args: P.args, **kwargs: P.kwargs) -> T:
-            with mark(name):
+            with profile_range(name):
                 return function(*args, **kwargs)
 
         return run

@@ -28,12 +28,12 @@ import torch
 from torch import Tensor
 
 from onecopy.comm.agreement import raise_together
-from onecopy.comm.buffer_pool import Pool
+from onecopy.comm.buffer_pool import BufferPool
 from onecopy.comm.collectives import Work
-from onecopy.comm.pairwise_exchange import Exchange, sum_into
-from onecopy.comm.side_stream import Lane
-from onecopy.comm.status_flags import LateWord, word_on
-from onecopy.common.profiling import mark
+from onecopy.comm.pairwise_exchange import PairwiseExchange, sum_into
+from onecopy.comm.side_stream import SideStream
+from onecopy.comm.status_flags import DeferredRead, flags_on
+from onecopy.common.profiling import profile_range
 from onecopy.common.torch_private import backward_number, when_backward_ends, will_accumulate
 from onecopy.data_parallel.gradient_buckets import Bucket, Policy
 from onecopy.data_parallel.pass_flags import PassFlags, flags_of, frozen_on_some
@@ -46,7 +46,7 @@ IN_FLIGHT_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class _Pending:
+class _BucketInFlight:
     """An exchange under way.
 
     Attributes:
@@ -58,7 +58,7 @@ class _Pending:
 
     bucket: Bucket
     keeps: bool
-    work: Exchange | RowExchange | Work
+    work: PairwiseExchange | RowExchange | Work
     sum: Tensor | None = None
 
 
@@ -68,7 +68,7 @@ class _Pass:
 
     number: int
     next: int = 0  # the bucket that is launched next
-    pending: deque[_Pending] = field(default_factory=deque)
+    pending: deque[_BucketInFlight] = field(default_factory=deque)
     departing: list[RowExchange] = field(default_factory=list)  # added up, but perhaps not all sent
     failure: Exception | None = None
 
@@ -80,11 +80,11 @@ class BackwardReducer:
         self.synchronises = True
         self._buckets = list(buckets)
         self._policy = policy
-        self._pool = Pool()
+        self._pool = BufferPool()
         # Its own, because two modules in one backward pass may launch their buckets in another order on every rank.
-        self._tags = policy.collectives.new_tags()
-        self._lanes = {bucket.device: Lane(bucket.device) for bucket in buckets}
-        self._unread: LateWord | None = None
+        self._tags = policy.collectives.reserve_tags()
+        self._side_streams = {bucket.device: SideStream(bucket.device) for bucket in buckets}
+        self._unread: DeferredRead | None = None
         self._pass: _Pass | None = None
         self._left_in: dict[int, Tensor] = {}  # by address, whose gradient a pass without synchronising has left there
         self._nodes: dict[int, Any] = {}  # autograd's accumulators, which live as long as they are held
@@ -125,7 +125,7 @@ class BackwardReducer:
 
         when_backward_ends(end)
 
-    def _failure_of_last(self, unread: LateWord) -> Exception | None:
+    def _failure_of_last(self, unread: DeferredRead) -> Exception | None:
         """What a word says that was read late."""
         last = PassFlags.of_word(unread.read(), [len(bucket.params) for bucket in self._buckets])
         if last.failed:
@@ -217,13 +217,13 @@ class BackwardReducer:
         self._show(agreed.present)
 
     def _put(self, bucket: Bucket, position: int, gradient: Tensor) -> None:
-        lane = self._lanes[bucket.device]
-        if lane.is_here:
+        side_stream = self._side_streams[bucket.device]
+        if side_stream.is_cpu:
             bucket.put(position, gradient, self._pool)
         else:
-            with lane.entered():
+            with side_stream.use():
                 bucket.put(position, gradient, self._pool)
-                lane.keep(gradient)
+                side_stream.record(gradient)
         bucket.params[position].grad = None
 
     def _launch(self, current: _Pass) -> None:
@@ -237,28 +237,28 @@ class BackwardReducer:
                 self._take_unused(bucket)
         except Exception as error:
             current.failure = error
-        with mark("onecopy.reduce"), self._lanes[bucket.device].entered():
+        with profile_range("onecopy.reduce"), self._side_streams[bucket.device].use():
             current.pending.append(self._exchange(number, bucket))
 
-    def _exchange(self, number: int, bucket: Bucket) -> _Pending:
+    def _exchange(self, number: int, bucket: Bucket) -> _BucketInFlight:
         collectives, plan = self._policy.collectives, bucket.plan
         bucket.close(self._pool)
         bucket.allocate()
         keeps = any(bucket.kept)
         if isinstance(bucket, RowBucket):
-            return _Pending(bucket, keeps, RowExchange(bucket, collectives, self._pool, self._tags + number))
-        if not collectives.exchanges(bucket.device):
+            return _BucketInFlight(bucket, keeps, RowExchange(bucket, collectives, self._pool, self._tags + number))
+        if not collectives.uses_pairwise(bucket.device):
             memory = self._pool.take(plan.longest, bucket.wire_dtype, bucket.device)
             sizes = [stop - start for start, stop in pairwise(plan.bounds)]
             (run,) = bucket.runs
             assert run.memory is not None
-            return _Pending(bucket, keeps, collectives.reduce_scatter(run.memory, sizes, memory), memory)
+            return _BucketInFlight(bucket, keeps, collectives.reduce_scatter(run.memory, sizes, memory), memory)
         # One of the rows can arrive where the sum will be, unless that is added to something.
         fits = bucket.wire_dtype == bucket.kept_dtype and self._policy.replicas is None and not keeps
         mine = bucket.messages[collectives.group_rank]
-        lengths = [message.home.stop - message.home.start for message in mine]
-        homes = [bucket.shard[message.home] for message in mine] if fits else ()
-        work = Exchange(
+        lengths = [message.owner_slice.stop - message.owner_slice.start for message in mine]
+        homes = [bucket.shard[message.owner_slice] for message in mine] if fits else ()
+        work = PairwiseExchange(
             collectives,
             bucket.outgoing(),
             lengths,
@@ -270,16 +270,16 @@ class BackwardReducer:
             # Between its launch and the end of the pass, which all ranks reach, nothing waits for it.
             in_turns=number == len(self._buckets) - 1,
         )
-        return _Pending(bucket, keeps, work)
+        return _BucketInFlight(bucket, keeps, work)
 
     def _add_up(self, current: _Pass) -> None:
         pending = current.pending.popleft()
-        with self._lanes[pending.bucket.device].entered():
+        with self._side_streams[pending.bucket.device].use():
             self._add_up_here(pending)
         if isinstance(pending.work, RowExchange):
             current.departing.append(pending.work)
 
-    def _add_up_here(self, pending: _Pending) -> None:
+    def _add_up_here(self, pending: _BucketInFlight) -> None:
         bucket, replicas, keeps = pending.bucket, self._policy.replicas, pending.keeps
         if keeps:
             bucket.clear(bucket.kept)
@@ -288,19 +288,19 @@ class BackwardReducer:
         target = bucket.shard if replicas is None else torch.zeros_like(bucket.shard)
         adds = keeps and replicas is None
         if isinstance(pending.work, RowExchange):
-            with mark("onecopy.add"):
+            with profile_range("onecopy.add"):
                 pending.work.add_up(target, scale, adds)
-        elif isinstance(pending.work, Exchange):
+        elif isinstance(pending.work, PairwiseExchange):
             here = self._policy.collectives.group_rank
             for message, rows in zip(bucket.messages[here], pending.work.arrivals(), strict=True):
-                with mark("onecopy.add"):
+                with profile_range("onecopy.add"):
                     rows.insert(here, message.values)
-                    sum_into(target[message.home], rows, scale, adds)
+                    sum_into(target[message.owner_slice], rows, scale, adds)
             pending.work.end()
         else:
             assert pending.sum is not None
             pending.work.wait()
-            with mark("onecopy.add"):
+            with profile_range("onecopy.add"):
                 sum_into(target, [pending.sum[: target.numel()]], scale, adds)
             self._pool.give_back(pending.sum)
         if replicas is not None:
@@ -330,7 +330,7 @@ class BackwardReducer:
             self._launch(current)
         mine = flags_of(self._buckets, current.failure is not None, active)
         collectives = self._policy.collectives
-        word = word_on(collectives.control_device, mine.word(), torch.uint8)
+        word = flags_on(collectives.control_device, mine.word(), torch.uint8)
         work = collectives.all_reduce(word, largest=True)
         while current.pending:
             self._add_up(current)
@@ -339,9 +339,9 @@ class BackwardReducer:
         work.wait()
         if self._policy.replicas is not None:
             self._policy.replicas.all_reduce(word, largest=True).wait()
-        for lane in self._lanes.values():
-            lane.join()
-        agreed = self._read(LateWord(word), current.failure, mine)
+        for side_stream in self._side_streams.values():
+            side_stream.join()
+        agreed = self._read(DeferredRead(word), current.failure, mine)
         if agreed.failed:
             raise_together(collectives, "backward()", current.failure)
         disagreement = frozen_on_some(self._buckets, agreed)
@@ -349,9 +349,9 @@ class BackwardReducer:
             raise disagreement
         return agreed
 
-    def _read(self, word: LateWord, failure: Exception | None, mine: PassFlags) -> PassFlags:
+    def _read(self, word: DeferredRead, failure: Exception | None, mine: PassFlags) -> PassFlags:
         """What the ranks agree on; on an accelerator what must be the same, where this rank can tell by itself."""
-        if not self._policy.collectives.reads_late:
+        if not self._policy.collectives.defers_host_reads:
             return PassFlags.of_word(word.read(), mine.sizes)
         if failure is not None:
             raise failure

@@ -14,12 +14,12 @@ from typing import Any
 
 from torch import nn
 
-from onecopy.data_parallel.pipelined_step import Pipeline
+from onecopy.data_parallel.pipelined_step import PipelinedStep
 
 READ_THEIR_CHILDREN = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)
 """Modules of torch's own that read parameters of their children themselves."""
 
-_Wanted = tuple[Pipeline, list[int]]
+_Wanted = tuple[PipelinedStep, list[int]]
 
 
 def resolve_uses(module: nn.Module, uses: Mapping[str, Sequence[str]]) -> dict[str, list[int]]:
@@ -41,11 +41,11 @@ def resolve_uses(module: nn.Module, uses: Mapping[str, Sequence[str]]) -> dict[s
     return resolved
 
 
-class WaitHooks:
+class ForwardWaitHooks:
     """Forward pre-hooks on all submodules that hold or read parameters."""
 
     def __init__(
-        self, module: nn.Module, pipelines: Mapping[int, tuple[Pipeline, int]], uses: Mapping[str, Sequence[str]]
+        self, module: nn.Module, pipelines: Mapping[int, tuple[PipelinedStep, int]], uses: Mapping[str, Sequence[str]]
     ) -> None:
         self._pipelines = dict(pipelines)
         self._reads: dict[str, list[int]] = {}  # by submodule, identities of parameters
@@ -94,7 +94,7 @@ class WaitHooks:
         return list(wanted.values())
 
 
-def _hook(hooks: weakref.ref[WaitHooks], name: str) -> Any:
+def _hook(hooks: weakref.ref[ForwardWaitHooks], name: str) -> Any:
     def wait(_module: nn.Module, _inputs: Any) -> None:
         live = hooks()
         if live is not None:

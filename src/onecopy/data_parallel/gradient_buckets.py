@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from onecopy.comm.buffer_pool import Pool
+from onecopy.comm.buffer_pool import BufferPool
 from onecopy.comm.collectives import Collectives
 from onecopy.comm.pairwise_exchange import DIRECT_BYTES, message_length
 from onecopy.common.flat_views import flat_view
@@ -38,7 +38,7 @@ class Policy:
 
 
 @dataclass(slots=True)
-class Run:
+class GradientSpan:
     """Neighbours in a bucket whose gradients travel together: one that is large, or several that are small.
 
     Attributes:
@@ -57,7 +57,7 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
+class OwnerMessage:
     """A part of a run that belongs to one rank: what is sent to it, and added up there.
 
     Attributes:
@@ -66,9 +66,9 @@ class Message:
         home: which elements of its owner's range.
     """
 
-    run: Run
+    run: GradientSpan
     part: slice
-    home: slice
+    owner_slice: slice
 
     @property
     def values(self) -> Tensor:
@@ -93,8 +93,8 @@ class Bucket:
         self.gradients: list[ShardGrad] = []
         self.left: dict[int, tuple[int, int]] = {}  # whole gradients as passes without synchronising left them
         self.policy = policy
-        self._held: list[Tensor | None] = [None] * len(self.params)  # the pass's gradients, flat
-        self._lent: list[Tensor] = []  # the pool's memory among them and in the runs
+        self._local_grads: list[Tensor | None] = [None] * len(self.params)  # the pass's gradients, flat
+        self._pool_buffers: list[Tensor] = []  # the pool's memory among them and in the runs
         self._zero = torch.zeros(1, dtype=self.wire_dtype, device=self.device)
         self.runs = self._make_runs()
         self._alone = {run.positions[0] for run in self.runs if run.alone}
@@ -103,22 +103,22 @@ class Bucket:
         ranks = range(policy.collectives.world_size)
         self.messages = [self._messages_for(rank) for rank in ranks]
 
-    def _make_runs(self) -> list[Run]:
+    def _make_runs(self) -> list[GradientSpan]:
         plan, ranks = self.plan, self.policy.collectives.world_size
-        if not self.policy.collectives.exchanges(self.device):
+        if not self.policy.collectives.uses_pairwise(self.device):
             length = plan.longest * ranks if plan.equal else plan.numel
-            return [Run(0, length, len(self.params) == 1, list(range(len(self.params))))]
-        runs: list[Run] = []
+            return [GradientSpan(0, length, len(self.params) == 1, list(range(len(self.params))))]
+        runs: list[GradientSpan] = []
         for position, (param, offset) in enumerate(zip(self.params, plan.offsets, strict=True)):
             large = param.numel() * self.wire_dtype.itemsize >= DIRECT_BYTES
             if large or not runs or runs[-1].alone:
-                runs.append(Run(offset, param.numel(), large or len(self.params) == 1, [position]))
+                runs.append(GradientSpan(offset, param.numel(), large or len(self.params) == 1, [position]))
             else:
                 runs[-1].numel = offset + param.numel() - runs[-1].start
                 runs[-1].positions.append(position)
         return runs
 
-    def _messages_for(self, rank: int) -> list[Message]:
+    def _messages_for(self, rank: int) -> list[OwnerMessage]:
         start, stop = self.plan.range_of(rank)
         step = message_length(self.policy.collectives.world_size, self.wire_dtype.itemsize)
         messages = []
@@ -127,10 +127,10 @@ class Bucket:
             for first in range(low, high, step):
                 last = min(first + step, high)
                 part, home = slice(first - run.start, last - run.start), slice(first - start, last - start)
-                messages.append(Message(run, part, home))
+                messages.append(OwnerMessage(run, part, home))
         return messages
 
-    def begin(self, pool: Pool) -> None:
+    def begin(self, pool: BufferPool) -> None:
         """Forget what an earlier backward pass has brought."""
         self.give_back(pool)
         self.arrived = [False] * len(self.params)
@@ -138,11 +138,11 @@ class Bucket:
         self.launched = False
         self.aside: set[int] = set()  # whose earlier range was taken out of param.grad
 
-    def give_back(self, pool: Pool) -> None:
+    def give_back(self, pool: BufferPool) -> None:
         """Let go of the pass's gradients."""
-        pool.give_back(*self._lent)
-        self._lent.clear()
-        self._held = [None] * len(self.params)
+        pool.give_back(*self._pool_buffers)
+        self._pool_buffers.clear()
+        self._local_grads = [None] * len(self.params)
         for run in self.runs:
             run.memory = None
 
@@ -157,7 +157,7 @@ class Bucket:
             local = self.shard[low - start : high - start] if low < high else self.shard[:0]
             self.gradients.append(ShardGrad(local, param, self.policy.collectives))
 
-    def put(self, position: int, gradient: Tensor, pool: Pool) -> None:
+    def put(self, position: int, gradient: Tensor, pool: BufferPool) -> None:
         """Take in one parameter's gradient."""
         param = self.params[position]
         if gradient.layout is not torch.strided:
@@ -171,7 +171,7 @@ class Bucket:
             gradient = gradient.detach()
         if self._can_be_held(gradient, param):
             # Nothing to copy. It is only read, because others may hold the same memory.
-            self._held[position] = gradient if gradient.dim() == 1 else flat_view(gradient)
+            self._local_grads[position] = gradient if gradient.dim() == 1 else flat_view(gradient)
         else:
             numel = param.numel()
             if position in self._alone:
@@ -179,7 +179,7 @@ class Bucket:
             else:
                 memory = torch.empty(numel, dtype=self.wire_dtype, device=self.device)
             memory.as_strided(param.shape, param.stride(), memory.storage_offset()).copy_(gradient)
-            self._held[position] = memory
+            self._local_grads[position] = memory
         self.note_arrival(position)
 
     def check_first(self, position: int) -> None:
@@ -200,11 +200,11 @@ class Bucket:
             return False
         return not gradient.is_conj() and not gradient.is_neg()
 
-    def close(self, pool: Pool) -> None:
+    def close(self, pool: BufferPool) -> None:
         """The end of collecting: put small gradients together, and zeros where nothing came."""
         self.note_missing()
         for run in self.runs:
-            held = self._held[run.positions[0]]
+            held = self._local_grads[run.positions[0]]
             if run.alone and held is not None and held.numel() == run.numel:
                 run.memory = held
             else:
@@ -220,19 +220,19 @@ class Bucket:
             if not arrived:
                 self.kept[position] = position in self.aside or isinstance(self.params[position].grad, ShardGrad)
 
-    def _take(self, numel: int, pool: Pool) -> Tensor:
+    def _take(self, numel: int, pool: BufferPool) -> Tensor:
         """Memory of the pool's, until the pass ends."""
-        self._lent.append(pool.take(numel, self.wire_dtype, self.device))
-        return self._lent[-1]
+        self._pool_buffers.append(pool.take(numel, self.wire_dtype, self.device))
+        return self._pool_buffers[-1]
 
-    def _parts(self, run: Run) -> list[Tensor]:
+    def _parts(self, run: GradientSpan) -> list[Tensor]:
         """What a run consists of."""
         parts, end = [], run.start
         for position in run.positions:
             offset, numel = self.plan.offsets[position], self.params[position].numel()
             if end < offset:
                 parts.append(self._zero.expand(offset - end))
-            held = self._held[position]
+            held = self._local_grads[position]
             parts.append(self._zero.expand(numel) if held is None else held)
             end = offset + numel
         if end < run.start + run.numel:

@@ -14,11 +14,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from onecopy.comm.agreement import Fact, agree
 from onecopy.comm.collectives import Collectives
 from onecopy.common.flat_views import flat_view
-from onecopy.data_parallel.parameter_buckets import Arena
+from onecopy.data_parallel.parameter_buckets import ParameterBuckets
 from onecopy.data_parallel.sharded_gradients import ShardedGradients
 from onecopy.layout import BucketPlan, Layout, plan_buckets
 from onecopy.optimizer import ZeroRedundancyOptimizer
-from onecopy.step.master_weights import Masters
+from onecopy.step.master_weights import MasterWeightPolicy
 
 SPARSE_BYTES = 1 << 20
 """Embeddings from this size on may send their gradients by rows."""
@@ -54,7 +54,7 @@ class Planned:
     optimizer: ZeroRedundancyOptimizer
     layout: Layout
     plans: tuple[BucketPlan, ...]
-    masters: Masters
+    masters: MasterWeightPolicy
 
 
 def check_optimizers(optimizers: Sequence[object], collectives: Collectives) -> None:
@@ -112,9 +112,9 @@ def check_module(module: object, optimizers: Sequence[ZeroRedundancyOptimizer]) 
     for number, optimizer in enumerate(optimizers):
         if optimizer.overlap_with_ddp:
             raise ValueError("overlap_with_ddp=True is for DDP; construct the optimizer without it")
-        if optimizer.wrapped is not None:
+        if optimizer.wait_for_transfers is not None:
             raise ValueError(f"optimizer {number} already belongs to a ShardedDataParallel")
-        if optimizer.engine.local.version:
+        if optimizer.engine.inner.version:
             raise ValueError(
                 f"optimizer {number} has state already: wrap the model before the first step() and before "
                 "load_state_dict()"
@@ -182,9 +182,9 @@ def plan(
         bucket_bytes,
         {index for index in order if id(engine.params[index]) in apart},
     )
-    wanted = engine.local.wanted_masters
-    precise = wanted.precise or (policy.param_dtype is not None and policy.master_weights)
-    return Planned(optimizer, layout, plans, Masters(precise, wanted.offload))
+    wanted = engine.inner.master_policy
+    fp32_copies = wanted.fp32_copies or (policy.param_dtype is not None and policy.master_weights)
+    return Planned(optimizer, layout, plans, MasterWeightPolicy(fp32_copies, wanted.offload))
 
 
 def module_facts(module: nn.Module) -> list[Fact]:
@@ -232,13 +232,15 @@ def take_over(planned: Planned, chosen: set[int], policy: MixedPrecision) -> Sha
     engine = planned.optimizer.engine
     fine = convert(engine.params, chosen, policy)
     flats = [flat_view(param.detach()) for param in engine.params]
-    local = engine.local.rebuilt(planned.optimizer.param_groups, planned.layout, engine.params, flats, planned.masters)
+    local = engine.inner.rebuilt(planned.optimizer.param_groups, planned.layout, engine.params, flats, planned.masters)
     for owned in local.owned:
         # Masters begin with the values from before the conversion.
-        if owned.home is not None and id(owned.param) in fine:
+        if owned.param_view is not None and id(owned.param) in fine:
             exact = flat_view(fine[id(owned.param)])[owned.shard.start : owned.shard.stop]
             owned.tensor.copy_(exact.as_strided(owned.tensor.shape, owned.tensor.stride()))
     gradients = ShardedGradients(engine.params, planned.layout)
-    engine.take_over(planned.layout, local, lambda params, layout: Arena(params, layout, planned.plans), gradients)
+    engine.take_over(
+        planned.layout, local, lambda params, layout: ParameterBuckets(params, layout, planned.plans), gradients
+    )
     local.push_options(planned.optimizer.param_groups)  # the new instance's constructor may have changed some
     return gradients

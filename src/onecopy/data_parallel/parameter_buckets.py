@@ -9,10 +9,10 @@ from torch import Tensor
 
 from onecopy.common.flat_views import as_bytes
 from onecopy.layout import BucketPlan, Layout
-from onecopy.step.parameter_storage import InPlace, Piece
+from onecopy.step.parameter_storage import InPlaceStorage, OwnedMemory
 
 
-class Arena(InPlace):
+class ParameterBuckets(InPlaceStorage):
     """Every parameter lives in the bucket that its plan says; a rank's range of a bucket is one piece."""
 
     direct_bytes = 1
@@ -38,7 +38,7 @@ def _move_in(params: Sequence[Tensor], plan: BucketPlan) -> Tensor:
     return flat
 
 
-def _pieces(plan: BucketPlan, bucket: Tensor, layout: Layout) -> list[Piece]:
+def _pieces(plan: BucketPlan, bucket: Tensor, layout: Layout) -> list[OwnedMemory]:
     pieces = []
     for owner in range(layout.world_size):
         start, stop = plan.range_of(owner)
@@ -48,5 +48,5 @@ def _pieces(plan: BucketPlan, bucket: Tensor, layout: Layout) -> list[Piece]:
             if offset < stop and offset + layout.params[index].numel > start
         )
         if members:
-            pieces.append(Piece(owner, members, as_bytes(bucket[start:stop])))
+            pieces.append(OwnedMemory(owner, members, as_bytes(bucket[start:stop])))
     return pieces

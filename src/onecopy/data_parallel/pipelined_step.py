@@ -19,16 +19,16 @@ from torch.autograd.graph import increment_version
 from onecopy.comm.agreement import raise_together
 from onecopy.comm.collectives import Collectives, Work
 from onecopy.comm.packing import InFlight
-from onecopy.comm.status_flags import LateWord, word_on
-from onecopy.common.profiling import mark
-from onecopy.data_parallel.parameter_buckets import Arena
+from onecopy.comm.status_flags import DeferredRead, flags_on
+from onecopy.common.profiling import profile_range
+from onecopy.data_parallel.parameter_buckets import ParameterBuckets
 from onecopy.errors import PeerFailedError
 from onecopy.layout import BucketPlan
 from onecopy.step.engine import Engine
 from onecopy.step.group_options import OptionsSnapshot
-from onecopy.step.inner_optimizer import Owned
+from onecopy.step.inner_optimizer import OwnedShard
 from onecopy.step.parameter_groups import Group
-from onecopy.step.parameter_sync import Sharing
+from onecopy.step.parameter_sync import ParameterSync
 
 SEGMENT_BYTES = 8 << 20
 """Buckets are updated and sent together until they have this size, or that of all before: the first ones, for which
@@ -36,15 +36,15 @@ the next forward pass waits, go alone."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Segment:
+class _UpdateSegment:
     """Some buckets that are updated together: their parameters, what this rank owns of them, and how they are sent."""
 
     params: frozenset[int]
-    owned: tuple[Owned, ...]
-    sharing: Sharing
+    owned: tuple[OwnedShard, ...]
+    param_sync: ParameterSync
 
 
-class Pipeline:
+class PipelinedStep:
     """Steps one engine, whose storage is an :class:`~onecopy.data_parallel.parameter_buckets.Arena`."""
 
     def __init__(
@@ -56,11 +56,11 @@ class Pipeline:
         # With another optimizer's step to come, ranks must know of a failure before it.
         self._defers_word = overlap and alone and replicas is None
         self._storage: object = None
-        self._segments: list[_Segment] = []
+        self._segments: list[_UpdateSegment] = []
         self._segment_of: dict[int, int] = {}  # by parameter
         self._flying: dict[int, tuple[InFlight, list[Tensor]]] = {}
         self._replicas = replicas
-        self._unread: LateWord | None = None
+        self._unread: DeferredRead | None = None
         self._arriving: Work | None = None
         self._plan()
 
@@ -68,32 +68,32 @@ class Pipeline:
         self, engine: Engine, groups: Sequence[Group], closure: Callable[[], Any] | None, kwargs: dict[str, Any]
     ) -> Any:
         """One step, as every driver does it."""
-        self._hear_of_last_step()
+        self._raise_failure_of_last_step()
         loss = None
         if callable(closure):
             with torch.enable_grad():
                 loss = closure()
-        local, gradients = engine.local, engine.gradients
+        local, gradients = engine.inner, engine.gradients
         ranges: dict[int, Tensor] = {}
         failure: Exception | None = None
         self.wait()
         try:
-            engine.follow_moves()
+            engine.follow_moved_params()
             self._plan()
             engine.check_groups(groups)
             local.push_options(groups)
-            local.copies.take_over_writes()
-            ranges = dict(gradients.lent() or {})
+            local.copies.refresh_from_params()
+            ranges = dict(gradients.owned_shards() or {})
         except Exception as error:
             failure = error
         has_gradient = gradients.has_gradient()
         engine.confirm(groups, has_gradient, failure)
-        options = OptionsSnapshot.of(local.inner.param_groups)
+        options = OptionsSnapshot.of(local.optim.param_groups)
         for number, segment in enumerate(self._segments):
             try:
                 if failure is None:
-                    with mark("onecopy.update"):
-                        options.restore(local.inner.param_groups)
+                    with profile_range("onecopy.update"):
+                        options.restore(local.optim.param_groups)
                         local.step_part(segment.owned, ranges, kwargs)
             except Exception as error:
                 failure = error
@@ -102,45 +102,45 @@ class Pipeline:
         local.pull_options(groups)
         return loss
 
-    def _send(self, number: int, segment: _Segment, has_gradient: Sequence[bool]) -> None:
+    def _send(self, number: int, segment: _UpdateSegment, has_gradient: Sequence[bool]) -> None:
         engine = self._engine
-        everything = engine.local.moves_all or engine.agrees_late
+        everything = engine.inner.moves_all or engine.defers_status
         changed = [engine.params[index] for index in segment.params if everything or has_gradient[index]]
-        with mark("onecopy.share"):
-            self._flying[number] = (segment.sharing.start(None if everything else has_gradient), changed)
+        with profile_range("onecopy.share"):
+            self._flying[number] = (segment.param_sync.start(None if everything else has_gradient), changed)
 
     def _end(self, failure: Exception | None) -> None:
         """Tell all ranks whether one has failed; then wait, or leave that for later."""
         words = [collectives for collectives in (self._engine.collectives, self._replicas) if collectives is not None]
         mine = 0 if failure is None else 1 + words[0].group_rank
-        word = word_on(words[0].control_device, [mine])
-        if self._defers_word and not words[0].reads_late:
+        word = flags_on(words[0].control_device, [mine])
+        if self._defers_word and not words[0].defers_host_reads:
             # The word arrives behind the parameters, for which nobody waits here: it is read in the next forward pass.
-            self._arriving, self._unread = words[0].all_reduce(word, largest=True), LateWord(word)
+            self._arriving, self._unread = words[0].all_reduce(word, largest=True), DeferredRead(word)
             if failure is not None:
                 self.wait()
                 raise failure
             return
         for collectives in words:
             collectives.all_reduce(word, largest=True).wait()
-        if words[0].reads_late:
+        if words[0].defers_host_reads:
             if failure is not None:
                 self.wait()
                 raise failure
-            self._unread = LateWord(word)
+            self._unread = DeferredRead(word)
         elif word.item():
             self.wait()
-            self._engine.forget_status()
+            self._engine.clear_status()
             raise_together(words[0], "step()", failure)
         if not self._overlap:
             self.wait()
 
-    def hear(self) -> None:
+    def raise_deferred_failure(self) -> None:
         """In a forward pass, before anything else is exchanged: raise if the last step has failed on a rank."""
         if self._arriving is not None:
-            self._hear_of_last_step()
+            self._raise_failure_of_last_step()
 
-    def _hear_of_last_step(self) -> None:
+    def _raise_failure_of_last_step(self) -> None:
         """Raise on all ranks if the update has failed on one of them in the last step."""
         arriving, self._arriving = self._arriving, None
         unread, self._unread = self._unread, None
@@ -184,12 +184,12 @@ class Pipeline:
         engine, storage = self._engine, self._engine.storage
         if storage is self._storage:
             return
-        assert isinstance(storage, Arena)
+        assert isinstance(storage, ParameterBuckets)
         self._storage = storage
         sets: list[list[int]] = [[]]
         size = before = 0
         for number in reversed(range(len(self._plans))):
-            if sets[-1] and size >= min(SEGMENT_BYTES, before) and not engine.local.moves_all:
+            if sets[-1] and size >= min(SEGMENT_BYTES, before) and not engine.inner.moves_all:
                 sets.append([])
                 before += size
                 size = 0
@@ -198,7 +198,9 @@ class Pipeline:
         self._segments = []
         for numbers in sets:
             params = frozenset(index for number in numbers for index in self._plans[number].params)
-            owned = tuple(entry for entry in engine.local.owned if entry.shard.param in params)
+            owned = tuple(entry for entry in engine.inner.owned if entry.shard.param in params)
             pieces = [piece for number in numbers for piece in storage.pieces_of[number]]
-            self._segments.append(_Segment(params, owned, Sharing(engine.collectives, pieces, storage.direct_bytes)))
+            self._segments.append(
+                _UpdateSegment(params, owned, ParameterSync(engine.collectives, pieces, storage.direct_bytes))
+            )
         self._segment_of = {param: number for number, each in enumerate(self._segments) for param in each.params}

@@ -24,7 +24,7 @@ from onecopy.common.torch_private import (
     tensor_without_memory,
 )
 from onecopy.layout import Layout
-from onecopy.step.inner_optimizer import Owned
+from onecopy.step.inner_optimizer import OwnedShard
 from onecopy.step.sharded_norm import check_defined, combined_norms, local_norms
 
 
@@ -130,7 +130,7 @@ _HANDLERS: dict[Any, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {
 class ShardedGradients:
     """This rank's ranges, in ``param.grad`` and nowhere else. One for each optimizer."""
 
-    reduced = True
+    is_reduce_scattered = True
 
     def __init__(self, params: Sequence[Tensor], layout: Layout) -> None:
         self._params = list(params)
@@ -148,7 +148,7 @@ class ShardedGradients:
         """Which parameters have a gradient now."""
         return [param.grad is not None for param in self._params]
 
-    def lent(self) -> dict[int, Tensor]:
+    def owned_shards(self) -> dict[int, Tensor]:
         """This rank's ranges by parameter."""
         found = {}
         for index, param in enumerate(self._params):
@@ -163,12 +163,16 @@ class ShardedGradients:
                 )
         return found
 
-    def owned(self, owned: Sequence[Owned], layout: Layout) -> dict[int, Tensor]:
+    def owned_gradients(self, owned: Sequence[OwnedShard], layout: Layout) -> dict[int, Tensor]:
         """This rank's part of the gradients that exist, by parameter."""
         del layout
-        lent = self.lent()
-        return {entry.shard.param: lent[entry.shard.param] for entry in owned if entry.shard.param in lent}
+        gradient_shards = self.owned_shards()
+        return {
+            entry.shard.param: gradient_shards[entry.shard.param]
+            for entry in owned
+            if entry.shard.param in gradient_shards
+        }
 
-    def to_scale(self, owned: Sequence[Owned], layout: Layout) -> list[Tensor]:
+    def to_scale(self, owned: Sequence[OwnedShard], layout: Layout) -> list[Tensor]:
         """The same."""
-        return list(self.owned(owned, layout).values())
+        return list(self.owned_gradients(owned, layout).values())

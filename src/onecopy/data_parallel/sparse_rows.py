@@ -16,11 +16,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from onecopy.comm.buffer_pool import Pool
-from onecopy.comm.collectives import Collectives, Several, Work
+from onecopy.comm.buffer_pool import BufferPool
+from onecopy.comm.collectives import Collectives, Work, WorkGroup
 from onecopy.common.flat_views import flat_view
 from onecopy.common.torch_private import embedding_backward, sparse_parts
-from onecopy.data_parallel.gradient_buckets import Bucket, Message, Policy
+from onecopy.data_parallel.gradient_buckets import Bucket, OwnerMessage, Policy
 from onecopy.layout import BucketPlan
 
 DENSE = -1
@@ -28,7 +28,7 @@ DENSE = -1
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class EmbeddingRows:
     """Some rows of a matrix, in order, each once: their numbers, and their values side by side."""
 
     numbers: Tensor
@@ -54,11 +54,11 @@ class RowRange:
     stop: int
     width: int
 
-    def part_of(self, rows: Rows) -> Rows:
+    def part_of(self, rows: EmbeddingRows) -> EmbeddingRows:
         """Those rows of which something is in the range."""
         return self._between(rows, self.start // self.width, -(-self.stop // self.width))
 
-    def add(self, total: Tensor, rows: Rows) -> None:
+    def add(self, total: Tensor, rows: EmbeddingRows) -> None:
         """Add rows to the range's elements ``total``."""
         low, high = self._whole
         inside = self._between(rows, low, high)
@@ -110,9 +110,9 @@ class RowRange:
         return total[offset + columns.start : offset + columns.stop]
 
     @staticmethod
-    def _between(rows: Rows, low: int, high: int) -> Rows:
+    def _between(rows: EmbeddingRows, low: int, high: int) -> EmbeddingRows:
         first, last = torch.searchsorted(rows.numbers, rows.numbers.new_tensor([low, max(low, high)])).tolist()
-        return Rows(rows.numbers[first:last], rows.values[first:last])
+        return EmbeddingRows(rows.numbers[first:last], rows.values[first:last])
 
 
 class RowBucket(Bucket):
@@ -122,22 +122,22 @@ class RowBucket(Bucket):
         super().__init__(plan, params, names, policy)
         (param,) = params
         self._count, self.width = param.shape[0], param.numel() // param.shape[0]
-        self.rows: Rows | None = None  # of the pass; None if its gradient is dense
+        self.rows: EmbeddingRows | None = None  # of the pass; None if its gradient is dense
 
-    def put(self, position: int, gradient: Tensor, pool: Pool) -> None:
+    def put(self, position: int, gradient: Tensor, pool: BufferPool) -> None:
         """Take in the gradient, by rows if it is sparse and most of them are zero."""
         found = self._merged(gradient.detach())
-        if not isinstance(found, Rows):
+        if not isinstance(found, EmbeddingRows):
             super().put(position, found, pool)
             return
         self.check_first(position)
         values = found.values.to(self.wire_dtype)
         if self.wire_dtype is torch.float16:
             values = values * self.policy.scale  # a sum of many could leave its narrow range
-        self.rows = Rows(found.numbers, values)
+        self.rows = EmbeddingRows(found.numbers, values)
         self.note_arrival(position)
 
-    def _merged(self, gradient: Tensor) -> Rows | Tensor:
+    def _merged(self, gradient: Tensor) -> EmbeddingRows | Tensor:
         """The rows of a sparse gradient in order and each once, in memory of their own; all of it if most are used."""
         if gradient.layout is not torch.sparse_coo or gradient.sparse_dim() != 1:
             return gradient
@@ -145,7 +145,7 @@ class RowBucket(Bucket):
         numbers, places = torch.unique(used, return_inverse=True)
         # What autograd does for dense gradients, so that repeated rows are added up in the same way.
         if 2 * len(numbers) <= self._count:
-            return Rows(numbers, embedding_backward(found, places, len(numbers)))
+            return EmbeddingRows(numbers, embedding_backward(found, places, len(numbers)))
         return embedding_backward(found, used, self._count)
 
     def leave(self, position: int) -> None:
@@ -156,14 +156,14 @@ class RowBucket(Bucket):
         param = self.params[position]
         assert param.grad is not None
         found = self._merged(param.grad.detach())
-        if isinstance(found, Rows):
+        if isinstance(found, EmbeddingRows):
             found = torch.sparse_coo_tensor(
                 found.numbers.unsqueeze(0), found.values, param.shape, is_coalesced=True, check_invariants=False
             )
         param.grad = found
         super().leave(position)
 
-    def close(self, pool: Pool) -> None:
+    def close(self, pool: BufferPool) -> None:
         """The end of collecting. If nothing came, there are no rows."""
         if self.arrived[0] and self.rows is None:
             super().close(pool)
@@ -171,13 +171,13 @@ class RowBucket(Bucket):
         self.note_missing()
         if self.rows is None:
             nothing = torch.empty(0, self.width, dtype=self.wire_dtype, device=self.device)
-            self.rows = Rows(torch.empty(0, dtype=torch.int64, device=self.device), nothing)
+            self.rows = EmbeddingRows(torch.empty(0, dtype=torch.int64, device=self.device), nothing)
 
     def range_of(self, rank: int) -> RowRange:
         """What a rank owns of the matrix."""
         return RowRange(*self.plan.range_of(rank), self.width)
 
-    def give_back(self, pool: Pool) -> None:
+    def give_back(self, pool: BufferPool) -> None:
         """Let go of the pass's gradients."""
         super().give_back(pool)
         self.rows = None
@@ -191,7 +191,7 @@ class RowExchange:
     be waiting for something else.
     """
 
-    def __init__(self, bucket: RowBucket, collectives: Collectives, pool: Pool, tag: int) -> None:
+    def __init__(self, bucket: RowBucket, collectives: Collectives, pool: BufferPool, tag: int) -> None:
         self._bucket, self._collectives, self._pool, self._tag = bucket, collectives, pool, tag
         here, ranks = collectives.group_rank, collectives.world_size
         others = [(here + turn) % ranks for turn in range(1, ranks)]
@@ -229,7 +229,7 @@ class RowExchange:
                 continue
             dense = True
             for message, values in self._dense_from(rank):
-                total[message.home].add_(values)
+                total[message.owner_slice].add_(values)
         if dense:
             total.mul_(scale)
         elif scale != 1.0:
@@ -237,24 +237,24 @@ class RowExchange:
         if keep:
             target.add_(total)
 
-    def _receive(self, rank: int) -> tuple[Rows | None, Work]:
+    def _receive(self, rank: int) -> tuple[EmbeddingRows | None, Work]:
         """Start receiving the rows that a rank has, if it has said that they are rows."""
         self._hearing[rank].wait()
         count, bucket = int(self._told[rank].item()), self._bucket
         if count == DENSE:
-            return None, Several(())
+            return None, WorkGroup(())
         values = torch.empty(count, bucket.width, dtype=bucket.wire_dtype, device=bucket.device)
-        rows = Rows(torch.empty(count, dtype=torch.int64, device=bucket.device), values)
-        return rows, Several(tuple(self._collectives.receive(part, rank, self._tag) for part in rows.tensors))
+        rows = EmbeddingRows(torch.empty(count, dtype=torch.int64, device=bucket.device), values)
+        return rows, WorkGroup(tuple(self._collectives.receive(part, rank, self._tag) for part in rows.tensors))
 
-    def _dense_from(self, rank: int) -> Iterator[tuple[Message, Tensor]]:
+    def _dense_from(self, rank: int) -> Iterator[tuple[OwnerMessage, Tensor]]:
         """A rank's dense values, message by message: each while the next one arrives."""
         bucket, here = self._bucket, self._collectives.group_rank
         messages = bucket.messages[here]
         if rank == here:
             yield from ((message, message.values) for message in messages)
             return
-        lengths = [message.home.stop - message.home.start for message in messages]
+        lengths = [message.owner_slice.stop - message.owner_slice.start for message in messages]
         longest = max(lengths, default=0)
         memory = self._pool.take(2 * longest, bucket.wire_dtype, bucket.device)
         parts = [memory[number % 2 * longest :][:length] for number, length in enumerate(lengths)]

@@ -16,7 +16,7 @@ from onecopy.comm.agreement import Fact, agree
 from onecopy.comm.collectives import Collectives
 from onecopy.common.torch_private import in_backward, in_join_context
 from onecopy.data_parallel.backward import BackwardReducer
-from onecopy.data_parallel.forward_wait import WaitHooks, resolve_uses
+from onecopy.data_parallel.forward_wait import ForwardWaitHooks, resolve_uses
 from onecopy.data_parallel.gradient_buckets import Bucket, Policy
 from onecopy.data_parallel.module_sync import ModuleState, cast_floating, tensors_in
 from onecopy.data_parallel.optimizer_takeover import (
@@ -33,7 +33,7 @@ from onecopy.data_parallel.optimizer_takeover import (
     take_over,
     to_convert,
 )
-from onecopy.data_parallel.pipelined_step import Pipeline
+from onecopy.data_parallel.pipelined_step import PipelinedStep
 from onecopy.data_parallel.sparse_rows import RowBucket
 from onecopy.optimizer import ZeroRedundancyOptimizer
 from onecopy.step.debug_log import log_share
@@ -123,7 +123,7 @@ class ShardedDataParallel(nn.Module, Joinable):
             check_module(module, optimizers)
             if sparse_embeddings:
                 found = sparse_embeddings_of(module)
-                embeddings = [each for each in found if collectives.exchanges(each.weight.device)]
+                embeddings = [each for each in found if collectives.uses_pairwise(each.weight.device)]
             apart = {id(each.weight) for each in embeddings}
             planned = [plan(module, each, bucket_bytes, policy, apart) for each in optimizers]
             if uses and not overlap_forward:
@@ -160,15 +160,15 @@ class ShardedDataParallel(nn.Module, Joinable):
         buckets: list[tuple[int, Bucket]] = []
         taken = []
         chosen = to_convert(module, policy)
-        self._pipelines: list[tuple[ZeroRedundancyOptimizer, Pipeline]] = []
+        self._pipelines: list[tuple[ZeroRedundancyOptimizer, PipelinedStep]] = []
         order = {id(param): place for place, param in enumerate(reversed(list(module.parameters())))}
         for each in planned:
             engine = each.optimizer.engine
             taken.append(take_over(each, chosen, policy))
-            pipeline = Pipeline(engine, each.plans, overlap_forward, len(planned) == 1, replicas)
+            pipeline = PipelinedStep(engine, each.plans, overlap_forward, len(planned) == 1, replicas)
             self._pipelines.append((each.optimizer, pipeline))
-            each.optimizer.driver = pipeline.step
-            each.optimizer.wrapped = pipeline.wait
+            each.optimizer.step_schedule = pipeline.step
+            each.optimizer.wait_for_transfers = pipeline.wait
             for bucket in each.plans:
                 params = [engine.params[index] for index in bucket.params]
                 last = max(order[id(param)] for param in params)
@@ -181,11 +181,11 @@ class ShardedDataParallel(nn.Module, Joinable):
         self._reducer = BackwardReducer([bucket for _, bucket in buckets], how)
         for gradients in taken:
             gradients.on_zero = self._reducer.forget_accumulated
-        self._waiting = WaitHooks(module, self._pipelines_by_param(), uses or {}) if overlap_forward else None
+        self._waiting = ForwardWaitHooks(module, self._pipelines_by_param(), uses or {}) if overlap_forward else None
         me = weakref.ref(self)
         module.register_state_dict_pre_hook(lambda *_: _wait_for(me))
 
-    def _pipelines_by_param(self) -> dict[int, tuple[Pipeline, int]]:
+    def _pipelines_by_param(self) -> dict[int, tuple[PipelinedStep, int]]:
         return {
             id(param): (pipeline, index)
             for optimizer, pipeline in self._pipelines
@@ -205,7 +205,7 @@ class ShardedDataParallel(nn.Module, Joinable):
             inputs, kwargs = cast_floating(inputs, dtype), cast_floating(kwargs, dtype)
         with self._sparse():
             output = self.module(*inputs, **kwargs)
-        self._hear()
+        self._raise_deferred_failures()
         if torch.is_grad_enabled():
             self._watch(output)
         return output
@@ -225,7 +225,7 @@ class ShardedDataParallel(nn.Module, Joinable):
         self._reducer.attach()
         buffers = self._state.buffers_to_share() if self.module.training else []
         if in_join_context(self) or buffers:
-            self._hear()
+            self._raise_deferred_failures()
         source = 0
         if in_join_context(self):
             Join.notify_join_context(self)
@@ -233,10 +233,10 @@ class ShardedDataParallel(nn.Module, Joinable):
         self._reducer.synchronises = self.require_backward_grad_sync
         self._state.share_buffers(buffers, self._collectives, self._replicas, source)
 
-    def _hear(self) -> None:
+    def _raise_deferred_failures(self) -> None:
         """Before ranks exchange anything: raise if the last step has failed on one of them."""
         for _, pipeline in self._pipelines:
-            pipeline.hear()
+            pipeline.raise_deferred_failure()
 
     def _watch(self, output: Any) -> None:
         """Let the reducer know when a backward pass begins, even if it reaches no parameter on this rank."""
@@ -324,7 +324,7 @@ class ShardedDataParallel(nn.Module, Joinable):
         Args:
             **kwargs: not used; shared with the other joinables.
         """
-        return _ServeBackward(self)
+        return _BackwardJoinHook(self)
 
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> NoReturn:
@@ -344,7 +344,7 @@ class ShardedDataParallel(nn.Module, Joinable):
     def serve_backward(self) -> None:
         """Take part in a forward and backward pass of ranks that still have inputs."""
         self.wait()
-        self._hear()
+        self._raise_deferred_failures()
         source, synchronises = self._exchange_join_flags(active=False, synchronises=False)
         self._state.share_buffers(self._state.buffers_to_share(), self._collectives, self._replicas, source)
         if synchronises:
@@ -352,7 +352,7 @@ class ShardedDataParallel(nn.Module, Joinable):
 
     def _exchange_join_flags(self, active: bool, synchronises: bool) -> tuple[int, bool]:
         """The lowest rank that has inputs, and whether its backward pass will synchronise."""
-        flags = self._collectives.all_gather_words([int(active), int(synchronises)], "forward()")
+        flags = self._collectives.all_gather_flags([int(active), int(synchronises)], "forward()")
         source = next(rank for rank, flag in enumerate(flags) if flag[0])
         return source, bool(flags[source][1])
 
@@ -363,7 +363,7 @@ def _wait_for(model: weakref.ref[ShardedDataParallel]) -> None:
         live.wait()
 
 
-class _ServeBackward(JoinHook):
+class _BackwardJoinHook(JoinHook):
     """What a rank that has run out of inputs does for each pass of the others."""
 
     def __init__(self, model: ShardedDataParallel) -> None:

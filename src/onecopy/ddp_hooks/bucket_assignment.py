@@ -37,7 +37,7 @@ FEW_BYTES = 1 << 14
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
+class BucketSegment:
     """A stretch of a bucket's buffer: a shard of one of several layouts, or (without a shard) nobody's."""
 
     numel: int
@@ -45,7 +45,7 @@ class Segment:
     shard: Shard | None
 
 
-class BucketMap:
+class DDPBucketAssignment:
     """One bucket as segments in the order of its buffer, and ready-made ways to pick some of them out of it.
 
     Attributes:
@@ -55,7 +55,7 @@ class BucketMap:
         starts_of_others: by layout, where segments begin that this rank does not own.
     """
 
-    def __init__(self, segments: Sequence[Segment], world_size: int, group_rank: int, direct: int) -> None:
+    def __init__(self, segments: Sequence[BucketSegment], world_size: int, group_rank: int, direct: int) -> None:
         self.segments = tuple(segments)
         self._sizes = [segment.numel for segment in segments]
         owned = [(segment.shard.owner, position) for position, segment in enumerate(segments) if segment.shard]
@@ -85,7 +85,7 @@ class BucketMap:
         views = buffer.split(self._sizes)
         return [views[place] for _, place in self._by_owner]
 
-    def mine(self, buffer: Tensor) -> list[tuple[Segment, Tensor]]:
+    def mine(self, buffer: Tensor) -> list[tuple[BucketSegment, Tensor]]:
         """This rank's segments, each with its view of the buffer."""
         views = buffer.split(self._sizes)
         return [(self.segments[position], views[position]) for position in self._mine]
@@ -109,7 +109,7 @@ def pack(sources: Sequence[Tensor], scale: float, out: Tensor) -> None:
         out.copy_(together.mul_(scale) if scale != 1.0 else together)
 
 
-class BucketMaps:
+class DDPBucketAssignments:
     """Maps of the buckets seen so far; one that DDP has regrouped is mapped anew."""
 
     def __init__(
@@ -118,14 +118,14 @@ class BucketMaps:
         self.layouts = list(layouts)
         self._world_size = world_size
         self._group_rank = group_rank
-        self._known: dict[int, tuple[list[int], int, BucketMap]] = {}
-        self._shards: dict[int, list[Segment]] = {}
+        self._known: dict[int, tuple[list[int], int, DDPBucketAssignment]] = {}
+        self._shards: dict[int, list[BucketSegment]] = {}
         for source, (layout, tensors) in enumerate(zip(layouts, params, strict=True)):
             for shard in layout.shards:
-                segment = Segment(shard.numel, source, shard)
+                segment = BucketSegment(shard.numel, source, shard)
                 self._shards.setdefault(id(tensors[shard.param]), []).append(segment)
 
-    def find(self, number: int, members: Sequence[Tensor], direct: int = sys.maxsize) -> BucketMap:
+    def find(self, number: int, members: Sequence[Tensor], direct: int = sys.maxsize) -> DDPBucketAssignment:
         """The map of bucket ``number``: the gradients of ``members`` one after the other, each in storage order.
 
         Stretches of at least ``direct`` elements are its large ones.
@@ -136,8 +136,8 @@ class BucketMaps:
             segments = [
                 segment
                 for member in members
-                for segment in self._shards.get(id(member), [Segment(member.numel(), -1, None)])
+                for segment in self._shards.get(id(member), [BucketSegment(member.numel(), -1, None)])
             ]
-            known = (identities, direct, BucketMap(segments, self._world_size, self._group_rank, direct))
+            known = (identities, direct, DDPBucketAssignment(segments, self._world_size, self._group_rank, direct))
             self._known[number] = known
         return known[2]

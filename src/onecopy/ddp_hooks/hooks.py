@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from onecopy.comm.agreement import Fact, agree
 from onecopy.common.torch_private import in_join_context, locally_used, params_of_reducer
-from onecopy.ddp_hooks.overlapped_step import Hook, Overlap, Schedule
+from onecopy.ddp_hooks.overlapped_step import Hook, OverlappedStep, OverlapSchedule
 from onecopy.ddp_hooks.reduce_scatter import GradientReducer
 from onecopy.ddp_hooks.worker import make_worker
 from onecopy.step.engine import Engine, collectives_of
@@ -26,7 +26,7 @@ class ShardedOptimizer(Protocol):
     """What the hooks need of a :class:`~onecopy.ZeroRedundancyOptimizer`."""
 
     engine: Engine
-    overlap: Overlap | None
+    overlap: OverlappedStep | None
     overlap_with_ddp: bool
     param_groups: list[Group]
 
@@ -189,7 +189,7 @@ def _engine_facts(engines: Sequence[Engine]) -> list[Fact]:
     """Which optimizers these are, in which order, and who owns what."""
     facts = [Fact("number of optimizers", str(len(engines)))]
     for place, engine in enumerate(engines):
-        kind, count = type(engine.local.inner).__qualname__, len(engine.params)
+        kind, count = type(engine.inner.optim).__qualname__, len(engine.params)
         which = f"{kind} of {count} parameters, number {engine.number} constructed on its process group"
         facts += [Fact(f"optimizer {place}", which), Fact(f"layout of optimizer {place}", str(engine.layout.digest()))]
     return facts
@@ -255,11 +255,11 @@ def _overlap_hook(
     model = weakref.ref(ddp)
     reducer_params = params_of_reducer(ddp)
 
-    def schedule() -> Schedule:
+    def schedule() -> OverlapSchedule:
         live = model()
         assert live is not None, "a hook is only called by its model"
         static = bool(live.static_graph)
-        return Schedule(
+        return OverlapSchedule(
             passes=3 if static else 2,
             when_reduced=when_reduced,
             unused_params=bool(live.find_unused_parameters) or static,
@@ -267,9 +267,9 @@ def _overlap_hook(
             last_used=lambda: locally_used(live, reducer_params),
         )
 
-    collectives = engine.collectives.twin()
+    collectives = engine.collectives.dedicated_group()
     worker = make_worker(engine.params[0].device)
-    overlap = Overlap(engine, lambda: zero.param_groups, collectives, worker, hook, schedule)
+    overlap = OverlappedStep(engine, lambda: zero.param_groups, collectives, worker, hook, schedule)
     zero.overlap = overlap
 
     def hook_with_step(state: Any, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]

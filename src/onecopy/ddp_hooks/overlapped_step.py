@@ -28,22 +28,22 @@ from torch.futures import Future
 from onecopy.comm.agreement import agree
 from onecopy.comm.collectives import Collectives
 from onecopy.comm.packing import DIRECT_BYTES, InFlight
-from onecopy.common.profiling import marked
+from onecopy.common.profiling import profiled
 from onecopy.common.torch_private import after_backward, in_backward, version_of
-from onecopy.ddp_hooks.bucket_assignment import BucketMap, BucketMaps, GradBucket
-from onecopy.ddp_hooks.worker import Job, Worker
+from onecopy.ddp_hooks.bucket_assignment import DDPBucketAssignment, DDPBucketAssignments, GradBucket
+from onecopy.ddp_hooks.worker import Task, Worker
 from onecopy.step.engine import Engine
 from onecopy.step.group_options import OptionsSnapshot
 from onecopy.step.join_handover import read_handover, write_handover
 from onecopy.step.parameter_groups import Group
-from onecopy.step.parameter_sync import Sharing, Slots
+from onecopy.step.parameter_sync import ParameterSync, Slots
 from onecopy.step.rank_comparison import group_facts, options_text
 
 Hook = Callable[[Any, Any], "Future[Any]"]
 
 
 @dataclass(frozen=True, slots=True)
-class Schedule:
+class OverlapSchedule:
     """How a hook overlaps. ``passes`` backward passes go by before updates move into backward."""
 
     passes: int
@@ -54,17 +54,17 @@ class Schedule:
 
 
 @dataclass(slots=True)
-class _Iteration:
+class OverlapInfo:
     """What one backward pass has done so far."""
 
     options: OptionsSnapshot
-    jobs: list[Job] = field(default_factory=list)
+    jobs: list[Task] = field(default_factory=list)
     flying: InFlight = field(default_factory=InFlight)
     failure: Exception | None = None  # of this rank's own update: told to all ranks at the end
     broken: Exception | None = None  # of a collective: there is no telling any more
 
 
-class Overlap:
+class OverlappedStep:
     """Drives an engine from DDP's hook. Made when the hook is, with the engine that it steps."""
 
     def __init__(
@@ -74,7 +74,7 @@ class Overlap:
         collectives: Collectives,
         worker: Worker,
         hook: Hook,
-        schedule: Callable[[], Schedule],
+        schedule: Callable[[], OverlapSchedule],
     ) -> None:
         self._engine = engine
         self._groups = groups
@@ -83,10 +83,10 @@ class Overlap:
         self._hook = hook
         self._schedule = schedule
         self._passes = 0
-        self._iteration: _Iteration | None = None
-        self._sharing: dict[int, tuple[BucketMap, Sharing]] = {}
+        self._iteration: OverlapInfo | None = None
+        self._param_syncs: dict[int, tuple[DDPBucketAssignment, ParameterSync]] = {}
         self._gradient_versions: list[int | None] | None = None
-        self._maps = self._make_maps()
+        self._assignments = self._make_assignments()
         self._covered: set[int] = set()
         self._error: Exception | None = None
         self._options_after: list[dict[str, str]] = []
@@ -138,11 +138,11 @@ class Overlap:
         has_gradient = [index not in self._covered and has for index, has in enumerate(engine.gradients.has_gradient())]
         try:
             assert self._iteration is not None
-            self._iteration.options.restore(engine.local.inner.param_groups)
+            self._iteration.options.restore(engine.inner.optim.param_groups)
             engine.update_some(has_gradient)
         except Exception as error:
             failure = error
-        engine.settle(groups, has_gradient, failure)
+        engine.confirm_and_share(groups, has_gradient, failure)
         return True
 
     def _begin(self) -> None:
@@ -162,34 +162,36 @@ class Overlap:
         failure: Exception | None = None
         groups = self._groups()
         try:
-            engine.follow_moves()
+            engine.follow_moved_params()
             engine.check_groups(groups)
-            engine.local.push_options(groups)
-            engine.local.copies.take_over_writes()
+            engine.inner.push_options(groups)
+            engine.inner.copies.refresh_from_params()
         except Exception as error:
             failure = error  # told to all ranks at the end, like any other
-        if self._maps.layouts[0] is not engine.layout:
-            self._maps = self._make_maps()
-            self._sharing.clear()
+        if self._assignments.layouts[0] is not engine.layout:
+            self._assignments = self._make_assignments()
+            self._param_syncs.clear()
         self._covered = set()
-        self._iteration = _Iteration(OptionsSnapshot.of(engine.local.inner.param_groups), failure=failure)
+        self._iteration = OverlapInfo(OptionsSnapshot.of(engine.inner.optim.param_groups), failure=failure)
 
-    def _make_maps(self) -> BucketMaps:
+    def _make_assignments(self) -> DDPBucketAssignments:
         engine = self._engine
         collectives = engine.collectives
-        return BucketMaps([engine.layout], [engine.params], collectives.world_size, collectives.group_rank)
+        return DDPBucketAssignments([engine.layout], [engine.params], collectives.world_size, collectives.group_rank)
 
     def _job(
         self,
-        iteration: _Iteration,
+        iteration: OverlapInfo,
         bucket: GradBucket,
         reduced: Future[Any],
         done: Future[Any] | None,
-        schedule: Schedule,
-    ) -> Job:
+        schedule: OverlapSchedule,
+    ) -> Task:
         number, buffer = bucket.index(), bucket.buffer()
-        map_ = self._maps.find(number, bucket.parameters())
-        params = list(dict.fromkeys(segment.shard.param for segment in map_.segments if segment.shard is not None))
+        assignment = self._assignments.find(number, bucket.parameters())
+        params = list(
+            dict.fromkeys(segment.shard.param for segment in assignment.segments if segment.shard is not None)
+        )
         self._covered.update(params)
         # Read here, on autograd's thread: the flat buffer shows zeros for a missing gradient. A rank that has run out
         # of inputs says what it said last, as it does in DDP's own exchange.
@@ -210,8 +212,8 @@ class Overlap:
             present = self._agree_on_gradients(params, has_gradient, schedule)
             with _noting_failure(iteration):
                 if iteration.failure is None:
-                    self._update(iteration, map_, gradients, present, last=done is not None)
-            self._send(iteration, number, map_, present)
+                    self._update(iteration, assignment, gradients, present, last=done is not None)
+            self._send(iteration, number, assignment, present)
             if done is not None:
                 self._complete(iteration)
                 done.set_result(gradients)
@@ -230,9 +232,9 @@ class Overlap:
 
         return job
 
-    def _hand_over_options(self, iteration: _Iteration, active: bool) -> None:
+    def _hand_over_options(self, iteration: OverlapInfo, active: bool) -> None:
         """Give ranks that have run out of inputs the options of one that has not."""
-        flags = [row[0] for row in self._collectives.all_gather_words([int(active)], "the update inside backward()")]
+        flags = [row[0] for row in self._collectives.all_gather_flags([int(active)], "the update inside backward()")]
         if all(flags):
             return
         source, header = flags.index(1), b""
@@ -243,11 +245,11 @@ class Overlap:
         received = self._collectives.broadcast_bytes(header, source)
         if received and not active:
             read_handover(received).apply_options(groups)
-            self._engine.local.push_options(groups)
-            iteration.options = OptionsSnapshot.of(self._engine.local.inner.param_groups)
+            self._engine.inner.push_options(groups)
+            iteration.options = OptionsSnapshot.of(self._engine.inner.optim.param_groups)
 
     def _agree_on_gradients(
-        self, params: Sequence[int], has_gradient: Sequence[bool], schedule: Schedule
+        self, params: Sequence[int], has_gradient: Sequence[bool], schedule: OverlapSchedule
     ) -> dict[int, bool]:
         """Which parameters of a bucket have a gradient on some rank. DDP vouches for all unless told otherwise."""
         if not params or not (schedule.unused_params or schedule.uneven_inputs):
@@ -256,43 +258,50 @@ class Overlap:
         self._collectives.all_reduce(flags, largest=True).wait()
         return {index: bool(flag) for index, flag in zip(params, flags.tolist(), strict=True)}
 
-    @marked("onecopy.overlap.update")
+    @profiled("onecopy.overlap.update")
     def _update(
-        self, iteration: _Iteration, map_: BucketMap, buffer: Tensor, present: dict[int, bool], last: bool
+        self,
+        iteration: OverlapInfo,
+        assignment: DDPBucketAssignment,
+        buffer: Tensor,
+        present: dict[int, bool],
+        last: bool,
     ) -> None:
-        local = self._engine.local
+        local = self._engine.inner
         ranges = {
             segment.shard.param: view
-            for segment, view in map_.mine(buffer)
+            for segment, view in assignment.mine(buffer)
             if segment.shard is not None and present[segment.shard.param]
         }
         # Values that a class keeps in its groups (step counters) advance once an iteration, on every rank.
         if ranges or last:
-            iteration.options.restore(local.inner.param_groups)
+            iteration.options.restore(local.optim.param_groups)
             local.step_on(ranges)
 
-    @marked("onecopy.overlap.send")
-    def _send(self, iteration: _Iteration, number: int, map_: BucketMap, present: dict[int, bool]) -> None:
+    @profiled("onecopy.overlap.send")
+    def _send(
+        self, iteration: OverlapInfo, number: int, assignment: DDPBucketAssignment, present: dict[int, bool]
+    ) -> None:
         engine = self._engine
-        known = self._sharing.get(number)
-        if known is None or known[0] is not map_:
-            members = {segment.shard.param for segment in map_.segments if segment.shard is not None}
+        known = self._param_syncs.get(number)
+        if known is None or known[0] is not assignment:
+            members = {segment.shard.param for segment in assignment.segments if segment.shard is not None}
             pieces = [piece for piece in engine.storage.pieces if not members.isdisjoint(piece.params)]
-            known = (map_, Sharing(self._collectives, pieces, DIRECT_BYTES, self._slots))
-            self._sharing[number] = known
-        touched = None if engine.local.moves_all else [present.get(index, False) for index in range(len(engine.params))]
+            known = (assignment, ParameterSync(self._collectives, pieces, DIRECT_BYTES, self._slots))
+            self._param_syncs[number] = known
+        touched = None if engine.inner.moves_all else [present.get(index, False) for index in range(len(engine.params))]
         known[1].start(touched, iteration.flying)
         changed = [engine.params[index] for index, has in present.items() if has]
         if changed:
             increment_version(changed)
 
-    def _complete(self, iteration: _Iteration) -> None:
+    def _complete(self, iteration: OverlapInfo) -> None:
         iteration.flying.drain()
         agree(self._collectives, "the update inside backward()", group_facts(self._groups()), iteration.failure)
-        local = self._engine.local
+        local = self._engine.inner
         local.pull_options(self._groups())
         # Not those of the groups themselves: someone may have changed an option while backward() was running.
-        self._options_after = [options_text(group) for group in local.inner.param_groups]
+        self._options_after = [options_text(group) for group in local.optim.param_groups]
         self.updated = True
 
     def _raise_error(self) -> None:
@@ -334,7 +343,7 @@ def check_step_arguments(attributes: dict[str, Any], closure: object, kwargs: di
 
 
 @contextlib.contextmanager
-def _noting_failure(iteration: _Iteration) -> Iterator[None]:
+def _noting_failure(iteration: OverlapInfo) -> Iterator[None]:
     """Keep the first exception for the end of the iteration, when all ranks hear of it."""
     try:
         yield

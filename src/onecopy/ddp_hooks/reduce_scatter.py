@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
-from onecopy.comm.buffer_pool import Pool
+from onecopy.comm.buffer_pool import BufferPool
 from onecopy.comm.collectives import TAGS, Work
-from onecopy.comm.pairwise_exchange import DIRECT_BYTES, Exchange, message_length, message_lengths, sum_into
-from onecopy.comm.side_stream import Lane
-from onecopy.ddp_hooks.bucket_assignment import BucketMap, BucketMaps, GradBucket, pack
+from onecopy.comm.pairwise_exchange import DIRECT_BYTES, PairwiseExchange, message_length, message_lengths, sum_into
+from onecopy.comm.side_stream import SideStream
+from onecopy.ddp_hooks.bucket_assignment import DDPBucketAssignment, DDPBucketAssignments, GradBucket, pack
 from onecopy.step.engine import Engine
 
 MOST_BUCKETS = 1 << 12
@@ -34,15 +34,15 @@ IN_FLIGHT = 2
 
 
 @dataclass(frozen=True, slots=True)
-class _Pending:
+class _PendingBucket:
     """A bucket under way. ``memories`` are what its transfers read and write: kept until they have ended.
 
     The last of them is what the sum arrives in, if a backend adds up.
     """
 
-    map: BucketMap
+    map: DDPBucketAssignment
     buffer: Tensor
-    work: Exchange | Work
+    work: PairwiseExchange | Work
     foreign: tuple[Work, Tensor] | None
     memories: tuple[Tensor, ...]
 
@@ -56,14 +56,14 @@ class GradientReducer:
         self._reduce_dtype = reduce_dtype
         self._scale = 1.0 / self._collectives.world_size
         self._here = self._collectives.group_rank
-        self._pending: deque[_Pending] = deque()
-        self._done: list[tuple[BucketMap, Tensor, Future[Tensor]]] = []
+        self._pending: deque[_PendingBucket] = deque()
+        self._done: list[tuple[DDPBucketAssignment, Tensor, Future[Tensor]]] = []
         self._extremes: list[list[Tensor]] = [[] for _ in engines]
-        self._pool = Pool()
-        self._tags = self._collectives.new_tags()
+        self._pool = BufferPool()
+        self._tags = self._collectives.reserve_tags()
         self._passes = 0
-        self._lanes: dict[torch.device, Lane] = {}
-        self._maps = self._make_maps()
+        self._side_streams: dict[torch.device, SideStream] = {}
+        self._assignments = self._make_assignments()
         self._guarded: set[int] = set()
 
     def reduce(self, bucket: GradBucket) -> Future[Tensor]:
@@ -71,21 +71,21 @@ class GradientReducer:
         if bucket.index() == 0:
             self._begin()
         buffer = bucket.buffer()
-        lane = self._lanes.setdefault(buffer.device, Lane(buffer.device))
-        future = lane.future()
-        with lane.entered():
+        side_stream = self._side_streams.setdefault(buffer.device, SideStream(buffer.device))
+        future = side_stream.future()
+        with side_stream.use():
             while len(self._pending) >= IN_FLIGHT:
                 self._finish(self._pending.popleft())
-            map_ = self._maps.find(bucket.index(), bucket.parameters(), self._direct(buffer))
+            assignment = self._assignments.find(bucket.index(), bucket.parameters(), self._direct(buffer))
             tag = self._tags + self._passes * MOST_BUCKETS + bucket.index() % MOST_BUCKETS
-            self._pending.append(self._start(map_, buffer, tag, bucket.is_last()))
-            self._done.append((map_, buffer, future))
+            self._pending.append(self._start(assignment, buffer, tag, bucket.is_last()))
+            self._done.append((assignment, buffer, future))
             if bucket.is_last():
                 self._finish_all()
         return future
 
-    def _make_maps(self) -> BucketMaps:
-        return BucketMaps(
+    def _make_assignments(self) -> DDPBucketAssignments:
+        return DDPBucketAssignments(
             [engine.layout for engine in self._engines],
             [engine.params for engine in self._engines],
             self._collectives.world_size,
@@ -98,49 +98,53 @@ class GradientReducer:
         return DIRECT_BYTES // buffer.element_size() if as_it_is else sys.maxsize
 
     def _begin(self) -> None:
-        if any(engine.layout is not known for engine, known in zip(self._engines, self._maps.layouts, strict=True)):
-            self._maps = self._make_maps()
+        if any(
+            engine.layout is not known for engine, known in zip(self._engines, self._assignments.layouts, strict=True)
+        ):
+            self._assignments = self._make_assignments()
         for engine in self._engines:
             _guard_accumulation(engine, self._guarded)
         self._passes = (self._passes + 1) % (TAGS // MOST_BUCKETS)
         # What an interrupted backward pass left behind is not waited for, and its memory not used again.
         if self._pending:
-            self._pool = Pool()
+            self._pool = BufferPool()
         self._pending.clear()
         self._done.clear()
         self._extremes = [[] for _ in self._engines]
         for engine in self._engines:
-            engine.reduced.clear()
+            engine.reduced_shards.clear()
 
-    def _start(self, map_: BucketMap, buffer: Tensor, tag: int, is_last: bool) -> _Pending:
+    def _start(self, assignment: DDPBucketAssignment, buffer: Tensor, tag: int, is_last: bool) -> _PendingBucket:
         dtype, collectives = self._reduce_dtype or buffer.dtype, self._collectives
-        work: Exchange | Work
-        if collectives.exchanges(buffer.device):
+        work: PairwiseExchange | Work
+        if collectives.uses_pairwise(buffer.device):
             before = self._scale if dtype is torch.float16 else 1.0  # a sum of many could leave its narrow range
             parts, packs = [], []
             for owner in range(collectives.world_size):
-                loose = [] if owner == self._here else [buffer[each] for each in map_.small[owner]]
+                loose = [] if owner == self._here else [buffer[each] for each in assignment.small[owner]]
                 packs.append(self._pool.take(sum(view.numel() for view in loose), dtype, buffer.device))
                 pack(loose, before, packs[-1])
-                parts.append(self._messages([*(buffer[each] for each in map_.large[owner]), packs[-1]], dtype))
-            mine = [each.stop - each.start for each in map_.large[self._here]]
-            mine.append(map_.sizes_per_owner[self._here] - sum(mine))
+                parts.append(self._messages([*(buffer[each] for each in assignment.large[owner]), packs[-1]], dtype))
+            mine = [each.stop - each.start for each in assignment.large[self._here]]
+            mine.append(assignment.sizes_per_owner[self._here] - sum(mine))
             lengths = message_lengths(mine, collectives.world_size, dtype.itemsize)
             # The last one is waited for at once, on all ranks.
-            work = Exchange(collectives, parts, lengths, dtype, buffer.device, self._pool, tag, in_turns=is_last)
+            work = PairwiseExchange(
+                collectives, parts, lengths, dtype, buffer.device, self._pool, tag, in_turns=is_last
+            )
             memories = tuple(packs)
         else:
-            packed = self._pool.take(sum(map_.sizes_per_owner), dtype, buffer.device)
-            received = self._pool.take(max(map_.sizes_per_owner), dtype, buffer.device)
-            pack(map_.in_order_of_owners(buffer), self._scale, packed)
-            work = collectives.reduce_scatter(packed, map_.sizes_per_owner, received)
+            packed = self._pool.take(sum(assignment.sizes_per_owner), dtype, buffer.device)
+            received = self._pool.take(max(assignment.sizes_per_owner), dtype, buffer.device)
+            pack(assignment.in_order_of_owners(buffer), self._scale, packed)
+            work = collectives.reduce_scatter(packed, assignment.sizes_per_owner, received)
             memories = (packed, received)
-        rest = map_.foreign(buffer)
+        rest = assignment.foreign(buffer)
         foreign = None
         if rest:
             together = torch.cat(rest).mul_(self._scale)
             foreign = (self._collectives.all_reduce(together), together)
-        return _Pending(map_, buffer, work, foreign, memories)
+        return _PendingBucket(assignment, buffer, work, foreign, memories)
 
     def _messages(self, stretches: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
         """The parts in which something travels as ``dtype``."""
@@ -152,14 +156,14 @@ class GradientReducer:
             self._finish(self._pending.popleft())
         self._spread_non_finite()
         for engine in self._engines:
-            engine.note_reduced()
+            engine.note_reduce_scattered()
         for _, buffer, future in self._done:
             future.set_result(buffer)
         self._done.clear()
 
-    def _finish(self, pending: _Pending) -> None:
+    def _finish(self, pending: _PendingBucket) -> None:
         mine = pending.map.mine(pending.buffer)
-        if isinstance(pending.work, Exchange):
+        if isinstance(pending.work, PairwiseExchange):
             self._add_up(pending, pending.work)
         else:
             pending.work.wait()
@@ -170,7 +174,7 @@ class GradientReducer:
                 # Infinities and NaNs survive in the extremes, so one pass that writes nothing tells of them.
                 real = torch.view_as_real(view) if view.is_complex() else view
                 self._extremes[segment.source] += torch.aminmax(real)
-            self._engines[segment.source].reduced[segment.shard.param] = view
+            self._engines[segment.source].reduced_shards[segment.shard.param] = view
         if pending.foreign is not None:
             work, together = pending.foreign
             work.wait()
@@ -178,10 +182,10 @@ class GradientReducer:
             torch._foreach_copy_(rest, list(together.split([view.numel() for view in rest])))
         self._pool.give_back(*pending.memories)
 
-    def _add_up(self, pending: _Pending, work: Exchange) -> None:
+    def _add_up(self, pending: _PendingBucket, work: PairwiseExchange) -> None:
         """Make this rank's own values the mean over all ranks: large stretches as they come, then the small ones."""
-        map_, buffer = pending.map, pending.buffer
-        large, small = ([buffer[each] for each in kind[self._here]] for kind in (map_.large, map_.small))
+        assignment, buffer = pending.map, pending.buffer
+        large, small = ([buffer[each] for each in kind[self._here]] for kind in (assignment.large, assignment.small))
         dtype, scale = self._reduce_dtype or buffer.dtype, self._scale
         if dtype is torch.float16:  # the others have scaled theirs
             scale = 1.0
@@ -213,8 +217,8 @@ class GradientReducer:
         self._collectives.all_reduce(flags, largest=True).wait()
         if control.type == "cpu" and not flags.any():
             return
-        for map_, buffer, _ in self._done:
-            for source, starts in map_.starts_of_others.items():
+        for assignment, buffer, _ in self._done:
+            for source, starts in assignment.starts_of_others.items():
                 index = torch.tensor(starts, device=buffer.device)
                 shown = torch.where(flags[source].to(buffer.device) > 0, math.inf, buffer[index])
                 buffer.index_copy_(0, index, shown.to(buffer.dtype))
@@ -241,10 +245,10 @@ def _guard_accumulation(engine: Engine, guarded: set[int]) -> None:
 
         def check(_gradient: Tensor) -> None:
             live, leaf = reference(), weak_param()
-            if live is None or leaf is None or id(leaf) not in live.held:
+            if live is None or leaf is None or id(leaf) not in live.params_with_reduced_grad:
                 return
             if leaf.grad is None or not torch.count_nonzero(leaf.grad):
-                live.held.discard(id(leaf))
+                live.params_with_reduced_grad.discard(id(leaf))
                 return
             raise RuntimeError(
                 "a second backward pass would add to gradients that the reduce-scatter hook has already reduced; "

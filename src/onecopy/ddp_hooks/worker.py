@@ -11,15 +11,15 @@ from typing import Any, Protocol
 import torch
 from torch.futures import Future
 
-from onecopy.comm.side_stream import Lane
+from onecopy.comm.side_stream import SideStream
 
-Job = Callable[[], None]
+Task = Callable[[], None]
 
 
 class Worker(Protocol):
     """Runs jobs one at a time, in the order in which they were submitted."""
 
-    def submit(self, job: Job) -> None:
+    def submit(self, job: Task) -> None:
         """Run a job now or later. A job does not raise: what goes wrong in it is its own business to report."""
 
     def future(self) -> Future[Any]:
@@ -30,7 +30,7 @@ class ThreadWorker:
     """One thread, so that jobs start their collectives in the same order on every rank. It ends with this object."""
 
     def __init__(self) -> None:
-        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
         # The thread knows the queue only, so that this object can go away and take the thread with it.
         thread = threading.Thread(
             target=_work, args=(self._jobs, torch.get_num_threads()), name="onecopy-overlap", daemon=True
@@ -38,7 +38,7 @@ class ThreadWorker:
         thread.start()
         weakref.finalize(self, self._jobs.put, None)
 
-    def submit(self, job: Job) -> None:
+    def submit(self, job: Task) -> None:
         """Queue a job."""
         self._jobs.put(job)
 
@@ -47,18 +47,18 @@ class ThreadWorker:
         return Future()
 
 
-class LaneWorker:
+class StreamWorker:
     """Enqueues jobs on a side stream as they come (on a CPU: runs them in place).
 
     Kernels and transfers do not wait on the host; the last job's status word does.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._lane = Lane(device)
+        self._lane = SideStream(device)
 
-    def submit(self, job: Job) -> None:
+    def submit(self, job: Task) -> None:
         """Run a job on the side stream."""
-        with self._lane.entered():
+        with self._lane.use():
             job()
 
     def future(self) -> Future[Any]:
@@ -68,10 +68,10 @@ class LaneWorker:
 
 def make_worker(device: torch.device) -> Worker:
     """The kind that fits the device of the parameters."""
-    return ThreadWorker() if device.type == "cpu" else LaneWorker(device)
+    return ThreadWorker() if device.type == "cpu" else StreamWorker(device)
 
 
-def _work(jobs: queue.SimpleQueue[Job | None], num_threads: int) -> None:
+def _work(jobs: queue.SimpleQueue[Task | None], num_threads: int) -> None:
     torch.set_num_threads(num_threads)
     while True:
         job = jobs.get()

@@ -24,7 +24,7 @@ from onecopy.common.torch_private import ALIASING, NEW_EMPTY, bare_step, no_torc
 from onecopy.layout import Layout, ParamSpec
 from onecopy.step import master_weights
 from onecopy.step.group_options import options_of
-from onecopy.step.inner_optimizer import LocalOptimizer, Owned
+from onecopy.step.inner_optimizer import InnerOptimizer, OwnedShard
 from onecopy.step.parameter_groups import Group
 
 Rectangle = tuple[tuple[int, ...], tuple[int, ...]]
@@ -137,7 +137,7 @@ class ShardedState(Tensor):
 
 
 def sharded_state_dict(
-    local: LocalOptimizer, layout: Layout, groups: Sequence[Group], names: Sequence[str], to_load: bool
+    local: InnerOptimizer, layout: Layout, groups: Sequence[Group], names: Sequence[str], to_load: bool
 ) -> dict[str, Any]:
     """Options, and what this rank owns of the state, by name; tensors are the live ones, or views of them.
 
@@ -151,11 +151,11 @@ def sharded_state_dict(
     """
     state = {}
     for owned in local.owned:
-        values = dict(local.inner.state.get(owned.tensor, {}))
+        values = dict(local.optim.state.get(owned.tensor, {}))
         if not values and to_load and owned.param.requires_grad:
             values = _first_state(local, owned, groups[layout.params[owned.shard.param].group])
-        if owned.home is not None:
-            values[master_weights.KEY] = owned.tensor.detach()
+        if owned.param_view is not None:
+            values[master_weights.STATE_KEY] = owned.tensor.detach()
         if values:
             spec = layout.params[owned.shard.param]
             state[names[spec.index]] = tagged_json.map_tensors(values, functools.partial(_shown, owned, spec))
@@ -166,14 +166,14 @@ def sharded_state_dict(
     return {"state": state, "param_groups": shown}
 
 
-def _shown(owned: Owned, spec: ParamSpec, tensor: Tensor) -> Tensor:
+def _shown(owned: OwnedShard, spec: ParamSpec, tensor: Tensor) -> Tensor:
     if not owned.is_cut or tensor.shape != owned.tensor.shape:
         return tensor.detach()
     like = torch.empty_strided(spec.shape, spec.stride, dtype=tensor.dtype, device="meta")
     return ShardedState(flat_view(tensor.detach()), owned.shard.start, like)
 
 
-def _first_state(local: LocalOptimizer, owned: Owned, shown: Group) -> dict[Any, Any]:
+def _first_state(local: InnerOptimizer, owned: OwnedShard, shown: Group) -> dict[Any, Any]:
     """The state that the class makes for such a tensor, from a step of another instance of it on zeros."""
     scratch = torch.zeros_like(owned.tensor).requires_grad_()
     group = tagged_json.map_tensors(options_of(shown), torch.clone)

@@ -28,7 +28,7 @@ from onecopy.common.flat_views import as_bytes, dense_copy, flat_view, to_bytes
 from onecopy.layout import Layout, ParamSpec, Shard
 from onecopy.step import master_weights
 from onecopy.step.engine import Engine
-from onecopy.step.inner_optimizer import LocalOptimizer, Owned
+from onecopy.step.inner_optimizer import InnerOptimizer, OwnedShard
 from onecopy.step.parameter_groups import Group
 from onecopy.step.rank_comparison import group_facts
 
@@ -58,17 +58,17 @@ class _Entry:
 
 def consolidated(engine: Engine, groups: Sequence[Group], to: int) -> Consolidated | None:
     """The whole state, gathered on group rank ``to``, and None elsewhere."""
-    state = consolidate(engine.collectives, engine.layout, engine.local, groups, to)
+    state = consolidate(engine.collectives, engine.layout, engine.inner, groups, to)
     if state is None:
         return None
     state, copies = master_weights.split_masters(state)
     by_param: dict[Any, Any] = {engine.params[index]: value for index, value in state.items()}
-    by_param |= tagged_json.map_tensors(engine.local.other_state(), lambda tensor: tensor.detach().to("cpu", copy=True))
-    return Consolidated(by_param, copies, engine.local.version)
+    by_param |= tagged_json.map_tensors(engine.inner.other_state(), lambda tensor: tensor.detach().to("cpu", copy=True))
+    return Consolidated(by_param, copies, engine.inner.version)
 
 
 def consolidate(
-    collectives: Collectives, layout: Layout, local: LocalOptimizer, groups: Sequence[Group], to: int
+    collectives: Collectives, layout: Layout, local: InnerOptimizer, groups: Sequence[Group], to: int
 ) -> dict[int, State] | None:
     """Return the full state by parameter index on group rank ``to``, and None elsewhere."""
     what, here = "consolidate_state_dict()", collectives.group_rank
@@ -115,7 +115,7 @@ def consolidate(
 
 def _gather_headers(collectives: Collectives, header: bytes, to: int) -> list[bytes]:
     """Every rank's header on group rank ``to``, and nothing elsewhere."""
-    sizes = [row[0] for row in collectives.all_gather_words([len(header)], "consolidate_state_dict()")]
+    sizes = [row[0] for row in collectives.all_gather_flags([len(header)], "consolidate_state_dict()")]
     device = collectives.control_device
     if collectives.group_rank != to:
         text = torch.frombuffer(bytearray(header), dtype=torch.uint8).to(device)
@@ -132,25 +132,25 @@ def _gather_headers(collectives: Collectives, header: bytes, to: int) -> list[by
     return headers
 
 
-def _describe(layout: Layout, local: LocalOptimizer) -> tuple[list[_Entry], list[Tensor]]:
+def _describe(layout: Layout, local: InnerOptimizer) -> tuple[list[_Entry], list[Tensor]]:
     known = {id(owned.tensor) for owned in local.owned}
-    for key in local.inner.state:
+    for key in local.optim.state:
         if isinstance(key, Tensor) and id(key) not in known:
             raise TypeError(
-                f"rank {local.group_rank}: {type(local.inner).__qualname__} keeps state under {key!r:.80}, which is "
+                f"rank {local.group_rank}: {type(local.optim).__qualname__} keeps state under {key!r:.80}, which is "
                 "not a parameter, so it cannot be consolidated"
             )
     entries: list[_Entry] = []
     everything: list[Tensor] = []
     for owned in local.owned:
-        if owned.tensor not in local.inner.state and owned.home is None:
+        if owned.tensor not in local.optim.state and owned.param_view is None:
             continue
         spec = layout.params[owned.shard.param]
         tensors: list[Tensor] = []
         where = f"rank {local.group_rank}: state of parameter {spec.name!r}"
-        state = dict(local.inner.state.get(owned.tensor, {}))
-        if owned.home is not None:
-            state[master_weights.KEY] = owned.tensor.detach()
+        state = dict(local.optim.state.get(owned.tensor, {}))
+        if owned.param_view is not None:
+            state[master_weights.STATE_KEY] = owned.tensor.detach()
         tree = tagged_json.encode(state, tensors, where)
         for tensor in tensors:
             if tensor.layout is not torch.strided:
@@ -162,7 +162,7 @@ def _describe(layout: Layout, local: LocalOptimizer) -> tuple[list[_Entry], list
     return entries, everything
 
 
-def _other_facts(local: LocalOptimizer) -> list[Fact]:
+def _other_facts(local: InnerOptimizer) -> list[Fact]:
     """State under keys that are not parameters: no rank owns it, so it must be the same on all."""
     facts = []
     for key, value in sorted(local.other_state().items(), key=lambda item: repr(item[0])):
@@ -176,7 +176,7 @@ def _other_facts(local: LocalOptimizer) -> list[Fact]:
     return facts
 
 
-def _is_per_element(tensor: Tensor, owned: Owned) -> bool:
+def _is_per_element(tensor: Tensor, owned: OwnedShard) -> bool:
     return owned.is_cut and tensor.shape == owned.tensor.shape
 
 

@@ -16,7 +16,7 @@ from onecopy.layout import Layout, ParamSpec
 from onecopy.step import master_weights
 from onecopy.step.engine import Engine
 from onecopy.step.group_options import NOT_OPTIONS
-from onecopy.step.inner_optimizer import LocalOptimizer, Owned
+from onecopy.step.inner_optimizer import InnerOptimizer, OwnedShard
 from onecopy.step.parameter_groups import Group
 from onecopy.step.rank_comparison import group_facts
 
@@ -30,15 +30,15 @@ def load(engine: Engine, groups: Sequence[Group], read: Callable[[], StateDict],
     2. All ranks agree that nobody failed and that all were given the same.
     3. Each loads into its inner optimizer; all agree again, and if one failed all put back what they had.
     """
-    local = engine.local
+    local = engine.inner
     failure: Exception | None = None
     facts: list[Fact] = []
     has_state = False
     try:
         state_dict = read()
         states, others = _state_by_index(state_dict, groups)
-        for index, master in state_dict.get(master_weights.ENTRY, {}).items():
-            states.setdefault(index, {})[master_weights.KEY] = master
+        for index, master in state_dict.get(master_weights.STATE_DICT_KEY, {}).items():
+            states.setdefault(index, {})[master_weights.STATE_KEY] = master
         _check_shapes(states, engine.layout, elementwise)
         facts = _load_facts(state_dict, states, others, engine.layout)
         mine, saved_masters = _local_state_dict(state_dict, states, engine.layout, local)
@@ -47,7 +47,7 @@ def load(engine: Engine, groups: Sequence[Group], read: Callable[[], StateDict],
     except Exception as error:
         failure = error
     agree(engine.collectives, "load_state_dict()", facts, failure)
-    before = {"state": local.inner.state, "param_groups": local.inner.param_groups}
+    before = {"state": local.optim.state, "param_groups": local.optim.param_groups}
     try:
         _load_inner(local, mine)
     except Exception as error:
@@ -55,17 +55,17 @@ def load(engine: Engine, groups: Sequence[Group], read: Callable[[], StateDict],
     try:
         agree(engine.collectives, "load_state_dict()", [], failure)
     except Exception:
-        local.inner.__setstate__(before)
+        local.optim.__setstate__(before)
         raise
     _finish(local, groups, deepcopy(state_dict["param_groups"]), has_state)
-    engine.permit()
+    engine.allow_steps()
     for owned in local.owned:
-        if owned.home is not None:
-            owned.tensor.detach().copy_(saved_masters.get(owned.shard.param, owned.home))
+        if owned.param_view is not None:
+            owned.tensor.detach().copy_(saved_masters.get(owned.shard.param, owned.param_view))
 
 
 def load_owned(
-    local: LocalOptimizer,
+    local: InnerOptimizer,
     groups: Sequence[Group],
     states: Mapping[int, dict[Any, Any]],
     options: Sequence[dict[str, Any]],
@@ -88,16 +88,16 @@ def load_owned(
     }
     param_groups = [
         {**values, "params": [positions[id(tensor)] for tensor in group["params"]]}
-        for values, group in zip(options, local.inner.param_groups, strict=True)
+        for values, group in zip(options, local.optim.param_groups, strict=True)
     ]
     _load_inner(local, {"state": state, "param_groups": param_groups})
     for owned in local.owned:
         if owned.shard.param in states:
-            keep_as_saved(local.inner.state[owned.tensor], states[owned.shard.param])
+            keep_as_saved(local.optim.state[owned.tensor], states[owned.shard.param])
     _finish(local, groups, options, has_state)
     for owned in local.owned:
-        if owned.home is not None and owned.shard.param not in mastered:
-            owned.tensor.detach().copy_(owned.home)
+        if owned.param_view is not None and owned.shard.param not in mastered:
+            owned.tensor.detach().copy_(owned.param_view)
 
 
 def keep_as_saved(state: dict[Any, Any], saved: Mapping[Any, Any]) -> None:
@@ -112,7 +112,7 @@ def keep_as_saved(state: dict[Any, Any], saved: Mapping[Any, Any]) -> None:
 
 
 def _finish(
-    local: LocalOptimizer, groups: Sequence[Group], saved_groups: Sequence[Mapping[str, Any]], has_state: bool
+    local: InnerOptimizer, groups: Sequence[Group], saved_groups: Sequence[Mapping[str, Any]], has_state: bool
 ) -> None:
     """Give the groups the saved options."""
     for group, saved in zip(groups, saved_groups, strict=True):
@@ -188,7 +188,7 @@ def _load_facts(
 
 
 def _local_state_dict(
-    state_dict: StateDict, states: Mapping[int, Mapping[Any, Any]], layout: Layout, local: LocalOptimizer
+    state_dict: StateDict, states: Mapping[int, Mapping[Any, Any]], layout: Layout, local: InnerOptimizer
 ) -> tuple[StateDict, dict[int, Tensor]]:
     """A state dict for the inner optimizer: own copies of what this rank owns, by the inner optimizer's positions.
 
@@ -201,8 +201,8 @@ def _local_state_dict(
         if index not in states:
             continue
         values = _owned_state(states[index], owned, layout.params[index])
-        master = values.pop(master_weights.KEY, None)
-        if master is not None and owned.home is not None:
+        master = values.pop(master_weights.STATE_KEY, None)
+        if master is not None and owned.param_view is not None:
             saved_masters[index] = master
         if values:
             state[positions[id(owned.tensor)]] = values
@@ -211,20 +211,20 @@ def _local_state_dict(
             **{key: value for key, value in saved.items() if key not in NOT_OPTIONS},
             "params": [positions[id(tensor)] for tensor in group["params"]],
         }
-        for saved, group in zip(state_dict["param_groups"], local.inner.param_groups, strict=True)
+        for saved, group in zip(state_dict["param_groups"], local.optim.param_groups, strict=True)
     ]
     return {"state": state, "param_groups": param_groups}, saved_masters
 
 
-def _positions(local: LocalOptimizer) -> dict[int, int]:
+def _positions(local: InnerOptimizer) -> dict[int, int]:
     """The inner optimizer's positions, by the identity of the tensor it steps."""
-    tensors = chain.from_iterable(group["params"] for group in local.inner.param_groups)
+    tensors = chain.from_iterable(group["params"] for group in local.optim.param_groups)
     return {id(tensor): position for position, tensor in enumerate(tensors)}
 
 
-def _load_inner(local: LocalOptimizer, state_dict: StateDict) -> None:
+def _load_inner(local: InnerOptimizer, state_dict: StateDict) -> None:
     """Load into the inner optimizer, through its own method so that classes can upgrade old state."""
-    inner = local.inner
+    inner = local.optim
     inner.load_state_dict(state_dict)
     tensors = list(chain.from_iterable(group["params"] for group in inner.param_groups))
     for position, saved in state_dict["state"].items():
@@ -234,7 +234,7 @@ def _load_inner(local: LocalOptimizer, state_dict: StateDict) -> None:
                 inner.state[tensors[position]][key] = value
 
 
-def _owned_state(state: Mapping[Any, Any], owned: Owned, spec: ParamSpec) -> dict[Any, Any]:
+def _owned_state(state: Mapping[Any, Any], owned: OwnedShard, spec: ParamSpec) -> dict[Any, Any]:
     def take(tensor: Tensor) -> Tensor:
         if owned.is_cut and tensor.dim() > 0:
             if tuple(tensor.shape) != spec.shape:

@@ -21,8 +21,8 @@ def log_share(engine: Engine) -> None:
         layout.elements_per_rank[group_rank],
         sum(layout.elements_per_rank),
         len(layout.owned_by(group_rank)),
-        engine.sharing.messages,
-        engine.sharing.staging_bytes,
+        engine.param_sync.messages,
+        engine.param_sync.staging_bytes,
     )
     if group_rank == 0:
         logger.info("%s", layout)

@@ -42,7 +42,7 @@ def clip(engines: Sequence[Engine], max_norm: float, norm_type: float, error_if_
         ]
         local = _local_norms(engines, norm_type)
         gradients = [
-            each for engine in engines for each in engine.gradients.to_scale(engine.local.owned, engine.layout)
+            each for engine in engines for each in engine.gradients.to_scale(engine.inner.owned, engine.layout)
         ]
     except Exception as error:
         failure = error
@@ -73,7 +73,7 @@ def _local_norms(engines: Sequence[Engine], order: float) -> Tensor:
         for spec, has in zip(engine.layout.params, present, strict=True):
             if has:
                 check_defined(order, spec.numel, f"the gradient of parameter {spec.name!r}")
-        mine = engine.gradients.owned(engine.local.owned, engine.layout)
+        mine = engine.gradients.owned_gradients(engine.inner.owned, engine.layout)
         parts += [mine.get(index) for index in range(len(engine.params))]
     return local_norms(parts, order, engines[0].params[0].device)
 
@@ -83,7 +83,7 @@ def _total_norm(
 ) -> Tensor:
     """The norm of all gradients, once all ranks agree that they have been given the same."""
     collectives = engines[0].collectives
-    if not collectives.reads_late:
+    if not collectives.defers_host_reads:
         agree(collectives, "the norm of the gradients", facts, failure)
     elif failure is not None:
         raise failure

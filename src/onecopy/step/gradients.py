@@ -10,13 +10,13 @@ from torch import Tensor
 
 from onecopy.common.flat_views import flat_like
 from onecopy.layout import Layout
-from onecopy.step.inner_optimizer import Owned
+from onecopy.step.inner_optimizer import OwnedShard
 
 
 class Gradients(Protocol):
     """What drivers ask of either kind. ``reduced`` is set where only owned ranges are reduced."""
 
-    reduced: bool
+    is_reduce_scattered: bool
 
     def forget(self) -> None:
         """Note that the gradients have been used or thrown away."""
@@ -27,13 +27,13 @@ class Gradients(Protocol):
     def has_gradient(self) -> list[bool]:
         """Which parameters have a gradient now."""
 
-    def lent(self) -> Mapping[int, Tensor] | None:
+    def owned_shards(self) -> Mapping[int, Tensor] | None:
         """This rank's flat ranges by parameter, or None if the inner optimizer finds them by itself."""
 
-    def owned(self, owned: Sequence[Owned], layout: Layout) -> dict[int, Tensor]:
+    def owned_gradients(self, owned: Sequence[OwnedShard], layout: Layout) -> dict[int, Tensor]:
         """This rank's part of the gradients that exist, by parameter."""
 
-    def to_scale(self, owned: Sequence[Owned], layout: Layout) -> list[Tensor]:
+    def to_scale(self, owned: Sequence[OwnedShard], layout: Layout) -> list[Tensor]:
         """What clipping multiplies."""
 
 
@@ -43,11 +43,11 @@ class FullGradients:
     def __init__(self, params: Sequence[Tensor]) -> None:
         self._params = params
         # Set by a hook that reduces gradients to their owners: then only owned ranges of param.grad are reduced.
-        self.reduced = False
+        self.is_reduce_scattered = False
 
     def forget(self) -> None:
         """Note that the gradients have been used or thrown away."""
-        self.reduced = False
+        self.is_reduce_scattered = False
 
     def forget_accumulated(self) -> None:
         """Nothing to note: ``param.grad`` tells."""
@@ -56,10 +56,10 @@ class FullGradients:
         """Which parameters have a gradient now."""
         return [param.grad is not None for param in self._params]
 
-    def lent(self) -> None:
+    def owned_shards(self) -> None:
         """Nothing: the inner optimizer finds them."""
 
-    def owned(self, owned: Sequence[Owned], layout: Layout) -> dict[int, Tensor]:
+    def owned_gradients(self, owned: Sequence[OwnedShard], layout: Layout) -> dict[int, Tensor]:
         """This rank's part of the gradients that exist, by parameter."""
         found = {}
         for entry in owned:
@@ -68,7 +68,9 @@ class FullGradients:
                 continue
             if not entry.is_cut:
                 found[entry.shard.param] = gradient
-            elif gradient.layout is torch.strided and (gradient.stride() == entry.param.stride() or not self.reduced):
+            elif gradient.layout is torch.strided and (
+                gradient.stride() == entry.param.stride() or not self.is_reduce_scattered
+            ):
                 found[entry.shard.param] = flat_like(gradient, entry.param)[entry.shard.start : entry.shard.stop]
             else:
                 raise ValueError(
@@ -77,8 +79,8 @@ class FullGradients:
                 )
         return found
 
-    def to_scale(self, owned: Sequence[Owned], layout: Layout) -> list[Tensor]:
+    def to_scale(self, owned: Sequence[OwnedShard], layout: Layout) -> list[Tensor]:
         """Whole gradients; after a reduction to owners, the rest is not stepped on and stays as it is."""
-        if self.reduced:
-            return list(self.owned(owned, layout).values())
+        if self.is_reduce_scattered:
+            return list(self.owned_gradients(owned, layout).values())
         return [param.grad for param in self._params if param.grad is not None]

@@ -16,13 +16,13 @@ from onecopy.common.flat_views import flat_like
 from onecopy.common.torch_private import bare_step
 from onecopy.layout import Layout, Shard
 from onecopy.step.group_options import apply_changes, options_of, replace_options
-from onecopy.step.master_weights import Master, MasterCopies, Masters
+from onecopy.step.master_weights import MasterWeight, MasterWeightPolicy, MasterWeights
 from onecopy.step.optimizer_classes import REFUSES_SPARSE_GRADIENTS, SKIPS_MISSING_GRADIENTS, check_options
 from onecopy.step.parameter_groups import Group
 
 
 @dataclass(frozen=True, slots=True)
-class Owned:
+class OwnedShard:
     """A shard of this rank, its parameter, and the tensor that the inner optimizer steps for it.
 
     That tensor is the parameter itself, an alias of its memory (flat if only a range is owned), or a copy whose values
@@ -32,7 +32,7 @@ class Owned:
     shard: Shard
     param: Tensor
     tensor: Tensor
-    home: Tensor | None = None
+    param_view: Tensor | None = None
 
     @property
     def is_alias(self) -> bool:
@@ -48,7 +48,7 @@ class Owned:
         """Give the stepped tensor a gradient, from a flat range in storage order, or none."""
         if range_ is not None and self.tensor.dim() != 1:
             range_ = range_.as_strided(self.tensor.shape, self.tensor.stride())
-        if range_ is not None and (self.home is not None or range_.dtype != self.tensor.dtype):
+        if range_ is not None and (self.param_view is not None or range_.dtype != self.tensor.dtype):
             range_ = _converted(range_, self.tensor)
         self.tensor.grad = range_
 
@@ -71,7 +71,7 @@ def parameter_or_alias(shard: Shard, param: Tensor, flat: Tensor) -> Tensor:
     return param if shard.numel == param.numel() else alias(shard, param, flat)
 
 
-class LocalOptimizer:
+class InnerOptimizer:
     """Constructs, feeds and steps the inner optimizer."""
 
     def __init__(
@@ -84,12 +84,12 @@ class LocalOptimizer:
         flats: Sequence[Tensor],
         group_rank: int,
         stepped: Stepped = parameter_or_alias,
-        masters: Masters | None = None,
+        masters: MasterWeightPolicy | None = None,
     ) -> None:
         self.optimizer_class = optimizer_class
         self.group_rank = group_rank
-        self.wanted_masters = masters or Masters()
-        self.uses_masters = any(self.wanted_masters.wanted_for(param) for param in params)  # on some rank
+        self.master_policy = masters or MasterWeightPolicy()
+        self.uses_master_weights = any(self.master_policy.applies_to(param) for param in params)  # on some rank
         self.defaults = defaults
         self.version = 0  # counts steps, loads and edits, by which others know that the state changed
         self.has_state = False  # on some rank
@@ -97,15 +97,15 @@ class LocalOptimizer:
         self._stepped = stepped
         self._set_aside: list[tuple[Tensor, Tensor | None]] = []
         self._set_owned([self._own(shard, params, flats) for shard in layout.shards if shard.owner == group_rank])
-        self.inner = optimizer_class(
+        self.optim = optimizer_class(
             [self._local_group(group, position, layout) for position, group in enumerate(groups)], **defaults
         )
-        check_options(self.inner)
-        self.run_inner = bare_step(self.inner)
-        self._in_buckets: list[Owned] = []
-        self._takes_closure = "closure" in inspect.signature(type(self.inner).step).parameters
+        check_options(self.optim)
+        self.run_inner = bare_step(self.optim)
+        self._in_buckets: list[OwnedShard] = []
+        self._takes_closure = "closure" in inspect.signature(type(self.optim).step).parameters
         # An unknown class may move parameters that have no gradient (weight decay alone).
-        self.moves_all = type(self.inner) not in SKIPS_MISSING_GRADIENTS
+        self.moves_all = type(self.optim) not in SKIPS_MISSING_GRADIENTS
 
     def rebuilt(
         self,
@@ -113,16 +113,16 @@ class LocalOptimizer:
         layout: Layout,
         params: Sequence[Tensor],
         flats: Sequence[Tensor],
-        masters: Masters,
-    ) -> LocalOptimizer:
+        masters: MasterWeightPolicy,
+    ) -> InnerOptimizer:
         """Another one for the same parameters that steps aliases or copies of what ``layout`` gives this rank."""
-        return LocalOptimizer(
+        return InnerOptimizer(
             self.optimizer_class, self.defaults, groups, layout, params, flats, self.group_rank, alias, masters
         )
 
     def add_group(self, group: Group, layout: Layout, params: Sequence[Tensor], flats: Sequence[Tensor]) -> None:
         """Give the inner optimizer its part of the layout's last group."""
-        position = len(self.inner.param_groups)
+        position = len(self.optim.param_groups)
         self._set_owned(
             self.owned
             + [
@@ -131,30 +131,32 @@ class LocalOptimizer:
                 if shard.owner == self.group_rank and layout.params[shard.param].group == position
             ]
         )
-        self.inner.add_param_group(self._local_group(group, position, layout))
-        self.uses_masters = any(self.wanted_masters.wanted_for(param) for param in params)
-        check_options(self.inner)
+        self.optim.add_param_group(self._local_group(group, position, layout))
+        self.uses_master_weights = any(self.master_policy.applies_to(param) for param in params)
+        check_options(self.optim)
 
     def keep_groups(self, count: int, layout: Layout) -> None:
         """Forget all but the first ``count`` groups, which ``layout`` describes."""
         for owned in self.owned:
             if owned.shard.param >= len(layout.params):
-                self.inner.state.pop(owned.tensor, None)
-        del self.inner.param_groups[count:]
+                self.optim.state.pop(owned.tensor, None)
+        del self.optim.param_groups[count:]
         self._set_owned([owned for owned in self.owned if owned.shard.param < len(layout.params)])
 
-    def _own(self, shard: Shard, params: Sequence[Tensor], flats: Sequence[Tensor]) -> Owned:
+    def _own(self, shard: Shard, params: Sequence[Tensor], flats: Sequence[Tensor]) -> OwnedShard:
         param = params[shard.param]
-        if self.wanted_masters.wanted_for(param):
-            home = alias(shard, param, flats[shard.param])
-            return Owned(shard, param, self.wanted_masters.copy_of(home), home)
-        return Owned(shard, param, self._stepped(shard, param, flats[shard.param]))
+        if self.master_policy.applies_to(param):
+            param_view = alias(shard, param, flats[shard.param])
+            return OwnedShard(shard, param, self.master_policy.copy_of(param_view), param_view)
+        return OwnedShard(shard, param, self._stepped(shard, param, flats[shard.param]))
 
-    def _set_owned(self, owned: list[Owned]) -> None:
+    def _set_owned(self, owned: list[OwnedShard]) -> None:
         self.owned = owned
         self.tensor_of: dict[Any, Tensor] = {entry.param: entry.tensor for entry in owned}
         self._aliases = [entry for entry in owned if entry.is_alias]
-        self.copies = MasterCopies([Master(entry.tensor, entry.home) for entry in owned if entry.home is not None])
+        self.copies = MasterWeights(
+            [MasterWeight(entry.tensor, entry.param_view) for entry in owned if entry.param_view is not None]
+        )
 
     def _local_group(self, group: Group, position: int, layout: Layout) -> Group:
         mine = [owned for owned in self.owned if layout.params[owned.shard.param].group == position]
@@ -167,11 +169,11 @@ class LocalOptimizer:
     def repoint(self, flats: Sequence[Tensor]) -> None:
         """Follow parameters that have moved: the aliases keep their identity, and with it their state."""
         for owned in self.owned:
-            if owned.home is not None:
-                owned.home.data = alias(owned.shard, owned.param, flats[owned.shard.param])
+            if owned.param_view is not None:
+                owned.param_view.data = alias(owned.shard, owned.param, flats[owned.shard.param])
             elif owned.is_alias:
                 owned.tensor.data = alias(owned.shard, owned.param, flats[owned.shard.param])
-        refuses = type(self.inner) in REFUSES_SPARSE_GRADIENTS
+        refuses = type(self.optim) in REFUSES_SPARSE_GRADIENTS
         self._in_buckets = [] if refuses else [owned for owned in self.owned if owned.tensor.storage_offset()]
 
     def note_loaded(self, has_state: bool) -> None:
@@ -188,7 +190,7 @@ class LocalOptimizer:
 
     def other_state(self) -> dict[Any, Any]:
         """State under keys that are not tensors."""
-        return {key: self.inner.state[key] for key in self.inner.state if not isinstance(key, Tensor)}
+        return {key: self.optim.state[key] for key in self.optim.state if not isinstance(key, Tensor)}
 
     def note_edited(self) -> None:
         """Note that someone has set or deleted a part of this rank's state."""
@@ -202,14 +204,14 @@ class LocalOptimizer:
         entries = dict(states.items())
         kept = {self.state_key(key): value for key, value in entries.items()}
         kept.pop(None, None)
-        self.inner.state = defaultdict(dict, kept)
+        self.optim.state = defaultdict(dict, kept)
         if entries or self.has_state:
             self.note_loaded(has_state=True)  # on some rank: that a mapping is empty here says nothing of the others
 
     def push_options(self, groups: Sequence[Group]) -> None:
         """Give the inner optimizer's groups the options of ``groups``, and no others."""
         self._pushed = [options_of(group) for group in groups]
-        for options, inner in zip(self._pushed, self.inner.param_groups, strict=True):
+        for options, inner in zip(self._pushed, self.optim.param_groups, strict=True):
             replace_options(inner, options)
 
     def pull_options(self, groups: Sequence[Group]) -> None:
@@ -218,20 +220,20 @@ class LocalOptimizer:
         An option that the user has set in ``groups`` since then stays. A group that was not pushed gets all options.
         """
         pushed = self._pushed + [{}] * (len(groups) - len(self._pushed))
-        for group, before, inner in zip(groups, pushed, self.inner.param_groups, strict=True):
+        for group, before, inner in zip(groups, pushed, self.optim.param_groups, strict=True):
             apply_changes(group, before, options_of(inner))
 
     def pull_all_options(self, groups: Sequence[Group]) -> None:
         """Give ``groups`` the options of the inner optimizer's groups, and no others."""
-        for group, inner in zip(groups, self.inner.param_groups, strict=True):
+        for group, inner in zip(groups, self.optim.param_groups, strict=True):
             replace_options(group, options_of(inner))
 
-    def bind_gradients(self, layout: Layout, lent: Mapping[int, Tensor] | None = None) -> None:
+    def bind_gradients(self, layout: Layout, gradient_shards: Mapping[int, Tensor] | None = None) -> None:
         """Give the stepped tensors their gradients: the parameters' own, or flat ranges lent for this step only."""
-        if lent is not None:
+        if gradient_shards is not None:
             self._set_aside = [(owned.tensor, owned.tensor.grad) for owned in self.owned if not owned.is_alias]
             for owned in self.owned:
-                owned.bind(lent.get(owned.shard.param))
+                owned.bind(gradient_shards.get(owned.shard.param))
             return
         for owned in self._aliases:
             owned.tensor.grad = self._own_range(owned, layout)
@@ -244,10 +246,10 @@ class LocalOptimizer:
                     "longer memory; use parameters_as_bucket_view=False"
                 )
 
-    def _own_range(self, owned: Owned, layout: Layout) -> Tensor | None:
+    def _own_range(self, owned: OwnedShard, layout: Layout) -> Tensor | None:
         gradient = owned.param.grad
         if gradient is None or not owned.is_cut:
-            return gradient if gradient is None or owned.home is None else _converted(gradient, owned.tensor)
+            return gradient if gradient is None or owned.param_view is None else _converted(gradient, owned.tensor)
         if gradient.layout is not torch.strided:
             raise ValueError(
                 f"rank {self.group_rank}: parameter {layout.params[owned.shard.param].name!r} has a sparse gradient "
@@ -259,7 +261,7 @@ class LocalOptimizer:
         """Step with these flat gradients, by parameter, and no others: torch's optimizers skip what has none."""
         self.step_part(self.owned, ranges, {})
 
-    def step_part(self, part: Sequence[Owned], ranges: Mapping[int, Tensor], kwargs: dict[str, Any]) -> None:
+    def step_part(self, part: Sequence[OwnedShard], ranges: Mapping[int, Tensor], kwargs: dict[str, Any]) -> None:
         """Step some of what is owned, where no other stepped tensor has a gradient at that time."""
         for owned in part:
             owned.bind(ranges.get(owned.shard.param))
@@ -289,7 +291,7 @@ class LocalOptimizer:
             with torch.enable_grad():
                 loss = closure()
             self.run_inner(**kwargs)
-        self.copies.publish(self.moves_all)
+        self.copies.write_to_params(self.moves_all)
         return loss
 
 
@@ -300,16 +302,16 @@ class OwnedState(MutableMapping[Any, Any]):
     rank has none here. Keys that are not tensors are kept as they are.
     """
 
-    def __init__(self, local: Callable[[], LocalOptimizer]) -> None:
+    def __init__(self, local: Callable[[], InnerOptimizer]) -> None:
         self._get_local = local
 
     @property
-    def _local(self) -> LocalOptimizer:
+    def _local(self) -> InnerOptimizer:
         return self._get_local()
 
     def __getitem__(self, param: Any) -> Any:
         key = self._local.state_key(param)
-        return {} if key is None else self._local.inner.state[key]
+        return {} if key is None else self._local.optim.state[key]
 
     def __setitem__(self, param: Any, value: Any) -> None:
         key = self._local.state_key(param)
@@ -317,13 +319,13 @@ class OwnedState(MutableMapping[Any, Any]):
             raise KeyError(
                 f"rank {self._local.group_rank} owns nothing of this parameter; its state is on another rank"
             )
-        self._local.inner.state[key] = value
+        self._local.optim.state[key] = value
         self._local.note_edited()
 
     def __delitem__(self, param: Any) -> None:
         if param not in self:
             raise KeyError(f"rank {self._local.group_rank} has no state under this key")
-        del self._local.inner.state[self._local.state_key(param)]
+        del self._local.optim.state[self._local.state_key(param)]
         self._local.note_edited()
 
     def get(self, param: Any, default: Any = None) -> Any:
@@ -345,10 +347,10 @@ class OwnedState(MutableMapping[Any, Any]):
         return self[param]
 
     def __contains__(self, param: object) -> bool:
-        return self._local.state_key(param) in self._local.inner.state
+        return self._local.state_key(param) in self._local.optim.state
 
     def __iter__(self) -> Iterator[Any]:
-        state = self._local.inner.state
+        state = self._local.optim.state
         params = [param for param, tensor in self._local.tensor_of.items() if tensor in state]
         return iter([*params, *self._local.other_state()])
 

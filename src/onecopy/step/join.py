@@ -28,7 +28,7 @@ from onecopy.step.join_handover import read_handover, write_handover
 from onecopy.step.parameter_groups import Group
 
 
-class ServeShard(JoinHook):
+class ZeROJoinHook(JoinHook):
     """What a joined rank does while others still have inputs."""
 
     def __init__(self, serve: Callable[[], None], engine: Engine, groups: Callable[[], Sequence[Group]]) -> None:
@@ -43,7 +43,7 @@ class ServeShard(JoinHook):
     def post_hook(self, is_last_joiner: bool) -> None:
         """Leave all ranks with the options of a last one: its scheduler may have run after its last step."""
         collectives, groups = self._engine.collectives, self._groups()
-        flags = [row[0] for row in collectives.all_gather_words([int(is_last_joiner)], "leaving the join context")]
+        flags = [row[0] for row in collectives.all_gather_flags([int(is_last_joiner)], "leaving the join context")]
         source, header = flags.index(1), b""
         failure: Exception | None = None
         try:
@@ -84,35 +84,35 @@ def _round(
 ) -> Any:
     loss, failure = None, None
     try:
-        engine.follow_moves()
+        engine.follow_moved_params()
     except Exception as error:
         failure = error
-    flags = [row[0] for row in engine.collectives.all_gather_words([int(active)], "step()")]
+    flags = [row[0] for row in engine.collectives.all_gather_flags([int(active)], "step()")]
     joined = [group_rank for group_rank, is_active in enumerate(flags) if not is_active]
     has_gradient = engine.gradients.has_gradient()
-    lent: dict[int, Tensor] | None = None
+    gradient_shards: dict[int, Tensor] | None = None
     if joined:
         source = flags.index(1)
         if engine.collectives.group_rank == source:
-            failure = _lend(engine, groups, has_gradient, joined) or failure
+            failure = _send_to_joined(engine, groups, has_gradient, joined) or failure
         else:
             header = engine.collectives.broadcast_bytes(None, source)
             try:
                 if not active and header:
-                    has_gradient, lent = _borrow(engine, groups, header, source)
+                    has_gradient, gradient_shards = _receive_from_active(engine, groups, header, source)
             except Exception as error:
                 failure = error
     try:
         if failure is None:
-            loss = engine.update(groups, closure, kwargs, lent)
+            loss = engine.update(groups, closure, kwargs, gradient_shards)
     except Exception as error:
         failure = error
-    engine.settle(groups, has_gradient, failure)
+    engine.confirm_and_share(groups, has_gradient, failure)
     engine.forget_gradients()
     return loss
 
 
-def _lend(
+def _send_to_joined(
     engine: Engine, groups: Sequence[Group], has_gradient: Sequence[bool], joined: Sequence[int]
 ) -> Exception | None:
     """Give every joined rank options and gradients. If that cannot be done, say so with an empty header."""
@@ -120,10 +120,10 @@ def _lend(
     header, failure = b"", None
     ranges: dict[int, list[Tensor]] = {}
     try:
-        for group_rank in joined if not engine.gradients.reduced else ():
+        for group_rank in joined if not engine.gradients.is_reduce_scattered else ():
             shards = _with_gradient(engine, group_rank, has_gradient)
             ranges[group_rank] = [as_bytes(_gradient_range(engine, shard)) for shard in shards]
-        header = write_handover(groups, has_gradient, engine.gradients.reduced)
+        header = write_handover(groups, has_gradient, engine.gradients.is_reduce_scattered)
     except Exception as error:
         failure = error
     collectives.broadcast_bytes(header, collectives.group_rank)
@@ -137,7 +137,7 @@ def _lend(
     return failure
 
 
-def _borrow(
+def _receive_from_active(
     engine: Engine, groups: Sequence[Group], header: bytes, source: int
 ) -> tuple[list[bool], dict[int, Tensor]]:
     """Take an active rank's options, and return which parameters have a gradient and this rank's ranges of them."""
@@ -146,25 +146,25 @@ def _borrow(
     handover.apply_options(groups)
     has_gradient = list(handover.has_gradient)
     shards = _with_gradient(engine, collectives.group_rank, has_gradient)
-    if handover.gradients_reduced:
+    if handover.is_reduce_scattered:
         # Gradients are reduced to joined ranks too: this rank has received its own ranges.
-        ranges = engine.gradients.lent() or engine.reduced
+        ranges = engine.gradients.owned_shards() or engine.reduced_shards
         missing = [engine.layout.params[shard.param].name for shard in shards if shard.param not in ranges]
         if missing:
             raise RuntimeError(f"parameters {missing} have a gradient but are in none of DDP's buckets")
         return has_gradient, {shard.param: ranges[shard.param] for shard in shards}
-    lent = {
+    gradient_shards = {
         shard.param: torch.empty(
             shard.numel, dtype=engine.params[shard.param].dtype, device=engine.params[shard.param].device
         )
         for shard in shards
     }
     receive_stream(
-        [as_bytes(flat) for flat in lent.values()],
+        [as_bytes(flat) for flat in gradient_shards.values()],
         lambda buffer: collectives.receive(buffer, source),
         collectives.control_device,
     )
-    return has_gradient, lent
+    return has_gradient, gradient_shards
 
 
 def _with_gradient(engine: Engine, group_rank: int, has_gradient: Sequence[bool]) -> list[Shard]:

@@ -19,7 +19,7 @@ class Handover:
 
     options: tuple[Group, ...]
     has_gradient: tuple[bool, ...]
-    gradients_reduced: bool
+    is_reduce_scattered: bool
 
     def apply_options(self, groups: Sequence[Group]) -> None:
         """Take the options over."""
@@ -31,14 +31,14 @@ class Handover:
             replace_options(group, {**options, **kept})
 
 
-def write_handover(groups: Sequence[Group], has_gradient: Sequence[bool], gradients_reduced: bool) -> bytes:
+def write_handover(groups: Sequence[Group], has_gradient: Sequence[bool], is_reduce_scattered: bool) -> bytes:
     """As JSON; tensors among the options (a tensor learning rate) are written as their values."""
     described = []
     for group in groups:
         tensors: list[Tensor] = []
         tree = tagged_json.encode(options_of(group), tensors, "an option of a parameter group")
         described.append([tree, [[tagged_json.describe_tensor(tensor)[0], tensor.tolist()] for tensor in tensors]])
-    return tagged_json.dumps([described, [int(has) for has in has_gradient], gradients_reduced])
+    return tagged_json.dumps([described, [int(has) for has in has_gradient], is_reduce_scattered])
 
 
 def read_handover(text: bytes) -> Handover:

@@ -35,7 +35,7 @@ class OptimizerOverOwned(Optimizer):
     def state(self, value: Mapping[Any, Any]) -> None:
         """Replace this rank's state."""
         if self.initialized:
-            self.engine.local.replace_state(value)
+            self.engine.inner.replace_state(value)
         else:
             self._shown_state = value  # torch's constructor assigns it before there is an inner optimizer
 

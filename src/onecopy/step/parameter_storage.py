@@ -22,7 +22,7 @@ ALIGNMENT = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class OwnedMemory:
     """Contiguous memory (as bytes) of some parameters that one rank owns."""
 
     owner: int
@@ -34,7 +34,7 @@ class Storage(Protocol):
     """What the engine asks of either kind."""
 
     flats: list[Tensor]
-    pieces: tuple[Piece, ...]
+    pieces: tuple[OwnedMemory, ...]
     direct_bytes: int
     convertible: bool  # whether parameters may get another type or device before there is state
 
@@ -42,7 +42,7 @@ class Storage(Protocol):
         """The parameters whose memory is no longer where it was."""
 
 
-class InPlace:
+class InPlaceStorage:
     """Every parameter stays where it is; one piece per shard, and small pieces are packed for the way."""
 
     direct_bytes = DIRECT_BYTES
@@ -58,7 +58,7 @@ class InPlace:
         self._matrices = [param for param in self._params if param.dim() > 1]
         self._strides = [param.stride() for param in self._matrices]
         self.pieces = tuple(
-            Piece(shard.owner, (shard.param,), as_bytes(self.flats[shard.param][shard.start : shard.stop]))
+            OwnedMemory(shard.owner, (shard.param,), as_bytes(self.flats[shard.param][shard.start : shard.stop]))
             for shard in layout.shards
         )
 
@@ -78,7 +78,7 @@ class InPlace:
         ]
 
 
-class Buckets(InPlace):
+class BucketStorage(InPlaceStorage):
     """Whole parameters live side by side in flat buckets, one owner to a bucket, so that nothing is packed.
 
     A parameter that is cut is contiguous by itself and needs no bucket. A bucket is at most ``MESSAGE_BYTES`` (or one
@@ -93,7 +93,7 @@ class Buckets(InPlace):
         cut = set(layout.cut_params)
         owner = {shard.param: shard.owner for shard in layout.shards}
         self.pieces = (
-            *(Piece(owner[members[0]], members, memory) for members, memory in buckets),
+            *(OwnedMemory(owner[members[0]], members, memory) for members, memory in buckets),
             *(piece for piece in self.pieces if piece.params[0] in cut),
         )
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from onecopy.comm.collectives import Collectives
 from onecopy.comm.packing import PACKS_IN_FLIGHT, InFlight, plan_messages, unpacker
-from onecopy.step.parameter_storage import Piece
+from onecopy.step.parameter_storage import OwnedMemory
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class Slots:
         return sum(buffer.numel() for buffers in self._buffers.values() for buffer in buffers)
 
 
-class Sharing:
+class ParameterSync:
     """The broadcasts that make all replicas equal, planned once for some pieces of memory.
 
     Owners take turns in the order of the transfers, so that all of them send at the same time. What a step needs is
@@ -64,10 +64,10 @@ class Sharing:
     """
 
     def __init__(
-        self, collectives: Collectives, pieces: Sequence[Piece], direct_bytes: int, slots: Slots | None = None
+        self, collectives: Collectives, pieces: Sequence[OwnedMemory], direct_bytes: int, slots: Slots | None = None
     ) -> None:
         self._collectives = collectives
-        queues: dict[tuple[int, torch.device], list[Piece]] = {}
+        queues: dict[tuple[int, torch.device], list[OwnedMemory]] = {}
         for piece in pieces:
             queues.setdefault((piece.owner, piece.memory.device), []).append(piece)
         planned = [_plan(queue, direct_bytes) for queue in queues.values()]
@@ -114,7 +114,7 @@ class Sharing:
         return self._slots.nbytes
 
 
-def _plan(pieces: Sequence[Piece], direct_bytes: int) -> list[_Transfer]:
+def _plan(pieces: Sequence[OwnedMemory], direct_bytes: int) -> list[_Transfer]:
     """One owner's transfers on one device."""
     transfers = []
     for message in plan_messages([piece.memory.numel() for piece in pieces], direct_bytes):

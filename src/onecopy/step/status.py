@@ -10,7 +10,7 @@ import torch
 
 from onecopy.comm.agreement import Fact, agree, raise_together
 from onecopy.comm.collectives import Collectives
-from onecopy.comm.status_flags import LateWord
+from onecopy.comm.status_flags import DeferredRead
 from onecopy.errors import PeerFailedError, RanksDisagreeError
 from onecopy.layout import Layout
 from onecopy.step.gradient_scale_check import factors_differ
@@ -48,7 +48,7 @@ def _digest(text: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "big")
 
 
-class PromptStatus:
+class ImmediateStatus:
     """Reads the word in the step that sent it. For control data on the CPU, where reading costs no synchronisation."""
 
     late = False
@@ -61,7 +61,7 @@ class PromptStatus:
 
     def exchange(self, facts: StepFacts, factor: int, failure: Exception | None) -> None:
         """Raise on every rank if any rank failed or if the ranks differ."""
-        words = self._collectives.all_gather_words([int(failure is not None), factor, *facts.digests()], "step()")
+        words = self._collectives.all_gather_flags([int(failure is not None), factor, *facts.digests()], "step()")
         if any(word[0] for word in words):
             raise_together(self._collectives, "step()", failure)
         factors = factors_differ([word[1] for word in words])
@@ -78,7 +78,7 @@ class PromptStatus:
         raise AssertionError("words differ but facts do not")
 
 
-class LateStatus:
+class DeferredStatus:
     """Reads the word one step later, so that the host never waits for the accelerator.
 
     A rank that failed raises at once, after it has served the step's collectives; the others raise at their next
@@ -89,7 +89,7 @@ class LateStatus:
 
     def __init__(self, collectives: Collectives) -> None:
         self._collectives = collectives
-        self._previous: LateWord | None = None
+        self._previous: DeferredRead | None = None
 
     def forget(self) -> None:
         """Do not read the word of the last step."""
@@ -101,7 +101,7 @@ class LateStatus:
         previous, self._previous = self._previous, None
         if previous is not None:
             self._check(previous.read())
-        self._previous = LateWord(torch.stack(self._collectives.start_all_gather_words(word)))
+        self._previous = DeferredRead(torch.stack(self._collectives.start_all_gather_flags(word)))
 
     def _check(self, words: list[list[int]]) -> None:
         mine = self._collectives.group_rank
@@ -116,6 +116,6 @@ class LateStatus:
             )
 
 
-def make_status(collectives: Collectives) -> PromptStatus | LateStatus:
+def make_status(collectives: Collectives) -> ImmediateStatus | DeferredStatus:
     """The kind that fits where control data lives."""
-    return (LateStatus if collectives.reads_late else PromptStatus)(collectives)
+    return (DeferredStatus if collectives.defers_host_reads else ImmediateStatus)(collectives)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from onecopy import Layout, ParamSpec
-from onecopy.data_parallel.wrapper import BUCKET_BYTES
+from onecopy.comm.limits import BUCKET_BYTES
 from onecopy.layout import CUT_MULTIPLE, BucketPlan, plan_buckets
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)

@@ -19,8 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from harness import EVERYTHING, distributed
 from models import Everything, assert_equal, assert_replicas_equal, everything_inputs, values
 from onecopy import ShardedDataParallel, ZeroRedundancyOptimizer
-from onecopy.comm import collectives, pairwise_exchange
-from onecopy.data_parallel import gradient_buckets, pipelined_step
+from onecopy.comm import limits
 from test_parity import CASES, Case, Run, compare, make_plain, switch_mode
 
 Model = ShardedDataParallel | DistributedDataParallel
@@ -41,9 +40,9 @@ SGD: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
 
 def little_room(patch: pytest.MonkeyPatch) -> None:
     """Make messages short, and the room in which they are received so small that they take turns."""
-    patch.setattr(pairwise_exchange, "SHORTEST_BYTES", 64)
-    patch.setattr(pairwise_exchange, "LONGEST_BYTES", 256)
-    patch.setattr(pairwise_exchange, "STAGED_BYTES", 600)
+    patch.setattr(limits, "SHORTEST_BYTES", 64)
+    patch.setattr(limits, "LONGEST_BYTES", 256)
+    patch.setattr(limits, "STAGED_BYTES", 600)
 
 
 @contextlib.contextmanager
@@ -54,9 +53,9 @@ def as_if_large() -> Iterator[None]:
     gradients are sent from where they are, the longer ones in several messages, for which there is little room.
     """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pipelined_step, "SEGMENT_BYTES", 1)
-        patch.setattr(gradient_buckets, "DIRECT_BYTES", 200)
-        patch.setattr(collectives, "CHUNK_BYTES", 256)
+        patch.setattr(limits, "SEGMENT_BYTES", 1)
+        patch.setattr(limits, "DIRECT_GRADIENT_BYTES", 200)
+        patch.setattr(limits, "CHUNK_BYTES", 256)
         little_room(patch)
         yield
 

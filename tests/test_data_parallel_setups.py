@@ -21,8 +21,9 @@ from torch.optim.lr_scheduler import StepLR
 from harness import distributed
 from models import Everything, assert_equal, assert_replicas_equal, assert_same_tree, everything_inputs, values
 from onecopy import ShardedDataParallel, ZeroRedundancyOptimizer
-from onecopy.comm.collectives import TAGS, Collectives
-from onecopy.data_parallel import backward
+from onecopy.comm import limits
+from onecopy.comm.collectives import Collectives
+from onecopy.comm.limits import TAGS
 from test_data_parallel import ROUNDING, SGD, Layers, Side, as_if_large, different_layers, inputs_of, one_step
 from test_data_parallel_use import Batched, closure, loss_of
 
@@ -286,7 +287,7 @@ def test_a_rank_that_waits_inside_its_backward_pass_does_not_keep_others_from_ge
             return outputs
 
     with as_if_large(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(backward, "IN_FLIGHT_BYTES", 1)
+        patch.setattr(limits, "GRADIENT_BYTES_IN_FLIGHT", 1)
         model, optimizer = wrapped(Meets())
         for step in range(2):
             model(inputs_of(dist.get_rank(), step)).square().sum().backward()

@@ -22,23 +22,25 @@ from torch.optim import Optimizer
 
 from harness import distributed
 from onecopy import ZeroRedundancyOptimizer
-from onecopy.comm.packing import (
+from onecopy.comm.limits import (
     DIRECT_BYTES,
+    LONGEST_BYTES,
     MESSAGE_BYTES,
     PACK_BYTES,
     PACKS_IN_FLIGHT,
-    InFlight,
-    plan_messages,
-    receive_stream,
-    send_stream,
-)
-from onecopy.comm.pairwise_exchange import (
-    LONGEST_BYTES,
     SHORTEST_BYTES,
     STAGED_BYTES,
+)
+from onecopy.comm.packing import (
+    InFlight,
+    plan_messages,
+    receive_ranges,
+    send_ranges,
+)
+from onecopy.comm.pairwise_exchange import (
     message_length,
     message_lengths,
-    places,
+    staging_slots,
 )
 from onecopy.common import tagged_json
 from onecopy.common.flat_views import as_bytes, dense_copy, flat_like, flat_view, is_dense, to_bytes
@@ -285,22 +287,22 @@ def test_messages_carry_every_byte_once_in_order_and_within_bounds(sizes: list[i
     sent: list[int] = [0] * len(sizes)
     for message in messages:
         if message.packed:
-            assert message.pieces == tuple(sorted(message.pieces))
-            assert (message.start, message.stop) == (0, sum(sizes[position] for position in message.pieces))
+            assert message.ranges == tuple(sorted(message.ranges))
+            assert (message.start, message.stop) == (0, sum(sizes[position] for position in message.ranges))
             assert 0 < message.stop <= PACK_BYTES
-            for position in message.pieces:
+            for position in message.ranges:
                 assert sent[position] == 0
                 assert sizes[position] < direct_bytes
                 sent[position] = sizes[position]
         else:
-            (position,) = message.pieces
+            (position,) = message.ranges
             assert sizes[position] >= direct_bytes
             assert message.start == sent[position], "parts follow each other"
             assert 0 < message.stop - message.start <= MESSAGE_BYTES
             sent[position] = message.stop
     assert sent == sizes
     for packed in (True, False):
-        first = [message.pieces[0] for message in messages if message.packed is packed]
+        first = [message.ranges[0] for message in messages if message.packed is packed]
         assert first == sorted(first)
 
 
@@ -309,7 +311,7 @@ def test_messages_carry_every_byte_once_in_order_and_within_bounds(sizes: list[i
 def test_a_pack_is_closed_only_when_the_next_piece_does_not_fit(sizes: list[int]) -> None:
     packs = plan_messages(sizes)
     for full, following in itertools.pairwise(packs):
-        assert full.stop + sizes[following.pieces[0]] > PACK_BYTES
+        assert full.stop + sizes[following.ranges[0]] > PACK_BYTES
 
 
 class Transfer:
@@ -362,10 +364,10 @@ def test_a_stream_arrives_as_it_was_sent() -> None:
     sizes = [0, 7, DIRECT_BYTES, 1, *[DIRECT_BYTES - 1] * 9, 3, 2 * DIRECT_BYTES + 5, 0]
     pieces = [torch.randint(0, 256, (size,), dtype=torch.uint8) for size in sizes]
     wire = Wire()
-    send_stream(pieces, wire.send, CPU)
+    send_ranges(pieces, wire.send, CPU)
     assert len(wire.messages) == len(plan_messages(sizes)) < len(sizes)
     received = [torch.zeros_like(piece) for piece in pieces]
-    receive_stream(received, wire.receive, CPU)
+    receive_ranges(received, wire.receive, CPU)
     assert not wire.messages
     assert all(map(torch.equal, received, pieces))
 
@@ -711,7 +713,7 @@ def test_options_are_told_in_words_that_equal_options_share() -> None:
 
 @given(st.lists(st.integers(0, 300), max_size=60).map(tuple), st.integers(1, 2000))
 def test_messages_that_are_not_used_yet_never_overlap(sizes: tuple[int, ...], room: int) -> None:
-    found = places(sizes, room)
+    found = staging_slots(sizes, room)
     assert len(found) == len(sizes)
     for number, (place, size) in enumerate(zip(found, sizes, strict=True)):
         assert place.offset + size <= max(room, 2 * max(sizes)), "it stays in the room"
@@ -725,7 +727,7 @@ def test_messages_that_are_not_used_yet_never_overlap(sizes: tuple[int, ...], ro
 
 @given(st.integers(1, 300), st.integers(1, 60))
 def test_while_one_message_is_used_the_next_of_its_size_can_arrive(size: int, count: int) -> None:
-    assert all(place.after < number - 1 for number, place in enumerate(places((size,) * count, 1)) if number)
+    assert all(place.after < number - 1 for number, place in enumerate(staging_slots((size,) * count, 1)) if number)
 
 
 @given(st.integers(1, 3000), st.sampled_from([1, 2, 4, 8, 16]))

@@ -23,8 +23,7 @@ import onecopy
 from harness import distributed
 from models import assert_equal, assert_replicas_equal, assert_same_tree, small_inputs, small_loss, small_model
 from onecopy import ReduceScatter, ZeroRedundancyOptimizer, reduce_scatter_hook
-from onecopy.comm import collectives
-from onecopy.ddp_hooks import reduce_scatter
+from onecopy.comm import limits
 from test_data_parallel import little_room
 
 ROUNDING = 1e-6
@@ -256,8 +255,8 @@ def assert_parity(case: Case, iterations: int = 5) -> None:
     """
     ours, reference = scattered_run(case), plain_run(case)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reduce_scatter, "DIRECT_BYTES", 200)
-        patch.setattr(collectives, "CHUNK_BYTES", 256)
+        patch.setattr(limits, "DIRECT_GRADIENT_BYTES", 200)
+        patch.setattr(limits, "CHUNK_BYTES", 256)
         little_room(patch)
         train_both(ours, reference, range(iterations))
     assert_replicas_equal(ours.params)
@@ -360,7 +359,7 @@ def test_around_a_hook_that_compresses_buckets_gradients_are_scaled_once(world_s
     zero = ZeroRedundancyOptimizer(compressed.parameters(), torch.optim.SGD, lr=0.1)
     compressed.register_comm_hook(zero, fp16_compress_wrapper(reduce_scatter_hook))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reduce_scatter, "DIRECT_BYTES", direct_bytes)
+        patch.setattr(limits, "DIRECT_GRADIENT_BYTES", direct_bytes)
         small_loss(compressed, 0).backward()
     reference.backward(0)
     for param, plain in zip(zero.engine.params, reference.params, strict=True):
@@ -379,7 +378,7 @@ def test_a_narrow_type_rounds_every_rank_once_whoever_owns_the_range(world_size:
     run = scattered_run(case, reduce_dtype=torch.bfloat16)
     local = [grad.clone() for grad in torch.autograd.grad(small_loss(run.ddp.module, 0), run.params)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reduce_scatter, "DIRECT_BYTES", 16)
+        patch.setattr(limits, "DIRECT_GRADIENT_BYTES", 16)
         run.backward(0)
     checked = 0
     for shard in run.zero.engine.layout.shards:
@@ -860,7 +859,7 @@ def test_a_pass_that_failed_on_all_ranks_with_messages_on_their_way_leaves_nothi
     case = Case(ddp={"bucket_cap_mb": 1e-4})
     ours, reference = scattered_run(case), plain_run(case)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reduce_scatter, "DIRECT_BYTES", 16)
+        patch.setattr(limits, "DIRECT_GRADIENT_BYTES", 16)
         little_room(patch)
         train_both(ours, reference, range(2))  # DDP makes its buckets anew after the first
         ours.ddp.zero_grad()

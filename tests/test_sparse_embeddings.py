@@ -21,7 +21,8 @@ from harness import distributed
 from models import assert_equal, assert_replicas_equal
 from onecopy import MixedPrecision, ShardedDataParallel, ZeroRedundancyOptimizer
 from onecopy.bench.launching import loopback_bytes
-from onecopy.data_parallel import backward, optimizer_takeover
+from onecopy.comm import limits
+from onecopy.data_parallel import optimizer_takeover
 from onecopy.data_parallel.sparse_rows import EmbeddingRows, RowBucket, RowRange
 from onecopy.errors import RanksDisagreeError
 from test_data_parallel import ADAMW, ROUNDING, SGD, Side, as_if_large
@@ -254,7 +255,7 @@ class Meets(Reader):
 def test_nobody_waits_for_what_others_receive_later(world_size: int) -> None:
     """Dense values are received only when a rank adds up, which must not keep another from getting there."""
     with small_ones_too(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(backward, "IN_FLIGHT_BYTES", 1)
+        patch.setattr(limits, "GRADIENT_BYTES_IN_FLIGHT", 1)
         ours = Side(True, Meets, sparse_embeddings=True)
         for step in range(4):
             one_step(ours, step, few=step % 2 == 0)
@@ -335,7 +336,7 @@ def test_replicas_add_up_at_the_same_time_whatever_rows_they_have(world_size: in
     """One that waits for its replica must not wait for one that waits inside its backward pass."""
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
     with small_ones_too(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(backward, "IN_FLIGHT_BYTES", 500)
+        patch.setattr(limits, "GRADIENT_BYTES_IN_FLIGHT", 500)
         ours = Side(True, Meets, group=mesh.get_group("shard"), mesh=mesh, sparse_embeddings=True)
         for step in range(3):
             words = words_of(0, step, few=False)[: 6 if dist.get_rank() else 1]

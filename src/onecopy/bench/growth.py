@@ -14,6 +14,7 @@ import torch
 from torch.optim import AdamW
 
 from onecopy.bench.variants import LR
+from onecopy.comm import limits
 from onecopy.layout import ParamSpec, extend, plan_buckets
 from onecopy.optimizer import ZeroRedundancyOptimizer
 
@@ -22,7 +23,6 @@ RANKS = (1, 16, 256, 4096, 16_384)
 MOST_SHARDS = 2_000_000
 """Layouts of more shards than this are not planned: every rank has a shard of every parameter."""
 TENSORS = (10, 100, 1000, 5000)
-BUCKET_BYTES = 8 << 20
 ALONE = "AdamW by itself, a half of them"
 PEER = "torch's class, bucket views"
 SWEPT_BYTES = 64 << 20
@@ -49,7 +49,7 @@ def planning() -> list[dict[str, Any]]:
                 "parameter": lambda specs=specs, ranks=ranks: extend(None, specs, ranks, "parameter", True),  # type: ignore[misc]
                 "element": lambda specs=specs, ranks=ranks: extend(None, specs, ranks, "element", True),  # type: ignore[misc]
                 "bucket": lambda specs=specs, order=order, ranks=ranks: plan_buckets(  # type: ignore[misc]
-                    specs, order, ranks, True, BUCKET_BYTES
+                    specs, order, ranks, True, limits.BUCKET_BYTES
                 ),
             }
             for policy, plan in plans.items():

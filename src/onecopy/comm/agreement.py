@@ -1,6 +1,8 @@
-"""Calls that all ranks make together: compare first, and fail together.
+"""Calls that all ranks make together: compare their arguments first, and fail on every rank if one fails.
 
-A rank whose own checks failed still takes part, so that no rank waits for it; then every rank raises.
+A rank that raised still takes part in the exchange of status flags, so that no other rank waits for it. Then every rank
+raises. ``FailTogether`` does this for a block of code. ``step()`` and ``backward()`` exchange status flags anyway:
+there ``FirstFailure`` keeps the exception, and the flags tell the other ranks.
 """
 
 from __future__ import annotations
@@ -8,6 +10,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import TracebackType
+from typing import NoReturn
 
 from onecopy.comm.collectives import Collectives
 from onecopy.common import tagged_json
@@ -16,53 +20,127 @@ from onecopy.errors import PeerFailedError, RanksDisagreeError
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """One thing that must be the same everywhere: what it is about, and its value."""
+    """One thing that must be equal on all ranks: its subject and its value, as text for the error."""
 
     subject: str
     value: str
 
 
+class FirstFailure:
+    """Keeps the first exception that is raised in its ``with`` blocks, for the ranks to be told later.
+
+    Attributes:
+        error: the exception, or None.
+    """
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error = error
+
+    def __enter__(self) -> FirstFailure:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool:
+        if not isinstance(error, Exception):
+            return False
+        self.error = self.error or error
+        return True
+
+    def __bool__(self) -> bool:
+        return self.error is not None
+
+
+class FailTogether:
+    """Runs a block on every rank; if it raises on one rank, or if the facts differ, all ranks raise.
+
+    Example::
+
+        with FailTogether(collectives, "load_state_dict()") as together:
+            state = read()  # may raise on one rank only
+            together.facts = describe(state)  # must be equal on all ranks
+
+    1. The block runs. It must not communicate: another rank may have left it already.
+    2. All ranks exchange one row of status flags: whether the block raised, a digest of the facts, a flag.
+    3. A rank whose block raised raises that exception, the other ranks a :class:`PeerFailedError` with its message. If
+       the facts differ, all raise a :class:`RanksDisagreeError` that names the first difference.
+
+    Args:
+        collectives: the ranks that make this call, or None for a process without a process group.
+        call: the name of the call, for error messages.
+
+    Attributes:
+        facts: what must be equal on all ranks. The block sets it.
+        flag: a boolean that the block may set.
+        any_flag: after the block, whether any rank has set its flag.
+    """
+
+    def __init__(self, collectives: Collectives | None, call: str, facts: Sequence[Fact] = ()) -> None:
+        self._collectives = collectives
+        self._call = call
+        self.facts = list(facts)
+        self.flag = False
+        self.any_flag = False
+
+    def __enter__(self) -> FailTogether:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is not None and not isinstance(error, Exception):
+            return  # Ctrl-C and its like: this process ends, and does not wait for the others
+        self.any_flag = self._exchange(error)
+
+    def _exchange(self, error: Exception | None) -> bool:
+        """Tell all ranks how the block has ended; raise if it has failed anywhere."""
+        collectives = self._collectives
+        if collectives is None:
+            return self.flag  # the block's own exception is raised by the with statement
+        digest = _digest(self.facts)
+        rows = collectives.all_gather_flags([int(error is not None), digest, int(self.flag)], self._call)
+        if any(failed for failed, _, _ in rows):
+            raise_together(collectives, self._call, error)
+        if any(other != digest for _, other, _ in rows):
+            _raise_difference(collectives, self._call, self.facts)
+        return any(flag for _, _, flag in rows)
+
+
 def agree(
-    collectives: Collectives,
-    what: str,
+    collectives: Collectives | None,
+    call: str,
     facts: Sequence[Fact],
     failure: Exception | None = None,
     flag: bool = False,
 ) -> bool:
-    """Raise on every rank if a rank failed or if the facts differ; else tell whether any rank raised its flag.
+    """As :class:`FailTogether`, for a failure that was kept."""
+    together = FailTogether(collectives, call, facts)
+    together.flag = flag
+    with together:
+        if failure is not None:
+            raise failure
+    return together.any_flag
 
-    Args:
-        collectives: the process group.
-        what: the call, for messages, such as "constructing the optimizer".
-        facts: what must be equal on all ranks, in order.
-        failure: this rank's own error, if it has one.
-        flag: anything that one rank knows and all must hear.
+
+def raise_together(collectives: Collectives, call: str, failure: Exception | None) -> NoReturn:
+    """Raise on every rank: its own failure if it has one, else a :class:`PeerFailedError` with the first message.
+
+    All ranks make this call together, once they know that one of them has failed.
     """
-    digest = _digest(facts)
-    words = collectives.all_gather_flags([int(failure is not None), digest, int(flag)], what)
-    if any(failed for failed, _, _ in words):
-        raise_together(collectives, what, failure)
-    if any(other != digest for _, other, _ in words):
-        _raise_difference(collectives, what, facts)
-    return any(raised for _, _, raised in words)
-
-
-def raise_together(collectives: Collectives, what: str, failure: Exception | None) -> None:
-    """Raise on every rank: the own failure where there is one, elsewhere the first failing rank's message."""
-    messages = collectives.all_gather_bytes(_message(failure), what)
+    messages = collectives.all_gather_bytes(_message(failure), call)
     if failure is not None:
         raise failure
     failed = [group_rank for group_rank, message in enumerate(messages) if message]
     if not failed:
-        raise PeerFailedError(f"rank {collectives.group_rank}: {what} failed in another replica; see its own error")
+        raise PeerFailedError(f"rank {collectives.group_rank}: {call} failed in another replica; see its own error")
     raise PeerFailedError(
-        f"rank {collectives.group_rank}: {what} failed on {_ranks(failed)}: {messages[failed[0]].decode()}"
+        f"rank {collectives.group_rank}: {call} failed on {_ranks(failed)}: {messages[failed[0]].decode()}"
     )
 
 
-def _raise_difference(collectives: Collectives, what: str, facts: Sequence[Fact]) -> None:
+def _raise_difference(collectives: Collectives, call: str, facts: Sequence[Fact]) -> NoReturn:
     mine = tagged_json.dumps([[fact.subject, fact.value] for fact in facts])
-    everyone = [tagged_json.loads(text) for text in collectives.all_gather_bytes(mine, what)]
+    everyone = [tagged_json.loads(text) for text in collectives.all_gather_bytes(mine, call)]
     longest = max(len(rows) for rows in everyone)
     for position in range(longest):
         rows = [tuple(lines[position]) if position < len(lines) else None for lines in everyone]
@@ -73,10 +151,10 @@ def _raise_difference(collectives: Collectives, what: str, facts: Sequence[Fact]
             holders.setdefault(f"{row[0]}: {row[1]}" if row else "nothing more", []).append(group_rank)
         details = "; ".join(f"{_ranks(ranks)}: {text}" for text, ranks in holders.items())
         raise RanksDisagreeError(
-            f"rank {collectives.group_rank}: the ranks disagree in {what}. First difference: {details}. "
+            f"rank {collectives.group_rank}: the ranks disagree in {call}. First difference: {details}. "
             "All ranks must make the same call with the same arguments, and have gradients for the same parameters."
         )
-    raise AssertionError("digests differ but descriptions do not")
+    raise AssertionError("the digests differ, but the facts do not")
 
 
 def _digest(facts: Sequence[Fact]) -> int:
@@ -87,7 +165,7 @@ def _digest(facts: Sequence[Fact]) -> int:
 
 
 def _message(failure: Exception | None) -> bytes:
-    """A failure as bytes, whatever its text is made of: nothing may go wrong while the others wait for it."""
+    """A failure as bytes, whatever its text is: nothing may raise while other ranks wait."""
     if failure is None:
         return b""
     try:

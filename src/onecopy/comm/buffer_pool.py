@@ -1,4 +1,4 @@
-"""Memory that is used again from step to step: fresh pages cost as much as the copies into them."""
+"""Buffers that are reused from step to step: fresh pages cost as much as the copies into them."""
 
 from __future__ import annotations
 
@@ -7,32 +7,32 @@ from torch import Tensor
 
 
 class BufferPool:
-    """Lends flat memory. It keeps little more than was in use at a time, and nothing that was not its own."""
+    """Gives out flat buffers and takes them back. It keeps little more memory than was in use at one time."""
 
     def __init__(self) -> None:
-        self._free: list[tuple[int, Tensor]] = []  # with the size of each
-        self._in_use: dict[int, tuple[int, Tensor]] = {}
-        self._most = 0  # bytes that were lent at a time
+        self._free: list[tuple[int, Tensor]] = []  # (bytes, memory)
+        self._in_use: dict[int, tuple[int, Tensor]] = {}  # by address
+        self._most_in_use = 0  # bytes
 
     def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """So many elements, with any content."""
+        """A flat buffer with undefined contents."""
         nbytes = numel * dtype.itemsize
         if nbytes == 0:
             return torch.empty(0, dtype=dtype, device=device)
-        # What is much larger is left for those who need it.
+        # A much larger buffer is left for a larger request.
         fitting = [
-            (size, number)
-            for number, (size, each) in enumerate(self._free)
-            if nbytes <= size <= 2 * nbytes and each.device == device
+            (size, position)
+            for position, (size, memory) in enumerate(self._free)
+            if nbytes <= size <= 2 * nbytes and memory.device == device
         ]
         if fitting:
             size, memory = self._free.pop(min(fitting)[1])
         else:
             size = nbytes
-            buffers = sum(size for size, _ in self._in_use.values()) + nbytes
-            self._most = max(self._most, buffers)
-            # A little more is kept, or a few bytes too many would make the largest go.
-            while self._free and buffers + sum(size for size, _ in self._free) > self._most * 9 // 8:
+            in_use = sum(size for size, _ in self._in_use.values()) + nbytes
+            self._most_in_use = max(self._most_in_use, in_use)
+            # An eighth more is kept: otherwise a few bytes too many would free the largest buffer.
+            while self._free and in_use + sum(size for size, _ in self._free) > self._most_in_use * 9 // 8:
                 del self._free[0]
             memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
         flat = memory[:nbytes].view(dtype)
@@ -40,8 +40,8 @@ class BufferPool:
         return flat
 
     def give_back(self, *buffers: Tensor) -> None:
-        """Let others use what :meth:`take` returned; other memory is ignored."""
-        for tensor in buffers:
-            memory = self._in_use.pop(tensor.data_ptr(), None)
+        """Make buffers from :meth:`take` available again; other tensors are ignored."""
+        for buffer in buffers:
+            memory = self._in_use.pop(buffer.data_ptr(), None)
             if memory is not None:
                 self._free.append(memory)

@@ -1,135 +1,57 @@
-"""Every byte onecopy sends goes through here: one class that knows a process group and its backend."""
+"""Every byte that onecopy sends goes through here: one class that knows a process group and its backend.
+
+Two transports, chosen by backend and device:
+
+- messages between pairs of ranks, on gloo and the CPU. gloo runs its own collectives one after the other, and its
+  reduce-scatter is a whole all-reduce; messages in both directions at once move the same bytes faster.
+- the backend's collectives, everywhere else.
+"""
 
 from __future__ import annotations
 
-import itertools
-import weakref
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import partial
-from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from onecopy.comm import limits, process_groups
+from onecopy.comm.process_groups import DedicatedGroups
 from onecopy.comm.status_flags import FlagRows, flags_on
+from onecopy.comm.work import Work, WorkGroup, WorkWithBuffer, run_all
 from onecopy.common.flat_views import as_bytes, flat_view, to_bytes
-from onecopy.common.torch_private import counts_calls, number_of_groups, timeout_of
+from onecopy.common.torch_private import counts_calls
 from onecopy.errors import OnecopyError, PeerFailedError, RanksDisagreeError
 
-
-class Work(Protocol):
-    """Something under way that can be waited for."""
-
-    def wait(self) -> object:
-        """Wait until it is done (on an accelerator: make the current stream wait)."""
-
-
-@dataclass(frozen=True, slots=True)
-class _WorkWithBuffer:
-    """Work, and memory that it reads: freed with it, and not before."""
-
-    work: Work
-    memory: Tensor
-
-    def wait(self) -> object:
-        """Wait for the work."""
-        return self.work.wait()
-
-
-@dataclass(frozen=True, slots=True)
-class WorkGroup:
-    """Works that are waited for together."""
-
-    works: tuple[Work, ...]
-
-    def wait(self) -> object:
-        """Wait for all of them."""
-        for work in self.works:
-            work.wait()
-        return None
-
-
-def _run_all(starts: Sequence[Callable[[], Work]]) -> list[BaseException]:
-    """Start all and wait for all, whatever goes wrong with some: the others must neither miss nor keep a message."""
-    errors: list[BaseException] = []
-
-    def attempt(action: Callable[[], Any]) -> Any:
-        try:
-            return action()
-        except BaseException as error:  # of a signal's handler, too
-            errors.append(error)
-
-    for work in [attempt(start) for start in starts]:
-        if work is not None:
-            attempt(work.wait)
-    return errors
-
-
-CHUNK_BYTES = 4 << 20
-"""Long messages between two ranks go in parts of this size, so that both directions and all pairs make progress.
-
-Times the number of other ranks, so that there are not more messages for the same bytes with more ranks.
-"""
-
-
-_side_groups: dict[tuple[str, str], tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
-"""Groups made beside others, by purpose and the other's name; with the other itself, because names come again."""
-
-
-TAGS = 1 << 16
-"""How many tags a user of a group gets."""
-
-TAG_BLOCKS = 1 << 14
-"""How many such users there are before tags come again."""
-
-MESSAGE_TAG = TAG_BLOCKS * TAGS
-"""Messages between two ranks have it: not 0, as the messages have that a user has under way in the same group."""
+MESSAGE_TAG = limits.TAG_BLOCKS * limits.TAGS
+"""The tag of messages between two ranks: not 0, the tag of messages that a user has in flight in the same group."""
 
 FLAGS_TAG = MESSAGE_TAG + 1
-"""Words between two ranks have it, so that they are not taken for memory where ranks are at different calls."""
-
-
-_tag_blocks: weakref.WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = weakref.WeakKeyDictionary()
-"""The numbers of the blocks of tags that are given out next, by group."""
-
-
-_dedicated_groups: dict[str, tuple[dist.ProcessGroup, list[Callable[[], Collectives | None]]]] = {}
-"""Who uses the twins of a group, by its name."""
-
-
-def _unused() -> None:
-    """Stands for a twin that nobody uses."""
+"""The tag of status flags between two ranks: ranks that are in different calls must not take them for other data."""
 
 
 class Collectives:
-    """A process group, seen by one of its members.
+    """A process group, seen by one of its members. Ranks in arguments are group ranks.
 
-    Control data (words, descriptions, headers) lives on ``control_device``: the CPU where the group has a CPU backend,
-    else the accelerator. Ranks in the arguments are group ranks.
+    Attributes:
+        process_group: the group.
+        world_size: the number of its ranks.
+        group_rank: this rank in the group.
+        global_rank: this rank among all.
+        control_device: the device of status flags, descriptions and headers: the CPU where the group has a CPU backend,
+            else the accelerator.
+        is_pairwise: whether the backend is gloo, which sends between pairs of ranks.
     """
 
     def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
-        if not dist.is_available() or not dist.is_initialized():
-            raise RuntimeError(
-                "no process group is initialised: call torch.distributed.init_process_group() first "
-                "(torchrun sets what it needs), also when there is only one process"
-            )
-        group = dist.group.WORLD if process_group is None else process_group
-        if group is None or dist.get_rank(group) < 0:
-            raise ValueError(
-                f"global rank {dist.get_rank()} is not a member of the process group it was given; "
-                "only the members may construct this object"
-            )
+        group = process_groups.member_group(process_group)
         self.process_group: dist.ProcessGroup = group
         self.world_size = dist.get_world_size(group)
         self.group_rank = dist.get_rank(group)
         self.global_rank = dist.get_global_rank(group, self.group_rank)
         self._others = [(self.group_rank - turn) % self.world_size for turn in range(1, self.world_size)]
-        backends = dict(part.split(":") for part in dist.get_backend_config(group).split(","))
-        # gloo's own collectives run one after the other on threads of their own, and its reduce-scatter is a full
-        # all-reduce. Messages between pairs, in both directions at once, move the same bytes faster.
+        backends = process_groups.backends_of(group)
         self.is_pairwise = set(backends.values()) == {"gloo"}
         self.control_device = torch.device("cpu")
         if "cpu" not in backends:
@@ -137,43 +59,40 @@ class Collectives:
             assert accelerator is not None, backends
             self.control_device = torch.device(accelerator.type, torch.accelerator.current_device_index())
         self._rows: FlagRows | None = None
-        # TORCH_DISTRIBUTED_DEBUG=DETAIL counts calls and compares the counts in every collective. What only some ranks
-        # send to each other would upset that, so there it gets a group in which nothing else happens.
-        self._peers = group
+        # TORCH_DISTRIBUTED_DEBUG=DETAIL counts calls and compares the counts in every collective. Messages between two
+        # ranks would upset the counts, so there they get a group in which no collective runs.
+        self._message_group = group
         if counts_calls():
-            self._peers = self._side_group("peers") or group
+            self._message_group = self._side_group("messages") or group
 
     @property
     def defers_host_reads(self) -> bool:
-        """Whether control data lives on an accelerator, where reading it at once would make the host wait for it."""
+        """Whether status flags live on an accelerator, where reading them at once would make the host wait."""
         return self.control_device.type != "cpu"
 
+    def uses_pairwise(self, device: torch.device) -> bool:
+        """Whether memory on a device is sent between pairs of ranks (gloo sends only from the CPU)."""
+        return self.is_pairwise and device.type == "cpu"
+
     def dedicated_group(self) -> Collectives:
-        """The same ranks with a process group that no other living twin uses; all members make this call together."""
-        name = self.process_group.group_name
-        known = _dedicated_groups.get(name)
-        if known is None or known[0] is not self.process_group:
-            known = _dedicated_groups[name] = (self.process_group, [])
-        holders = known[1]
-        # Ranks let go of a twin at different times, so they agree on one that is free everywhere.
-        in_use = sum(1 << slot for slot, holder in enumerate(holders) if holder() is not None)
-        masks = [row[0] for row in self.all_gather_flags([in_use], "making a group")]
-        slot = next(slot for slot in range(63) if not any(mask >> slot & 1 for mask in masks))
-        group = self._side_group(f"twin {slot}")
+        """The same ranks on a group that no other living user has; all members make this call together."""
+        groups = DedicatedGroups.of(self.process_group)
+        # Ranks let go of a group at different times, so they agree on a number that is free everywhere.
+        masks = [row[0] for row in self.all_gather_flags([groups.in_use], "making a process group")]
+        number = next(number for number in range(63) if not any(mask >> number & 1 for mask in masks))
+        group = self._side_group(f"dedicated {number}")
         if group is None:
             raise OnecopyError(
                 f"rank {self.group_rank}: no process group of their own can be made for these ranks, because they "
                 "belong to different numbers of groups already; construct the optimizer on a group before making "
                 "others that only some of its members are in"
             )
-        twin = Collectives(group)
-        while len(holders) <= slot:
-            holders.append(_unused)
-        holders[slot] = weakref.ref(twin)
-        return twin
+        collectives = Collectives(group)
+        groups.assign(number, collectives)
+        return collectives
 
     def cpu_group(self, purpose: str) -> Collectives:
-        """The same ranks on a group for the CPU that nothing else uses; all members make this call together."""
+        """The same ranks on a gloo group for one purpose; all members make this call together."""
         group = self._side_group(purpose, "gloo")
         if group is None:
             raise OnecopyError(
@@ -184,55 +103,41 @@ class Collectives:
         return Collectives(group)
 
     def _side_group(self, purpose: str, backend: str | None = None) -> dist.ProcessGroup | None:
-        """Another group of the same ranks, made once for each purpose; None if torch cannot make one.
+        def gather_counts(count: int) -> list[int]:
+            return [row[0] for row in self.all_gather_flags([count], f"making a process group ({purpose})")]
 
-        torch names a group that is made by its members alone after how many groups each of them is in. So all of them
-        must be in as many, and a group is never destroyed before its parent. A group of all processes needs no such
-        name.
-        """
-        key = (purpose, self.process_group.group_name)
-        known = _side_groups.get(key)
-        if known is None or known[0] is not self.process_group:
-            everyone = self.world_size == dist.get_world_size()
-            counts = self.all_gather_flags([0 if everyone else number_of_groups()], f"making a group ({purpose})")
-            if any(count != counts[0] for count in counts):
-                return None
-            group = dist.new_group(
-                dist.get_process_group_ranks(self.process_group),
-                timeout=timeout_of(self.process_group, self.control_device),
-                backend=backend or dist.get_backend_config(self.process_group),
-                use_local_synchronization=not everyone,
-            )
-            assert isinstance(group, dist.ProcessGroup)
-            known = _side_groups[key] = (self.process_group, group)
-        return known[1]
+        return process_groups.side_group(self.process_group, purpose, self.control_device, gather_counts, backend)
 
-    def all_gather_flags(self, word: Sequence[int], call: str) -> list[list[int]]:
-        """Every rank's word of integers, in rank order, read on the host at once.
+    def reserve_tags(self) -> int:
+        """The first of ``limits.TAGS`` message tags for one user; all ranks call this in the same order."""
+        return process_groups.reserve_tags(self.process_group)
 
-        Where words go between pairs of ranks, all raise if a rank is at another ``call``.
+    def all_gather_flags(self, flags: Sequence[int], call: str) -> list[list[int]]:
+        """The status flags of every rank, in rank order, read on the host at once.
+
+        Between pairs of ranks, all raise if a rank is in another ``call``.
         """
         if not self.uses_pairwise(self.control_device):
-            return [row.tolist() for row in self.start_all_gather_flags(word)]
-        words = self._exchange_flags(word, call)
-        if words is None:
-            calls = [name.decode() for name in self.all_gather_bytes(call.encode(), "telling where they are")]
-            places = "; ".join(f"rank {rank}: {name}" for rank, name in enumerate(calls))
+            return [row.tolist() for row in self.start_all_gather_flags(flags)]
+        rows = self._exchange_flags(flags, call)
+        if rows is None:
+            calls = [name.decode() for name in self.all_gather_bytes(call.encode(), "naming the calls")]
+            places = "; ".join(f"rank {group_rank}: {name}" for group_rank, name in enumerate(calls))
             raise RanksDisagreeError(
                 f"rank {self.group_rank}: the ranks are at different calls. {places}. Make the same calls in the same "
                 "order on every rank."
             )
-        return words
+        return rows
 
-    def _exchange_flags(self, word: Sequence[int], call: str) -> list[list[int]] | None:
-        """Every rank's word, sent between pairs of ranks; None if they are at different calls."""
+    def _exchange_flags(self, flags: Sequence[int], call: str) -> list[list[int]] | None:
+        """The status flags of every rank, sent between pairs of ranks; None if they are in different calls."""
         rows, self._rows = self._rows or FlagRows(self.world_size), None
-        rows.write(self.group_rank, call, word)
+        rows.write(self.group_rank, call, flags)
         mine = rows.tensors[self.group_rank]
-        errors = _run_all(
+        errors = run_all(
             [
-                *(partial(self.receive, rows.tensors[rank], rank, FLAGS_TAG) for rank in self._others),
-                *(partial(self.send, mine, rank, FLAGS_TAG) for rank in self._others),
+                *(partial(self.receive, rows.tensors[other], other, FLAGS_TAG) for other in self._others),
+                *(partial(self.send, mine, other, FLAGS_TAG) for other in self._others),
             ]
         )
         for error in errors:
@@ -244,18 +149,18 @@ class Collectives:
                 "make this call, which all ranks must make (not inside `if rank == 0:`), or its process has died. "
                 f"{errors[0]}"
             ) from errors[0]
-        self._rows = rows  # not after a failure, when a word may still come
-        return rows.read(len(word))
+        self._rows = rows  # not after a failure: a message may still arrive in it
+        return rows.read(len(flags))
 
-    def start_all_gather_flags(self, word: Sequence[int]) -> list[Tensor]:
-        """Every rank's word of integers, in rank order, on the control device."""
-        mine = flags_on(self.control_device, word)
-        rows = list(mine.new_empty(self.world_size, len(word)))
+    def start_all_gather_flags(self, flags: Sequence[int]) -> list[Tensor]:
+        """The status flags of every rank, in rank order, as tensors on the control device."""
+        mine = flags_on(self.control_device, flags)
+        rows = list(mine.new_empty(self.world_size, len(flags)))
         self.process_group.allgather([rows], [mine]).wait()
         return rows
 
     def all_gather_bytes(self, payload: bytes, call: str) -> list[bytes]:
-        """Every rank's bytes, of any length, in rank order."""
+        """The bytes of every rank, of any length, in rank order."""
         sizes = [row[0] for row in self.all_gather_flags([len(payload)], call)]
         return [
             self._broadcast_sized(payload if source == self.group_rank else None, size, source)
@@ -263,7 +168,7 @@ class Collectives:
         ]
 
     def broadcast_bytes(self, payload: bytes | None, source: int) -> bytes:
-        """The bytes of ``source``; only its own argument counts."""
+        """The bytes of ``source``. The other ranks' arguments are ignored."""
         size = torch.tensor([len(payload or b"")], dtype=torch.int64, device=self.control_device)
         self.broadcast(size, source).wait()
         return self._broadcast_sized(payload if source == self.group_rank else None, int(size), source)
@@ -278,62 +183,56 @@ class Collectives:
         return to_bytes(buffer) if payload is None else payload
 
     def broadcast(self, tensor: Tensor, source: int) -> Work:
-        """Start sending contiguous memory of ``source`` into the same memory everywhere else."""
+        """Start sending contiguous memory of ``source`` into the same memory of all other ranks."""
         if self.uses_pairwise(tensor.device):
-            mine = source == self.group_rank
-            pairs = [(self.send, rank) for rank in self._others] if mine else [(self.receive, source)]
-            return WorkGroup(tuple(start(part, rank) for part in self._chunks(tensor) for start, rank in pairs))
+            is_source = source == self.group_rank
+            pairs = [(self.send, other) for other in self._others] if is_source else [(self.receive, source)]
+            return WorkGroup(tuple(start(part, peer) for part in self._chunks(tensor) for start, peer in pairs))
         work: Work = dist.broadcast(tensor, group=self.process_group, group_src=source, async_op=True)
         return work
 
-    def uses_pairwise(self, device: torch.device) -> bool:
-        """Whether memory on this device is best sent between pairs of ranks (gloo's own send is for the CPU only)."""
-        return self.is_pairwise and device.type == "cpu"
-
     def reduce_scatter(self, packed: Tensor, sizes: Sequence[int], part: Tensor) -> Work:
-        """Start adding up over ranks what ``packed`` has for each rank, and receiving this rank's sum into ``part``.
+        """Start summing ``packed`` over ranks; this rank's range of the sum arrives in ``part``.
 
-        ``sizes[r]`` is rank r's; ``part`` is as long as the longest, to which all are padded.
+        Args:
+            packed: the ranges of all ranks, one after the other.
+            sizes: the number of elements of each rank's range.
+            part: room for the longest range, to which all are padded.
         """
         if packed.numel() == self.world_size * part.numel():
             whole: Work = dist.reduce_scatter_single(part, packed, group=self.process_group, async_op=True)
-            return _WorkWithBuffer(whole, packed)
+            return WorkWithBuffer(whole, packed)
         padded = packed.new_zeros(self.world_size, part.numel())
         for row, values in zip(padded, packed.split(list(sizes)), strict=True):
             row[: values.numel()].copy_(values)
         work: Work = dist.reduce_scatter_single(part, padded.view(-1), group=self.process_group, async_op=True)
-        return _WorkWithBuffer(work, padded)
+        return WorkWithBuffer(work, padded)
 
     def all_reduce(self, tensor: Tensor, largest: bool = False) -> Work:
-        """Start adding up contiguous memory over all ranks in place (or taking the largest of each element)."""
+        """Start summing contiguous memory over all ranks in place, or with ``largest`` taking the maximum."""
         op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
         work: Work = dist.all_reduce(tensor, op=op, group=self.process_group, async_op=True)
         return work
 
     def send(self, tensor: Tensor, destination: int, tag: int = MESSAGE_TAG) -> Work:
         """Start sending contiguous memory to one rank."""
-        work: Work = self._peers.send([tensor], destination, self._tag(tag))
+        work: Work = self._message_group.send([tensor], destination, self._tag(tag))
         return work
 
     def receive(self, tensor: Tensor, source: int, tag: int = MESSAGE_TAG) -> Work:
-        """Start receiving into contiguous memory from one rank what it sends with the same tag, in that order."""
-        work: Work = self._peers.recv([tensor], source, self._tag(tag))
+        """Start receiving into contiguous memory; messages with one tag arrive in the order they were sent."""
+        work: Work = self._message_group.recv([tensor], source, self._tag(tag))
         return work
 
     def _tag(self, tag: int) -> int:
         return tag if self.is_pairwise else 0  # not all backends have so many
 
-    def reserve_tags(self) -> int:
-        """The first of ``TAGS`` tags that nobody else uses in this group; all ranks call this in the same order."""
-        blocks = _tag_blocks.setdefault(self.process_group, itertools.cycle(range(1, TAG_BLOCKS)))
-        return next(blocks) * TAGS
-
     def _chunks(self, tensor: Tensor) -> tuple[Tensor, ...]:
-        """Parts of contiguous memory, none if it is empty: the two ends of a message may see it as different types."""
+        """Parts of contiguous memory as bytes, because sender and receiver may see it as different types."""
         if not tensor.numel():
             return ()
-        chunk = CHUNK_BYTES * max(1, self.world_size - 1)
+        chunk = limits.CHUNK_BYTES * max(1, self.world_size - 1)
         if tensor.dtype == torch.uint8 and tensor.dim() == 1 and tensor.numel() <= chunk:
-            return (tensor,)  # as most messages of a step are: these calls would take a third of its sending
+            return (tensor,)  # most messages of a step: splitting them would take a third of the time of sending
         parts: tuple[Tensor, ...] = as_bytes(flat_view(tensor)).split(chunk)
         return parts

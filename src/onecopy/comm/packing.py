@@ -1,7 +1,7 @@
-"""Many pieces of memory as few messages: large pieces travel in place, small ones packed together.
+"""Many memory ranges as few messages: large ranges are sent in place, small ones are packed into buffers.
 
-Used for sharing parameters, handing gradients over and gathering state. Both sides compute the same messages from the
-pieces' sizes alone.
+Used to share parameters and module state, to hand over gradients and to gather optimizer state. Sender and receiver
+compute the same messages from the sizes alone.
 """
 
 from __future__ import annotations
@@ -14,33 +14,28 @@ from itertools import compress
 import torch
 from torch import Tensor
 
-from onecopy.comm.collectives import Work
-
-DIRECT_BYTES = 1 << 20
-"""Pieces from this size on are sent from where they are: a message of their own costs less than two copies."""
-
-PACK_BYTES = 8 << 20
-"""The largest buffer into which small pieces are packed."""
-
-MESSAGE_BYTES = 64 << 20
-"""Longer pieces are sent in parts of this size."""
-
-PACKS_IN_FLIGHT = 4
-"""Packed buffers that may be under way at once; with their size this bounds the extra memory."""
+from onecopy.comm import limits
+from onecopy.comm.work import Work
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """Pieces (by position) that travel together; a direct one is the range ``[start, stop)`` of its only piece."""
+    """Ranges, by position, that are sent together. A message that is not packed is ``[start, stop)`` of one range."""
 
-    pieces: tuple[int, ...]
+    ranges: tuple[int, ...]
     packed: bool
     start: int
     stop: int
 
 
-def plan_messages(sizes: Sequence[int], direct_bytes: int = DIRECT_BYTES) -> list[Message]:
-    """Divide pieces of ``sizes`` bytes into messages, in order; empty pieces travel with none."""
+def plan_messages(sizes: Sequence[int], direct_bytes: int | None = None) -> list[Message]:
+    """Divide ranges of ``sizes`` bytes into messages, in order; empty ranges are in none.
+
+    Args:
+        sizes: the size of each range.
+        direct_bytes: ranges from this size on are sent in place (default: ``limits.DIRECT_BYTES``).
+    """
+    direct_bytes = limits.DIRECT_BYTES if direct_bytes is None else direct_bytes
     messages: list[Message] = []
     pack: list[int] = []
     packed_bytes = 0
@@ -55,11 +50,11 @@ def plan_messages(sizes: Sequence[int], direct_bytes: int = DIRECT_BYTES) -> lis
     for position, size in enumerate(sizes):
         if size >= direct_bytes:
             messages.extend(
-                Message((position,), False, start, min(start + MESSAGE_BYTES, size))
-                for start in range(0, size, MESSAGE_BYTES)
+                Message((position,), False, start, min(start + limits.MESSAGE_BYTES, size))
+                for start in range(0, size, limits.MESSAGE_BYTES)
             )
         elif size > 0:
-            if packed_bytes + size > PACK_BYTES:
+            if packed_bytes + size > limits.PACK_BYTES:
                 close_pack()
             pack.append(position)
             packed_bytes += size
@@ -68,22 +63,25 @@ def plan_messages(sizes: Sequence[int], direct_bytes: int = DIRECT_BYTES) -> lis
 
 
 class InFlight:
-    """Messages under way, ended in the order they were started; at most ``PACKS_IN_FLIGHT`` staged ones at a time."""
+    """Messages in flight, waited for in the order they were started.
+
+    At most ``limits.PACKS_IN_FLIGHT`` of them use extra memory at one time.
+    """
 
     def __init__(self) -> None:
-        # Each entry keeps its buffer alive until the transfer that reads or writes it has ended.
+        # An entry refers to its buffer, so that the buffer lives until the message has been waited for.
         self._entries: deque[tuple[Work, Tensor, bool, Callable[[], None] | None]] = deque()
         self._staged = 0
 
     def add(self, work: Work, buffer: Tensor, staged: bool, then: Callable[[], None] | None = None) -> None:
-        """Note a transfer over ``buffer`` (``staged`` if that is extra memory); ``then`` runs when it has ended."""
+        """Add a message over ``buffer``, ``staged`` if that is extra memory; ``then`` runs when it has ended."""
         self._entries.append((work, buffer, staged, then))
         self._staged += staged
-        while self._staged > PACKS_IN_FLIGHT:
+        while self._staged > limits.PACKS_IN_FLIGHT:
             self._finish_oldest()
 
     def drain(self) -> None:
-        """Wait for everything."""
+        """Wait for all messages."""
         while self._entries:
             self._finish_oldest()
 
@@ -95,37 +93,36 @@ class InFlight:
         self._staged -= staged
 
 
-def send_stream(pieces: Sequence[Tensor], start: Callable[[Tensor], Work], device: torch.device) -> None:
-    """Send byte views one after the other; what is elsewhere than ``device`` goes through it message by message."""
-    flying = InFlight()
-    for message in plan_messages([piece.numel() for piece in pieces]):
+def send_ranges(ranges: Sequence[Tensor], start: Callable[[Tensor], Work], device: torch.device) -> None:
+    """Send byte ranges, one message after the other; ranges on another device are copied to ``device`` first."""
+    in_flight = InFlight()
+    for message in plan_messages([each.numel() for each in ranges]):
         if message.packed:
-            buffer = torch.cat([pieces[position].to(device) for position in message.pieces])
+            buffer = torch.cat([ranges[position].to(device) for position in message.ranges])
         else:
-            buffer = pieces[message.pieces[0]][message.start : message.stop].to(device)
-        staged = message.packed or pieces[message.pieces[0]].device != device
-        flying.add(start(buffer), buffer, staged)
-    flying.drain()
+            buffer = ranges[message.ranges[0]][message.start : message.stop].to(device)
+        staged = message.packed or ranges[message.ranges[0]].device != device
+        in_flight.add(start(buffer), buffer, staged)
+    in_flight.drain()
 
 
-def receive_stream(pieces: Sequence[Tensor], start: Callable[[Tensor], Work], device: torch.device) -> None:
-    """Receive into byte views what :func:`send_stream` sends, in place where that is possible."""
-    flying = InFlight()
-    sizes = [piece.numel() for piece in pieces]
-    for message in plan_messages(sizes):
-        targets = [pieces[position] for position in message.pieces]
+def receive_ranges(ranges: Sequence[Tensor], start: Callable[[Tensor], Work], device: torch.device) -> None:
+    """Receive into byte ranges what :func:`send_ranges` sends, in place where possible."""
+    in_flight = InFlight()
+    for message in plan_messages([each.numel() for each in ranges]):
+        targets = [ranges[position] for position in message.ranges]
         if not message.packed:
             targets = [targets[0][message.start : message.stop]]
         if not message.packed and targets[0].device == device:
-            flying.add(start(targets[0]), targets[0], staged=False)
+            in_flight.add(start(targets[0]), targets[0], staged=False)
             continue
         buffer = torch.empty(message.stop - message.start, dtype=torch.uint8, device=device)
-        flying.add(start(buffer), buffer, True, unpacker(buffer, targets))
-    flying.drain()
+        in_flight.add(start(buffer), buffer, True, unpacker(buffer, targets))
+    in_flight.drain()
 
 
 def unpacker(buffer: Tensor, targets: Sequence[Tensor], chosen: Sequence[bool] | None = None) -> Callable[[], None]:
-    """What copies a packed buffer into the pieces it was packed from, or into some of them."""
+    """A function that copies a packed buffer into the ranges it was packed from, or only into the chosen ones."""
     destinations = list(targets)
     sources = list(buffer.split([target.numel() for target in destinations]))
     if chosen is not None:

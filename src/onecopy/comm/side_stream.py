@@ -1,4 +1,4 @@
-"""Where work beside the backward pass runs: on a side stream of an accelerator, or right here on the CPU."""
+"""A side stream of an accelerator, for work that runs beside the backward pass; on the CPU the work runs in place."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
-_HERE = contextlib.nullcontext()
+_NO_STREAM = contextlib.nullcontext()
 
 
 class SideStream:
-    """A place for work whose results others wait for through futures.
+    """One stream beside the current one. Nothing here blocks the host.
 
-    On an accelerator everything is enqueued on one side stream, which first waits for what the current stream has
-    enqueued so far; nothing blocks the host. On the CPU the work is simply done.
+    Attributes:
+        is_cpu: whether the device is the CPU, which has no streams.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = None if device.type == "cpu" else torch.Stream(device)
-        self.is_cpu = self._stream is None  # nothing to enter, and nothing to keep
+        self.is_cpu = self._stream is None
 
     def use(self) -> contextlib.AbstractContextManager[None]:
-        """Run the body on the lane, after what the caller's stream has enqueued."""
-        return _HERE if self._stream is None else self._on_stream(self._stream)
+        """Make the side stream current, after it waits for what the current stream has enqueued."""
+        return _NO_STREAM if self._stream is None else self._on_stream(self._stream)
 
     @contextlib.contextmanager
     def _on_stream(self, stream: torch.Stream) -> Iterator[None]:
@@ -35,15 +35,15 @@ class SideStream:
             yield
 
     def record(self, tensor: Tensor) -> None:
-        """Do not let this memory be used again before what the lane has enqueued so far is done."""
+        """Keep a tensor's memory from being reused before the side stream has done what is enqueued now."""
         if self._stream is not None:
             tensor.record_stream(self._stream)
 
     def join(self) -> None:
-        """Make the caller's stream wait for what the lane has enqueued so far."""
+        """Make the current stream wait for what the side stream has enqueued."""
         if self._stream is not None:
             torch.accelerator.current_stream(self._device).wait_stream(self._stream)
 
     def future(self) -> Future[Tensor]:
-        """A future to be completed from the lane."""
+        """A future whose result is set on the side stream."""
         return Future() if self._stream is None else Future(devices=[self._device])

@@ -27,12 +27,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from onecopy.comm import limits
 from onecopy.comm.agreement import raise_together
 from onecopy.comm.buffer_pool import BufferPool
-from onecopy.comm.collectives import Work
 from onecopy.comm.pairwise_exchange import PairwiseExchange, sum_into
 from onecopy.comm.side_stream import SideStream
 from onecopy.comm.status_flags import DeferredRead, flags_on
+from onecopy.comm.work import Work
 from onecopy.common.profiling import profile_range
 from onecopy.common.torch_private import backward_number, when_backward_ends, will_accumulate
 from onecopy.data_parallel.gradient_buckets import Bucket, Policy
@@ -40,9 +41,6 @@ from onecopy.data_parallel.pass_flags import PassFlags, flags_of, frozen_on_some
 from onecopy.data_parallel.sharded_gradients import ShardGrad
 from onecopy.data_parallel.sparse_rows import RowBucket, RowExchange
 from onecopy.errors import PeerFailedError
-
-IN_FLIGHT_BYTES = 16 << 20
-"""Another bucket is launched only while fewer bytes of gradients than these are under way, because they are kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,7 +228,7 @@ class BackwardReducer:
         number = current.next
         bucket = self._buckets[number]
         current.next += 1
-        while sum(pending.bucket.nbytes for pending in current.pending) >= IN_FLIGHT_BYTES:
+        while sum(pending.bucket.nbytes for pending in current.pending) >= limits.GRADIENT_BYTES_IN_FLIGHT:
             self._add_up(current)
         try:
             if current.failure is None:  # else nothing is reduced, and it stays where it is

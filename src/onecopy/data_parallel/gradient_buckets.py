@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from onecopy.comm import limits
 from onecopy.comm.buffer_pool import BufferPool
 from onecopy.comm.collectives import Collectives
-from onecopy.comm.pairwise_exchange import DIRECT_BYTES, message_length
+from onecopy.comm.pairwise_exchange import message_length
 from onecopy.common.flat_views import flat_view
 from onecopy.common.torch_private import version_of
 from onecopy.data_parallel.sharded_gradients import ShardGrad
@@ -110,7 +111,7 @@ class Bucket:
             return [GradientSpan(0, length, len(self.params) == 1, list(range(len(self.params))))]
         runs: list[GradientSpan] = []
         for position, (param, offset) in enumerate(zip(self.params, plan.offsets, strict=True)):
-            large = param.numel() * self.wire_dtype.itemsize >= DIRECT_BYTES
+            large = param.numel() * self.wire_dtype.itemsize >= limits.DIRECT_GRADIENT_BYTES
             if large or not runs or runs[-1].alone:
                 runs.append(GradientSpan(offset, param.numel(), large or len(self.params) == 1, [position]))
             else:

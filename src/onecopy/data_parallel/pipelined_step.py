@@ -16,10 +16,12 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from onecopy.comm import limits
 from onecopy.comm.agreement import raise_together
-from onecopy.comm.collectives import Collectives, Work
+from onecopy.comm.collectives import Collectives
 from onecopy.comm.packing import InFlight
 from onecopy.comm.status_flags import DeferredRead, flags_on
+from onecopy.comm.work import Work
 from onecopy.common.profiling import profile_range
 from onecopy.data_parallel.parameter_buckets import ParameterBuckets
 from onecopy.errors import PeerFailedError
@@ -29,10 +31,6 @@ from onecopy.step.group_options import OptionsSnapshot
 from onecopy.step.inner_optimizer import OwnedShard
 from onecopy.step.parameter_groups import Group
 from onecopy.step.parameter_sync import ParameterSync
-
-SEGMENT_BYTES = 8 << 20
-"""Buckets are updated and sent together until they have this size, or that of all before: the first ones, for which
-the next forward pass waits, go alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +187,7 @@ class PipelinedStep:
         sets: list[list[int]] = [[]]
         size = before = 0
         for number in reversed(range(len(self._plans))):
-            if sets[-1] and size >= min(SEGMENT_BYTES, before) and not engine.inner.moves_all:
+            if sets[-1] and size >= min(limits.SEGMENT_BYTES, before) and not engine.inner.moves_all:
                 sets.append([])
                 before += size
                 size = 0

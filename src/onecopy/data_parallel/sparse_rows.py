@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from onecopy.comm.buffer_pool import BufferPool
-from onecopy.comm.collectives import Collectives, Work, WorkGroup
+from onecopy.comm.collectives import Collectives
+from onecopy.comm.work import Work, WorkGroup
 from onecopy.common.flat_views import flat_view
 from onecopy.common.torch_private import embedding_backward, sparse_parts
 from onecopy.data_parallel.gradient_buckets import Bucket, OwnerMessage, Policy

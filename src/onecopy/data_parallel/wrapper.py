@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.distributed.device_mesh import DeviceMesh
 
+from onecopy.comm import limits
 from onecopy.comm.agreement import Fact, agree
 from onecopy.comm.collectives import Collectives
 from onecopy.common.torch_private import in_backward, in_join_context
@@ -40,8 +41,6 @@ from onecopy.step.debug_log import log_share
 from onecopy.step.engine import Engine, collectives_of
 from onecopy.step.gradient_norm import clip, total_norm
 from onecopy.step.rank_comparison import layout_facts
-
-BUCKET_BYTES = 8 << 20
 
 
 class ShardedDataParallel(nn.Module, Joinable):
@@ -88,7 +87,7 @@ class ShardedDataParallel(nn.Module, Joinable):
         optimizer: ZeroRedundancyOptimizer | Sequence[ZeroRedundancyOptimizer],
         *,
         broadcast_buffers: bool = True,
-        bucket_bytes: int = BUCKET_BYTES,
+        bucket_bytes: int = limits.BUCKET_BYTES,
         overlap_forward: bool = False,
         uses: Mapping[str, Sequence[str]] | None = None,
         sparse_embeddings: bool = False,

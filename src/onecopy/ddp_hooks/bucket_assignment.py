@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from onecopy.comm import limits
 from onecopy.layout import Layout, Shard
 
 
@@ -30,10 +31,6 @@ class GradBucket(Protocol):
 
     def parameters(self) -> list[Tensor]:
         """The parameters whose gradients it holds, in order."""
-
-
-FEW_BYTES = 1 << 14
-"""Pieces of at least this size on average are packed one by one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +97,7 @@ class DDPBucketAssignment:
 
 def pack(sources: Sequence[Tensor], scale: float, out: Tensor) -> None:
     """Copy tensors one after the other, times ``scale``, into ``out``, which may be of another type."""
-    if len(sources) * FEW_BYTES <= out.numel() * out.element_size():
+    if len(sources) * limits.GATHERED_COPY_BYTES <= out.numel() * out.element_size():
         for source, target in zip(sources, out.split([source.numel() for source in sources]), strict=True):
             torch.mul(source, scale, out=target) if scale != 1.0 else target.copy_(source)
     elif sources:

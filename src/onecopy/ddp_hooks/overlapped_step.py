@@ -25,9 +25,10 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.futures import Future
 
+from onecopy.comm import limits
 from onecopy.comm.agreement import agree
 from onecopy.comm.collectives import Collectives
-from onecopy.comm.packing import DIRECT_BYTES, InFlight
+from onecopy.comm.packing import InFlight
 from onecopy.common.profiling import profiled
 from onecopy.common.torch_private import after_backward, in_backward, version_of
 from onecopy.ddp_hooks.bucket_assignment import DDPBucketAssignment, DDPBucketAssignments, GradBucket
@@ -287,7 +288,7 @@ class OverlappedStep:
         if known is None or known[0] is not assignment:
             members = {segment.shard.param for segment in assignment.segments if segment.shard is not None}
             pieces = [piece for piece in engine.storage.pieces if not members.isdisjoint(piece.params)]
-            known = (assignment, ParameterSync(self._collectives, pieces, DIRECT_BYTES, self._slots))
+            known = (assignment, ParameterSync(self._collectives, pieces, limits.DIRECT_BYTES, self._slots))
             self._param_syncs[number] = known
         touched = None if engine.inner.moves_all else [present.get(index, False) for index in range(len(engine.params))]
         known[1].start(touched, iteration.flying)

@@ -19,18 +19,13 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
+from onecopy.comm import limits
 from onecopy.comm.buffer_pool import BufferPool
-from onecopy.comm.collectives import TAGS, Work
-from onecopy.comm.pairwise_exchange import DIRECT_BYTES, PairwiseExchange, message_length, message_lengths, sum_into
+from onecopy.comm.pairwise_exchange import PairwiseExchange, message_length, message_lengths, sum_into
 from onecopy.comm.side_stream import SideStream
+from onecopy.comm.work import Work
 from onecopy.ddp_hooks.bucket_assignment import DDPBucketAssignment, DDPBucketAssignments, GradBucket, pack
 from onecopy.step.engine import Engine
-
-MOST_BUCKETS = 1 << 12
-"""Messages of so many buckets in a row have tags of their own, and those of several passes: one may be interrupted."""
-
-IN_FLIGHT = 2
-"""Buckets that may be under way when another one comes; with their size this bounds the extra memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,10 +69,12 @@ class GradientReducer:
         side_stream = self._side_streams.setdefault(buffer.device, SideStream(buffer.device))
         future = side_stream.future()
         with side_stream.use():
-            while len(self._pending) >= IN_FLIGHT:
+            while len(self._pending) >= limits.DDP_BUCKETS_IN_FLIGHT:
                 self._finish(self._pending.popleft())
             assignment = self._assignments.find(bucket.index(), bucket.parameters(), self._direct(buffer))
-            tag = self._tags + self._passes * MOST_BUCKETS + bucket.index() % MOST_BUCKETS
+            tag = (
+                self._tags + self._passes * limits.DDP_BUCKETS_WITH_TAGS + bucket.index() % limits.DDP_BUCKETS_WITH_TAGS
+            )
             self._pending.append(self._start(assignment, buffer, tag, bucket.is_last()))
             self._done.append((assignment, buffer, future))
             if bucket.is_last():
@@ -95,7 +92,7 @@ class GradientReducer:
     def _direct(self, buffer: Tensor) -> int:
         """From how many elements on a stretch is sent from where it is: never if it is converted or scaled for it."""
         as_it_is = self._reduce_dtype in (None, buffer.dtype) and buffer.dtype is not torch.float16
-        return DIRECT_BYTES // buffer.element_size() if as_it_is else sys.maxsize
+        return limits.DIRECT_GRADIENT_BYTES // buffer.element_size() if as_it_is else sys.maxsize
 
     def _begin(self) -> None:
         if any(
@@ -104,7 +101,7 @@ class GradientReducer:
             self._assignments = self._make_assignments()
         for engine in self._engines:
             _guard_accumulation(engine, self._guarded)
-        self._passes = (self._passes + 1) % (TAGS // MOST_BUCKETS)
+        self._passes = (self._passes + 1) % (limits.TAGS // limits.DDP_BUCKETS_WITH_TAGS)
         # What an interrupted backward pass left behind is not waited for, and its memory not used again.
         if self._pending:
             self._pool = BufferPool()

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from onecopy.comm.pairwise_exchange import STAGED_BYTES
+from onecopy.comm import limits
 
 CONTENTION = 1.12
 """How much longer everything takes as soon as sending and computing share cores and caches at all (measured here)."""
@@ -114,7 +114,7 @@ def memory_bytes(way: Way, job: Job, machine: Machine) -> dict[str, float]:
     # Whole gradients that are on their way, and what other ranks send but one, which arrives where the sum will be;
     # for what is long there is room for a part of it.
     under_way = max(2 * job.bucket_bytes, job.largest * job.bytes_per_element)
-    arriving = min(under_way * max(0, machine.ranks - 2) * share, STAGED_BYTES)
+    arriving = min(under_way * max(0, machine.ranks - 2) * share, limits.STAGED_BYTES)
     return {
         "parameters": whole,
         "gradients": whole * (share if sharded else 1.0),

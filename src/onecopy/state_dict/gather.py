@@ -22,7 +22,7 @@ from torch import Tensor
 
 from onecopy.comm.agreement import Fact, agree
 from onecopy.comm.collectives import Collectives
-from onecopy.comm.packing import receive_stream, send_stream
+from onecopy.comm.packing import receive_ranges, send_ranges
 from onecopy.common import tagged_json
 from onecopy.common.flat_views import as_bytes, dense_copy, flat_view, to_bytes
 from onecopy.layout import Layout, ParamSpec, Shard
@@ -96,13 +96,13 @@ def consolidate(
         failure = error
     agree(collectives, what, [], failure)
     if here != to:
-        send_stream(_byte_views(tensors), lambda buffer: collectives.send(buffer, to), collectives.control_device)
+        send_ranges(_byte_views(tensors), lambda buffer: collectives.send(buffer, to), collectives.control_device)
         agree(collectives, what, [])
         return None
     for source, pieces in enumerate(places):
         if source != to:
             start = partial(collectives.receive, source=source)
-            receive_stream(pieces, start, collectives.control_device)
+            receive_ranges(pieces, start, collectives.control_device)
     try:
         if places[to]:
             torch._foreach_copy_(places[to], _byte_views(tensors))

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.algorithms.join import JoinHook
 
 from onecopy.comm.agreement import agree
-from onecopy.comm.packing import receive_stream, send_stream
+from onecopy.comm.packing import receive_ranges, send_ranges
 from onecopy.common.flat_views import as_bytes, flat_like
 from onecopy.layout import Shard
 from onecopy.step.engine import Engine
@@ -129,7 +129,7 @@ def _send_to_joined(
     collectives.broadcast_bytes(header, collectives.group_rank)
     if failure is None:
         for group_rank, pieces in ranges.items():
-            send_stream(
+            send_ranges(
                 pieces,
                 lambda buffer, to=group_rank: collectives.send(buffer, to),  # type: ignore[misc]
                 collectives.control_device,
@@ -159,7 +159,7 @@ def _receive_from_active(
         )
         for shard in shards
     }
-    receive_stream(
+    receive_ranges(
         [as_bytes(flat) for flat in gradient_shards.values()],
         lambda buffer: collectives.receive(buffer, source),
         collectives.control_device,

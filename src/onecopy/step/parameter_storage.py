@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from onecopy.comm.packing import DIRECT_BYTES, MESSAGE_BYTES
+from onecopy.comm import limits
 from onecopy.common.flat_views import as_bytes, flat_view
 from onecopy.layout import Layout
 
@@ -45,7 +45,7 @@ class Storage(Protocol):
 class InPlaceStorage:
     """Every parameter stays where it is; one piece per shard, and small pieces are packed for the way."""
 
-    direct_bytes = DIRECT_BYTES
+    direct_bytes = limits.DIRECT_BYTES
     convertible = True
 
     def __init__(self, params: Sequence[Tensor], layout: Layout) -> None:
@@ -81,7 +81,8 @@ class InPlaceStorage:
 class BucketStorage(InPlaceStorage):
     """Whole parameters live side by side in flat buckets, one owner to a bucket, so that nothing is packed.
 
-    A parameter that is cut is contiguous by itself and needs no bucket. A bucket is at most ``MESSAGE_BYTES`` (or one
+    A parameter that is cut is contiguous by itself and needs no bucket. A bucket has at most
+    ``limits.MESSAGE_BYTES`` (or one
     parameter), so that moving in needs little extra memory.
     """
 
@@ -107,7 +108,7 @@ def _plan_buckets(layout: Layout) -> list[tuple[int, ...]]:
         if not layout.is_whole(shard) or spec.numel == 0:
             continue
         kind = (shard.owner, spec.device_ordinal, spec.dtype)
-        if kind not in kinds or sizes[kind] + spec.nbytes > MESSAGE_BYTES:
+        if kind not in kinds or sizes[kind] + spec.nbytes > limits.MESSAGE_BYTES:
             kinds.setdefault(kind, []).append([])
             sizes[kind] = 0
         kinds[kind][-1].append(shard.param)

@@ -9,8 +9,9 @@ from itertools import chain, zip_longest
 import torch
 from torch import Tensor
 
+from onecopy.comm import limits
 from onecopy.comm.collectives import Collectives
-from onecopy.comm.packing import PACKS_IN_FLIGHT, InFlight, plan_messages, unpacker
+from onecopy.comm.packing import InFlight, plan_messages, unpacker
 from onecopy.step.parameter_storage import OwnedMemory
 
 
@@ -40,7 +41,7 @@ class Slots:
                 packed.setdefault(transfer.memories[0].device, []).append(transfer.nbytes)
         for device, sizes in packed.items():
             known = self._buffers.get(device, [])
-            count = min(len(known) + len(sizes), PACKS_IN_FLIGHT + 1)
+            count = min(len(known) + len(sizes), limits.PACKS_IN_FLIGHT + 1)
             nbytes = max(max(sizes), *(buffer.numel() for buffer in known), 0)
             if len(known) < count or known[0].numel() < nbytes:
                 self._buffers[device] = [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(count)]
@@ -118,7 +119,7 @@ def _plan(pieces: Sequence[OwnedMemory], direct_bytes: int) -> list[_Transfer]:
     """One owner's transfers on one device."""
     transfers = []
     for message in plan_messages([piece.memory.numel() for piece in pieces], direct_bytes):
-        members = [pieces[position] for position in message.pieces]
+        members = [pieces[position] for position in message.ranges]
         params = tuple(chain.from_iterable(piece.params for piece in members))
         memories = tuple(piece.memory for piece in members)
         if not message.packed:

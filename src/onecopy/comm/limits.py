@@ -1,0 +1,66 @@
+"""Sizes that bound messages and buffers on the way between ranks, in bytes unless they say otherwise."""
+
+from __future__ import annotations
+
+# Sharing parameters, gathering state, Join.
+
+DIRECT_BYTES = 1 << 20
+"""Memory ranges from this size on are sent in place: a message of their own costs less than two copies."""
+
+PACK_BYTES = 8 << 20
+"""The largest buffer into which small memory ranges are packed."""
+
+MESSAGE_BYTES = 64 << 20
+"""Longer memory ranges are sent in parts of this size."""
+
+PACKS_IN_FLIGHT = 4
+"""Number of packed buffers that may be in flight; with their size this bounds the extra memory."""
+
+# Messages between pairs of ranks.
+
+CHUNK_BYTES = 4 << 20
+"""A long broadcast between pairs is cut into parts of this size times the number of receivers.
+
+Parts let both directions and all pairs make progress at once. The factor keeps the number of messages constant when
+there are more ranks.
+"""
+
+SHORTEST_BYTES, LONGEST_BYTES = 1 << 18, 4 << 20
+"""The range of sizes for one message of a reduce-scatter: the more ranks send at once, the shorter."""
+
+STAGED_BYTES = 16 << 20
+"""Room for gradients that other ranks send and that cannot be received in place."""
+
+TAGS = 1 << 16
+"""Number of message tags that one user of a process group gets."""
+
+TAG_BLOCKS = 1 << 14
+"""Number of users of a process group before tags are used again."""
+
+# Reducing gradients.
+
+DIRECT_GRADIENT_BYTES = 1 << 18
+"""Gradients from this size on are sent from autograd's own memory: a message costs less than a copy."""
+
+GRADIENT_BYTES_IN_FLIGHT = 16 << 20
+"""ShardedDataParallel launches another bucket only while fewer bytes of gradients than these are in flight."""
+
+DDP_BUCKETS_IN_FLIGHT = 2
+"""Number of DDP's buckets that the reduce-scatter hook leaves in flight when another one comes."""
+
+DDP_BUCKETS_WITH_TAGS = 1 << 12
+"""Number of DDP's buckets in a backward pass whose messages have tags of their own."""
+
+GATHERED_COPY_BYTES = 1 << 14
+"""Gradients of at least this size on average are copied one by one into a packed buffer."""
+
+# ShardedDataParallel.
+
+BUCKET_BYTES = 8 << 20
+"""The default size from which a bucket is full."""
+
+SEGMENT_BYTES = 8 << 20
+"""Buckets are updated and sent together up to this size, or up to the size of all segments before.
+
+So the first buckets, which the next forward pass reads first, go alone.
+"""

@@ -1,0 +1,116 @@
+"""Process groups: checking the one that a user gave, and making further ones over the same ranks.
+
+torch names a group that only its members make after the number of groups that each member is in. So all members must
+be in equally many groups, and a side group is never destroyed before the group it belongs to.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable, Iterator
+from typing import ClassVar
+
+import torch
+import torch.distributed as dist
+
+from onecopy.comm import limits
+from onecopy.common.torch_private import number_of_groups, timeout_of
+
+GatherCounts = Callable[[int], list[int]]
+"""Gathers one number of every rank of a group."""
+
+_side_groups: dict[tuple[str, str], tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
+"""Side groups by purpose and the name of their group; with that group itself, because torch reuses names."""
+
+_tag_blocks: weakref.WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = weakref.WeakKeyDictionary()
+"""The next blocks of message tags, by group."""
+
+
+def member_group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """The given group, by default the group of all ranks; raise if this process is not in it."""
+    if not dist.is_available() or not dist.is_initialized():
+        raise RuntimeError(
+            "no process group is initialised: call torch.distributed.init_process_group() first "
+            "(torchrun sets what it needs), also when there is only one process"
+        )
+    group = dist.group.WORLD if process_group is None else process_group
+    if group is None or dist.get_rank(group) < 0:
+        raise ValueError(
+            f"global rank {dist.get_rank()} is not a member of the process group it was given; "
+            "only the members may construct this object"
+        )
+    return group
+
+
+def backends_of(group: dist.ProcessGroup) -> dict[str, str]:
+    """The name of the backend for each type of device."""
+    return dict(part.split(":") for part in dist.get_backend_config(group).split(","))
+
+
+def side_group(
+    group: dist.ProcessGroup,
+    purpose: str,
+    control_device: torch.device,
+    gather_counts: GatherCounts,
+    backend: str | None = None,
+) -> dist.ProcessGroup | None:
+    """Another group of the same ranks, made once for each purpose; None if torch cannot make one.
+
+    All members make this call together.
+
+    Args:
+        group: the group.
+        purpose: what the side group is for.
+        control_device: the device whose timeout the side group takes over.
+        gather_counts: gathers one number of every rank of ``group``.
+        backend: the backend of the side group, by default that of ``group``.
+    """
+    key = (purpose, group.group_name)
+    known = _side_groups.get(key)
+    if known is None or known[0] is not group:
+        all_ranks = dist.get_world_size(group) == dist.get_world_size()
+        counts = gather_counts(0 if all_ranks else number_of_groups())
+        if any(count != counts[0] for count in counts):
+            return None
+        made = dist.new_group(
+            dist.get_process_group_ranks(group),
+            timeout=timeout_of(group, control_device),
+            backend=backend or dist.get_backend_config(group),
+            use_local_synchronization=not all_ranks,
+        )
+        assert isinstance(made, dist.ProcessGroup)
+        known = _side_groups[key] = (group, made)
+    return known[1]
+
+
+class DedicatedGroups:
+    """Which dedicated side groups of a group are in use, by number."""
+
+    _by_group: ClassVar[weakref.WeakKeyDictionary[dist.ProcessGroup, DedicatedGroups]] = weakref.WeakKeyDictionary()
+
+    def __init__(self) -> None:
+        self._users: list[weakref.ref[object] | None] = []
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup) -> DedicatedGroups:
+        """Those of one group."""
+        return cls._by_group.setdefault(group, cls())
+
+    @property
+    def in_use(self) -> int:
+        """A bit mask of the numbers whose user is alive."""
+        alive = [user is not None and user() is not None for user in self._users]
+        return sum(1 << number for number, is_alive in enumerate(alive) if is_alive)
+
+    def assign(self, number: int, user: object) -> None:
+        """Note the user of a dedicated group; the number is free again when the user is gone."""
+        while len(self._users) <= number:
+            self._users.append(None)
+        self._users[number] = weakref.ref(user)
+
+
+def reserve_tags(group: dist.ProcessGroup) -> int:
+    """The first of ``limits.TAGS`` message tags for one user; all ranks call this in the same order."""
+    blocks = _tag_blocks.setdefault(group, itertools.cycle(range(1, limits.TAG_BLOCKS)))
+    return next(blocks) * limits.TAGS

@@ -79,8 +79,8 @@ class ZeroRedundancyOptimizer(OptimizerOverOwned, Joinable):
         splittable: whether parameters may be cut, because the class works element by element.
         engine: the machinery of a step, for hooks and other extensions.
         overlap: what steps inside the backward pass, once a hook has been made for this optimizer.
-        driver: what ``step()`` calls outside a join context.
-        wrapped: what waits for transfers under way, once ShardedDataParallel has taken this optimizer over.
+        step_schedule: the function that ``step()`` calls outside a join context.
+        wait_for_transfers: waits for parameters in flight, once ShardedDataParallel has taken this optimizer over.
     """
 
     def __init__(

@@ -65,7 +65,8 @@ def options(**values: Any) -> Callable[[], Arguments]:
 
 def twice() -> Arguments:
     one = parameter(3)
-    return {**good(), "params": named(parameter(2), one, one)}
+    groups = [{"params": named(parameter(2), one)}, {"params": [("three", one)]}]
+    return {**good(), "params": groups}
 
 
 def overlapping() -> Arguments:
@@ -140,7 +141,7 @@ BAD = {
     "a group without params": Bad(
         params(lambda: [{"params": parameter(3)}, {"lr": 1.0}]), ValueError, r"group 1 has no 'params'.*\['lr'\]"
     ),
-    "the same object twice": Bad(twice, ValueError, "'three' is given twice.*'two'"),
+    "the same object in two groups": Bad(twice, ValueError, "'three' is in two groups.*'two'"),
     "two over one storage": Bad(overlapping, ValueError, "'one' and 'two' share memory"),
     "an expanded one": Bad(
         given(lambda: parameter(3), lambda: nn.Parameter(torch.ones(1).expand(3))), ValueError, "'two'.*expanded"
@@ -522,7 +523,7 @@ BAD_GROUPS: dict[str, tuple[Callable[[Training], Any], type[Exception], str]] = 
     "known already": (
         lambda training: {"params": [("four", training.params[1])]},
         ValueError,
-        "'four' is given twice.*'two'",
+        "'four' is in two groups.*'two'",
     ),
     "shares memory": (
         lambda training: {"params": [("four", nn.Parameter(training.params[1].detach()[:3]))]},

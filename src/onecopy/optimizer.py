@@ -17,14 +17,15 @@ from onecopy.engine.classes import check_class, is_elementwise
 from onecopy.engine.collectives import Collectives
 from onecopy.engine.consolidate import Consolidated, consolidated
 from onecopy.engine.core import Driver, Engine, reshare, sequential_step
-from onecopy.engine.facts import group_facts, layout_facts, optimizer_facts
+from onecopy.engine.facts import optimizer_facts, sharding_facts
 from onecopy.engine.flat import flat_views
 from onecopy.engine.inputs import normalise, normalise_group, plan_params
 from onecopy.engine.loading import load, shallow_copy
-from onecopy.engine.local import LocalOptimizer, OwnedState, alias, parameter_or_alias
+from onecopy.engine.local import LocalOptimizer, OwnedState
 from onecopy.engine.logs import log_share
 from onecopy.engine.norms import clip, total_norm
 from onecopy.engine.overlap import Overlap, check_step_arguments
+from onecopy.engine.owned import alias, parameter_or_alias
 from onecopy.engine.state import OptimizerOverOwned
 from onecopy.engine.storage import Buckets, InPlace
 from onecopy.engine.torch_private import (
@@ -77,7 +78,6 @@ class ZeroRedundancyOptimizer(OptimizerOverOwned, Joinable):
         global_rank: this rank among all.
         parameters_as_bucket_view, overlap_with_ddp: as given.
         splittable: whether parameters may be cut, because the class works element by element.
-        engine: the machinery of a step, for hooks and other extensions.
         overlap: what steps inside the backward pass, once a hook has been made for this optimizer.
         driver: what ``step()`` calls outside a join context.
         wrapped: what waits for transfers under way, once ShardedDataParallel has taken this optimizer over.
@@ -273,7 +273,7 @@ class ZeroRedundancyOptimizer(OptimizerOverOwned, Joinable):
             engine.local.push_options(self.param_groups)
             super().add_param_group(group)
             engine.local.add_group(group, layout, tensors, flat_views(tensors))
-            facts = [*layout_facts(layout, self._shard_by), *group_facts(self.optim.param_groups)]
+            facts = sharding_facts(layout, self._shard_by, self.param_groups, self.optim.param_groups)
         except Exception as error:
             failure = error
         try:

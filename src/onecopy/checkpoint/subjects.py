@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from onecopy.data_parallel import ShardedDataParallel
 from onecopy.engine import masters
 from onecopy.engine.agreement import Fact
+from onecopy.engine.inputs import first_places
 from onecopy.engine.loading import keep_as_saved, load_owned
 from onecopy.engine.options import NOT_OPTIONS
 from onecopy.engine.torch_private import uncompiled
@@ -71,6 +72,13 @@ class Subject:
         self.optimizer = optimizer
         self.params: list[Tensor] = list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
         found = [names.get(id(param)) for param in self.params]
+        again = sorted(set(range(len(self.params))) - set(first_places(self.params)))
+        if again:
+            name = found[again[0]] or self.positions[again[0]]
+            raise ValueError(
+                f"parameter {name!r} is several times in a group of {self.kind}, "
+                "which a checkpoint cannot tell apart: give it once, or save consolidate_state_dict() + state_dict()"
+            )
         self.named = bool(names)
         unknown = [position for position, name in enumerate(found) if name is None]
         if self.named and unknown:

@@ -27,7 +27,8 @@ from onecopy.engine.core import Engine
 from onecopy.engine.facts import group_facts
 from onecopy.engine.flat import as_bytes, dense_copy, flat_view, to_bytes
 from onecopy.engine.inputs import Group
-from onecopy.engine.local import LocalOptimizer, Owned
+from onecopy.engine.local import LocalOptimizer
+from onecopy.engine.owned import Owned
 from onecopy.engine.stream import receive_stream, send_stream
 from onecopy.layout import Layout, ParamSpec, Shard
 

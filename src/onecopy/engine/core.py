@@ -158,9 +158,11 @@ class Engine:
         """Raise if no step may be made, or if someone has changed which parameters the groups hold."""
         if self.refusal is not None:
             raise self.refusal
-        count = sum(len(group["params"]) for group in groups)
+        listed = self.local.listed
         given = chain.from_iterable(group["params"] for group in groups)
-        if count != len(self.params) or not all(map(is_, given, self.params)):
+        if [len(group["params"]) for group in groups] != list(map(len, listed)) or not all(
+            map(is_, given, chain.from_iterable(listed))
+        ):
             raise RuntimeError(
                 "the parameters of param_groups were edited by hand; use add_param_group() or construct a new optimizer"
             )

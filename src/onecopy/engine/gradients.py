@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from onecopy.engine.flat import flat_like
-from onecopy.engine.local import Owned
+from onecopy.engine.owned import Owned
 from onecopy.engine.shard_grad import ShardGrad
 from onecopy.layout import Layout
 

@@ -15,8 +15,9 @@ from onecopy.engine.core import Engine
 from onecopy.engine.facts import group_facts
 from onecopy.engine.flat import flat_like
 from onecopy.engine.inputs import Group
-from onecopy.engine.local import LocalOptimizer, Owned
+from onecopy.engine.local import LocalOptimizer
 from onecopy.engine.options import NOT_OPTIONS
+from onecopy.engine.owned import Owned
 from onecopy.layout import Layout, ParamSpec
 
 StateDict = dict[str, Any]
@@ -150,7 +151,11 @@ def _state_by_index(state_dict: StateDict, groups: Sequence[Group]) -> tuple[dic
                 f"{len(group['params'])} in the optimizer"
             )
     ids = list(chain.from_iterable(saved["params"] for saved in saved_groups))
-    index_of = {saved_id: index for index, saved_id in enumerate(ids)}
+    index: dict[int, int] = {}  # by identity: a parameter that is several times in its group has one
+    params = list(chain.from_iterable(group["params"] for group in groups))
+    for param in params:
+        index.setdefault(id(param), len(index))
+    index_of = {saved_id: index[id(param)] for saved_id, param in zip(ids, params, strict=True)}
     others = {key: value for key, value in state_dict["state"].items() if key not in index_of}
     unknown = [key for key in others if isinstance(key, (int, Tensor))]
     if unknown:

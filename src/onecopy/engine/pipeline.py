@@ -21,9 +21,9 @@ from onecopy.engine.arena import Arena
 from onecopy.engine.collectives import Collectives, Work
 from onecopy.engine.core import Engine
 from onecopy.engine.inputs import Group
-from onecopy.engine.local import Owned
 from onecopy.engine.marks import mark
 from onecopy.engine.options import OptionsSnapshot
+from onecopy.engine.owned import Owned
 from onecopy.engine.sharing import Sharing
 from onecopy.engine.stream import InFlight
 from onecopy.engine.words import LateWord, word_on

@@ -20,9 +20,10 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 from onecopy.engine import codec, masters
 from onecopy.engine.flat import flat_view
-from onecopy.engine.inputs import Group
-from onecopy.engine.local import LocalOptimizer, Owned
+from onecopy.engine.inputs import Group, first_places
+from onecopy.engine.local import LocalOptimizer
 from onecopy.engine.options import options_of
+from onecopy.engine.owned import Owned
 from onecopy.engine.torch_private import ALIASING, NEW_EMPTY, bare_step, no_torch_function, tensor_without_memory
 from onecopy.layout import Layout, ParamSpec
 
@@ -160,8 +161,9 @@ def sharded_state_dict(
             state[names[spec.index]] = codec.map_tensors(values, functools.partial(_shown, owned, spec))
     start, shown = 0, []
     for group in groups:
-        shown.append({**options_of(group), "params": list(names[start : start + len(group["params"])])})
-        start += len(group["params"])
+        count = len(first_places(group["params"]))
+        shown.append({**options_of(group), "params": list(names[start : start + count])})
+        start += count
     return {"state": state, "param_groups": shown}
 
 

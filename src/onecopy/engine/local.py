@@ -39,7 +39,6 @@ class LocalOptimizer:
         self.optimizer_class = optimizer_class
         self.group_rank = group_rank
         self.wanted_masters = masters or Masters()
-        self.uses_masters = any(self.wanted_masters.wanted_for(param) for param in params)  # on some rank
         self.defaults = defaults
         self.version = 0  # counts steps, loads and edits, by which others know that the state changed
         self.has_state = False  # on some rank
@@ -59,6 +58,11 @@ class LocalOptimizer:
         self._takes_closure = "closure" in inspect.signature(type(self.inner).step).parameters
         # An unknown class may move parameters that have no gradient (weight decay alone).
         self.moves_all = type(self.inner) not in SKIPS_MISSING_GRADIENTS
+
+    @property
+    def uses_masters(self) -> bool:
+        """Whether some rank steps a copy of some parameter."""
+        return any(self.wanted_masters.wanted_for(param) for params in self.listed for param in params)
 
     def rebuilt(
         self,
@@ -87,7 +91,6 @@ class LocalOptimizer:
         self.inner.add_param_group(self._local_group(group, position, layout))
         self.listed.append(list(group["params"]))
         self._repeat(group, self.inner.param_groups[position])
-        self.uses_masters = any(self.wanted_masters.wanted_for(param) for param in params)
         check_options(self.inner)
 
     def keep_groups(self, count: int, layout: Layout) -> None:

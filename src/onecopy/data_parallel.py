@@ -25,6 +25,8 @@ from onecopy.engine.pipeline import Pipeline
 from onecopy.engine.row_buckets import RowBucket
 from onecopy.engine.torch_private import in_backward, in_join_context
 from onecopy.engine.waiting import WaitHooks, resolve_uses
+from onecopy.errors import RanksDisagreeError
+from onecopy.join import naming_the_rule
 from onecopy.optimizer import ZeroRedundancyOptimizer
 from onecopy.wrapping import (
     MixedPrecision,
@@ -152,6 +154,7 @@ class ShardedDataParallel(nn.Module, Joinable):
         self.device: torch.device = devices[0]
         self.device_type: str = devices[0].type
         self.is_multi_device_module: bool = len(devices) > 1
+        self.require_forward_param_sync = True  # as DDP calls it: whether the last pass synchronises
         self._collectives, self._replicas = collectives, replicas
         self._state = ModuleState(module, broadcast_buffers)
         self._state.share_all(collectives, replicas)
@@ -230,7 +233,9 @@ class ShardedDataParallel(nn.Module, Joinable):
         if in_join_context(self):
             Join.notify_join_context(self)
             source = self._exchange_join_flags(active=True, synchronises=self.require_backward_grad_sync)[0]
-        self._reducer.synchronises = self.require_backward_grad_sync
+        self._reducer.synchronises = self.require_forward_param_sync = self.require_backward_grad_sync
+        for engine in self._engines:
+            engine.gradients.accumulating = not self.require_backward_grad_sync
         self._state.share_buffers(buffers, self._collectives, self._replicas, source)
 
     def _hear(self) -> None:
@@ -346,15 +351,23 @@ class ShardedDataParallel(nn.Module, Joinable):
         self.wait()
         self._hear()
         source, synchronises = self._exchange_join_flags(active=False, synchronises=False)
+        self.require_forward_param_sync = synchronises
         self._state.share_buffers(self._state.buffers_to_share(), self._collectives, self._replicas, source)
         if synchronises:
             self._reducer.take_part()
 
     def _exchange_join_flags(self, active: bool, synchronises: bool) -> tuple[int, bool]:
-        """The lowest rank that has inputs, and whether its backward pass will synchronise."""
-        flags = self._collectives.all_gather_words([int(active), int(synchronises)], "forward()")
-        source = next(rank for rank, flag in enumerate(flags) if flag[0])
-        return source, bool(flags[source][1])
+        """The lowest rank that has inputs, and whether the backward passes of those that have will synchronise."""
+        with naming_the_rule():
+            flags = self._collectives.all_gather_words([int(active), int(synchronises)], "forward()")
+        having = {group_rank: bool(flag[1]) for group_rank, flag in enumerate(flags) if flag[0]}
+        if len(set(having.values())) > 1:
+            accumulating = [group_rank for group_rank, flag in having.items() if not flag]
+            raise RanksDisagreeError(
+                f"rank {self._collectives.group_rank}: forward() runs under no_sync() on ranks {accumulating}, and on "
+                "the other ranks that have inputs it does not; use no_sync() on all of them or on none"
+            )
+        return next(iter(having.items()))
 
 
 def _wait_for(model: weakref.ref[ShardedDataParallel]) -> None:

@@ -15,9 +15,15 @@ from onecopy.layout import Layout
 
 
 class Gradients(Protocol):
-    """What drivers ask of either kind. ``reduced`` is set where only owned ranges are reduced."""
+    """What drivers ask of either kind.
+
+    Attributes:
+        reduced: whether only owned ranges are reduced.
+        accumulating: whether it is known that the last forward pass ran under ``no_sync()``.
+    """
 
     reduced: bool
+    accumulating: bool
 
     def forget(self) -> None:
         """Note that the gradients have been used or thrown away."""
@@ -45,6 +51,7 @@ class FullGradients:
         self._params = params
         # Set by a hook that reduces gradients to their owners: then only owned ranges of param.grad are reduced.
         self.reduced = False
+        self.accumulating = False
 
     def forget(self) -> None:
         """Note that the gradients have been used or thrown away."""
@@ -93,6 +100,7 @@ class ShardedGradients:
     def __init__(self, params: Sequence[Tensor], layout: Layout) -> None:
         self._params = list(params)
         self._layout = layout
+        self.accumulating = False
         self.on_zero: Callable[[], None] = lambda: None
 
     def forget_accumulated(self) -> None:

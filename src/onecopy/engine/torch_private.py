@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.algorithms.join import Joinable
+from torch.distributed.algorithms.join import Join, Joinable
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -151,6 +151,27 @@ def locally_used(ddp: DistributedDataParallel, params: list[int]) -> set[int]:
 def in_join_context(joinable: Joinable) -> bool:
     """Whether a joinable was last entered into a join context that handles uneven inputs."""
     return bool(joinable._join_config.enable)
+
+
+def joinables_of_caller() -> list[Joinable]:
+    """What is in the join context that is being constructed, if a constructor of one is among the callers.
+
+    Each joinable is asked for its hook there, and not told of the others.
+    """
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_code is Join.__init__.__code__:
+            return list(frame.f_locals["joinables"])
+    return []
+
+
+def accumulates(model: object) -> bool:
+    """Whether the last pass of a model ran under ``no_sync()``; of a rank that has joined, the other ranks' last pass.
+
+    DDP notes it so that its next forward pass sends no buffers.
+    """
+    return not getattr(model, "require_forward_param_sync", True)
 
 
 def number_of_groups() -> int:

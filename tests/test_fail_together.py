@@ -9,10 +9,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from harness import distributed
+from models import assert_equal
 from onecopy import ZeroRedundancyOptimizer
-from onecopy.engine import codec
+from onecopy.engine import codec, storage
+from onecopy.engine.sharing import Slots
 from test_errors import check_pool, expect_failure_of, parameter
 
 NO_MEMORY = "no memory is left"
@@ -88,3 +91,71 @@ def test_owners_of_a_cut_parameter_with_state_of_different_types(world_size: int
         zero.state[key]["exp_avg"] = zero.state[key]["exp_avg"].double()
     expect_failure_of([0], lambda: zero.consolidate_state_dict(to=0), ValueError, "cut among ranks, but ranks 0 and")
     check_pool()
+
+
+# Constructing, add_param_group(), and parameters that have moved
+
+
+@distributed(2, 3)
+@pytest.mark.parametrize("calls", [0, 1])
+def test_a_rank_without_memory_for_buckets_when_constructing(world_size: int, calls: int) -> None:
+    params = [parameter(64, 40), parameter(40), parameter(3, 5)]
+    before = [param.detach().clone() for param in params]
+
+    def construct() -> ZeroRedundancyOptimizer:
+        return ZeroRedundancyOptimizer(params, torch.optim.SGD, parameters_as_bucket_view=True, lr=0.1)
+
+    culprit = world_size - 1
+    with failing(storage, "_move_in", culprit, calls):
+        expect_no_memory(culprit, construct)
+    assert_equal(params, before, "values")
+    step(construct())
+    assert_equal(params, [value - 0.1 for value in before], "after a step")
+
+
+@distributed(2, 3)
+@pytest.mark.parametrize("place", ["buckets", "slots"])
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_a_rank_without_memory_when_a_group_is_added(world_size: int, place: str, culprit: int) -> None:
+    zero = trained(parameters_as_bucket_view=True)
+    reference = trained()
+    new = parameter(7, 9)
+    with failing(storage, "_move_in", culprit) if place == "buckets" else failing(Slots, "reserve", culprit):
+        expect_no_memory(culprit, lambda: zero.add_param_group({"params": [new]}))
+    assert len(zero.param_groups) == len(zero.optim.param_groups) == 1
+    assert len(zero.layout.params) == 3
+    step(zero)
+    step(reference)
+    assert_equal(zero.param_groups[0]["params"], reference.param_groups[0]["params"], "after the refusal")
+    for each in (zero, reference):
+        each.add_param_group({"params": [nn.Parameter(new.detach().clone())]})
+        each.param_groups[1]["params"][0].grad = torch.ones(7, 9)
+        step(each)
+    for ours, plain in zip(zero.param_groups, reference.param_groups, strict=True):
+        assert_equal(ours["params"], plain["params"], "after adding it")
+
+
+@distributed(2, 3)
+@pytest.mark.parametrize("bucket_view", [False, True])
+def test_a_rank_without_memory_to_follow_moved_parameters(world_size: int, bucket_view: bool) -> None:
+    zero, reference = trained(parameters_as_bucket_view=bucket_view), trained()
+    for param in zero.param_groups[0]["params"]:
+        param.data = param.data.clone()
+    with failing(Slots, "reserve", world_size - 1):
+        expect_no_memory(world_size - 1, lambda: step(zero))
+    # The others have stepped what they own, so all begin anew.
+    state = reference_state(reference)
+    with torch.no_grad():
+        for param, plain in zip(zero.param_groups[0]["params"], reference.param_groups[0]["params"], strict=True):
+            param.copy_(plain)
+    zero.load_state_dict(state)
+    for each in (zero, reference):
+        step(each)
+    assert_equal(zero.param_groups[0]["params"], reference.param_groups[0]["params"], "after the failure")
+
+
+def reference_state(zero: ZeroRedundancyOptimizer) -> dict[str, Any]:
+    """The whole state, on every rank."""
+    states = [whole_state(zero, group_rank) for group_rank in range(dist.get_world_size())]
+    (state,) = [state for state in states if state is not None]
+    return state

@@ -12,7 +12,7 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.optim import Optimizer
 
 from onecopy.engine import codec, masters
-from onecopy.engine.agreement import Fact, agree
+from onecopy.engine.agreement import Fact, agree, together
 from onecopy.engine.classes import check_class, is_elementwise
 from onecopy.engine.collectives import Collectives
 from onecopy.engine.consolidate import Consolidated, consolidated
@@ -144,7 +144,11 @@ class ZeroRedundancyOptimizer(OptimizerOverOwned, Joinable):
         if parameters_as_bucket_view and overlap_with_ddp:
             logger.warning("parameters_as_bucket_view=True is ignored: overlap_with_ddp=True sends DDP's buckets")
         storage_class = Buckets if parameters_as_bucket_view and not overlap_with_ddp else InPlace
-        self.engine = engine = Engine(collectives, tensors, layout, local, storage_class)
+        self.engine = engine = together(
+            collectives,
+            "constructing the optimizer",
+            lambda: Engine(collectives, tensors, layout, local, storage_class),
+        )
         self.driver: Driver = sequential_step
         self.wrapped: Callable[[], None] | None = None
         self.overlap_with_ddp = overlap_with_ddp
@@ -262,6 +266,7 @@ class ZeroRedundancyOptimizer(OptimizerOverOwned, Joinable):
         if self.wrapped is not None:
             raise RuntimeError("a group cannot be added to an optimizer that ShardedDataParallel has taken over")
         engine, known = self.engine, len(self.param_groups)
+        before = list(engine.params), engine.layout
         failure: Exception | None = None
         facts: list[Fact] = []
         try:
@@ -278,14 +283,16 @@ class ZeroRedundancyOptimizer(OptimizerOverOwned, Joinable):
             failure = error
         try:
             has_state = agree(engine.collectives, "add_param_group()", facts, failure, flag=bool(self.optim.state))
+            together(engine.collectives, "add_param_group()", lambda: engine.relayout(tensors, layout))
         except Exception:
             del self.param_groups[known:]
-            engine.local.keep_groups(known, engine.layout)
+            engine.local.keep_groups(known, before[1])
+            if engine.layout is not before[1]:
+                engine.relayout(*before)
             raise
         engine.local.pull_options(self.param_groups)
         engine.local.has_state = engine.local.has_state or has_state
         self._consolidated = None
-        engine.relayout(tensors, layout)
         log_share(engine)
 
     def consolidate_state_dict(self, to: int = 0) -> None:

@@ -6,12 +6,15 @@ A rank whose own checks failed still takes part, so that no rank waits for it; t
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from onecopy.engine import codec
 from onecopy.engine.collectives import Collectives
 from onecopy.errors import PeerFailedError, RanksDisagreeError
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +48,17 @@ def agree(
     if any(other != digest for _, other, _ in words):
         _raise_difference(collectives, what, facts)
     return any(raised for _, _, raised in words)
+
+
+def together(collectives: Collectives, what: str, action: Callable[[], Result]) -> Result:
+    """Do something that may fail, without communication; raise on every rank if it has failed on one."""
+    failure: Exception | None = None
+    try:
+        result = action()
+    except Exception as error:
+        failure = error
+    agree(collectives, what, [], failure)
+    return result
 
 
 def raise_together(collectives: Collectives, what: str, failure: Exception | None) -> None:

@@ -103,13 +103,15 @@ class Engine:
 
     def relayout(self, params: Sequence[Tensor], layout: Layout) -> None:
         """Take over these parameters and this layout; storage and transfers are planned anew."""
+        # First what needs memory: if that fails, parameters may lie elsewhere, and everything else is as it was.
+        storage = self._storage_class(params, layout)
+        sharing = Sharing(self.collectives, storage.pieces, storage.direct_bytes)
         self.params[:] = params
         self.layout = layout
         self._layout_digest = layout.digest()
         self._probe_params = probed_params(layout)
-        self.storage = self._storage_class(self.params, layout)
-        self.local.repoint(self.storage.flats)
-        self.sharing = Sharing(self.collectives, self.storage.pieces, self.storage.direct_bytes)
+        self.storage, self.sharing = storage, sharing
+        self.local.repoint(storage.flats)
 
     def take_over(
         self, layout: Layout, local: LocalOptimizer, storage_class: MakeStorage, gradients: Gradients

@@ -185,7 +185,6 @@ class Pipeline:
         if storage is self._storage:
             return
         assert isinstance(storage, Arena)
-        self._storage = storage
         sets: list[list[int]] = [[]]
         size = before = 0
         for number in reversed(range(len(self._plans))):
@@ -195,10 +194,12 @@ class Pipeline:
                 size = 0
             sets[-1].append(number)
             size += storage.buckets[number].numel() * storage.buckets[number].element_size()
-        self._segments = []
+        segments = []
         for numbers in sets:
             params = frozenset(index for number in numbers for index in self._plans[number].params)
             owned = tuple(entry for entry in engine.local.owned if entry.shard.param in params)
             pieces = [piece for number in numbers for piece in storage.pieces_of[number]]
-            self._segments.append(_Segment(params, owned, Sharing(engine.collectives, pieces, storage.direct_bytes)))
+            segments.append(_Segment(params, owned, Sharing(engine.collectives, pieces, storage.direct_bytes)))
+        # Last, so that a plan which failed is made again.
+        self._storage, self._segments = storage, segments
         self._segment_of = {param: number for number, each in enumerate(self._segments) for param in each.params}

@@ -14,7 +14,7 @@ from torch import nn
 from harness import distributed
 from models import assert_equal
 from onecopy import ZeroRedundancyOptimizer
-from onecopy.engine import codec, storage
+from onecopy.engine import codec, loading, storage
 from onecopy.engine.sharing import Slots
 from test_errors import check_pool, expect_failure_of, parameter
 
@@ -159,3 +159,58 @@ def reference_state(zero: ZeroRedundancyOptimizer) -> dict[str, Any]:
     states = [whole_state(zero, group_rank) for group_rank in range(dist.get_world_size())]
     (state,) = [state for state in states if state is not None]
     return state
+
+
+# load_state_dict()
+
+
+@distributed(2, 3)
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_options_that_one_rank_cannot_copy_while_loading(world_size: int, culprit: int) -> None:
+    zero = trained()
+    state = reference_state(zero)
+    state["param_groups"][0]["lr"] = 0.5
+    before = reference_state(zero)
+    with failing(loading, "deepcopy", culprit):
+        expect_no_memory(culprit, lambda: zero.load_state_dict(state))
+    assert zero.param_groups[0]["lr"] == zero.optim.param_groups[0]["lr"] == 0.1
+    after = reference_state(zero)
+    assert_equal([after["state"][0]["exp_avg"]], [before["state"][0]["exp_avg"]], "state")
+    zero.load_state_dict(state)
+    step(zero)
+
+
+@distributed(2, 3)
+def test_a_master_weight_of_another_shape_is_refused_before_anything_changes(world_size: int) -> None:
+    params = [nn.Parameter(parameter(64, 40).detach().bfloat16()), nn.Parameter(parameter(40).detach().bfloat16())]
+    zero = ZeroRedundancyOptimizer(params, torch.optim.Adam, lr=0.1, elementwise=False, master_weights=True)
+    step(zero)
+    state = reference_state(zero)
+    good = reference_state(zero)
+    state["param_groups"][0]["lr"] = 0.5
+    state["master_weights"][0] = torch.zeros(7)
+    owner = zero.layout.shards[0].owner
+    expect_failure_of([owner], lambda: zero.load_state_dict(state), ValueError, "master weight of parameter .* in the")
+    assert zero.param_groups[0]["lr"] == 0.1
+    assert_equal([reference_state(zero)["master_weights"][0]], [good["master_weights"][0]], "master weights")
+
+
+@distributed(2, 3)
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_hook_that_fails_on_one_rank_while_loading(world_size: int, when: str) -> None:
+    zero = trained()
+    state = reference_state(zero)
+    state["param_groups"][0]["lr"] = 0.5
+
+    def hook(*_: Any) -> None:
+        if dist.get_rank() == 0:
+            raise MemoryError(NO_MEMORY)
+
+    before = when == "before"
+    handle = (zero.register_load_state_dict_pre_hook if before else zero.register_load_state_dict_post_hook)(hook)
+    expect_no_memory(0, lambda: zero.load_state_dict(state))
+    assert zero.param_groups[0]["lr"] == (0.1 if before else 0.5)
+    step(zero)
+    handle.remove()
+    zero.load_state_dict(state)
+    step(zero)

@@ -20,7 +20,7 @@ from onecopy.engine.core import Driver, Engine, reshare, sequential_step
 from onecopy.engine.facts import optimizer_facts, sharding_facts
 from onecopy.engine.flat import flat_views
 from onecopy.engine.inputs import normalise, normalise_group, plan_params
-from onecopy.engine.loading import load, shallow_copy
+from onecopy.engine.loading import load
 from onecopy.engine.local import LocalOptimizer, OwnedState
 from onecopy.engine.logs import log_share
 from onecopy.engine.norms import clip, total_norm
@@ -28,12 +28,7 @@ from onecopy.engine.overlap import Overlap, check_step_arguments
 from onecopy.engine.owned import alias, parameter_or_alias
 from onecopy.engine.state import OptimizerOverOwned
 from onecopy.engine.storage import Buckets, InPlace
-from onecopy.engine.torch_private import (
-    in_join_context,
-    register_as_torch_zero,
-    run_load_post_hooks,
-    run_load_pre_hooks,
-)
+from onecopy.engine.torch_private import in_join_context, register_as_torch_zero
 from onecopy.join import ServeShard, active_step, joined_step
 from onecopy.layout import Layout, ShardBy, extend
 
@@ -350,16 +345,14 @@ class ZeroRedundancyOptimizer(OptimizerOverOwned, Joinable):
         """Load a state dict of the plain optimizer or of this class, saved with any number of ranks and any policy.
 
         All ranks make this call together, with the whole state dict; each copies what it owns, and the caller's dict
-        is left as it is. If a rank refuses, all raise and nothing has changed anywhere.
+        is left as it is. If a rank refuses, all raise and nothing has changed anywhere. If a hook that runs after the
+        load fails on a rank, all raise too, and the state has been loaded.
 
         Args:
             state_dict: an optimizer's state dict.
         """
-        load(
-            self.engine, self.param_groups, lambda: run_load_pre_hooks(self, shallow_copy(state_dict)), self.splittable
-        )
+        load(self.engine, self, state_dict, self.splittable)
         self._consolidated = None
-        run_load_post_hooks(self)
 
     def join_hook(self, **kwargs: Any) -> JoinHook:  # noqa: ARG002 - torch passes what other joinables need
         """Return the hook with which a rank that has run out of inputs goes on serving its shard.

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from copy import deepcopy
 from itertools import chain
 from typing import Any
 
 from torch import Tensor
+from torch.optim import Optimizer
 
 from onecopy.engine import codec, masters
-from onecopy.engine.agreement import Fact, agree
+from onecopy.engine.agreement import Fact, agree, together
 from onecopy.engine.core import Engine
 from onecopy.engine.facts import group_facts
 from onecopy.engine.flat import flat_like
@@ -18,24 +19,28 @@ from onecopy.engine.inputs import Group
 from onecopy.engine.local import LocalOptimizer
 from onecopy.engine.options import NOT_OPTIONS
 from onecopy.engine.owned import Owned
+from onecopy.engine.torch_private import run_load_post_hooks, run_load_pre_hooks
 from onecopy.layout import Layout, ParamSpec
 
 StateDict = dict[str, Any]
 
 
-def load(engine: Engine, groups: Sequence[Group], read: Callable[[], StateDict], elementwise: bool) -> None:
+def load(engine: Engine, optimizer: Optimizer, given: object, elementwise: bool) -> None:
     """Load what this rank owns of a full state dict, on all ranks together.
 
-    1. Each rank reads (``read`` may fail), checks and copies what it owns; nothing has changed yet.
+    1. Each rank runs the hooks of ``optimizer`` that come before a load, checks, and copies what it owns; nothing has
+       changed yet.
     2. All ranks agree that nobody failed and that all were given the same.
     3. Each loads into its inner optimizer; all agree again, and if one failed all put back what they had.
+    4. Each takes over options and master weights, which cannot fail, and runs the hooks that come after a load; all
+       hear if a hook has failed.
     """
-    local = engine.local
+    local, groups = engine.local, optimizer.param_groups
     failure: Exception | None = None
     facts: list[Fact] = []
     has_state = False
     try:
-        state_dict = read()
+        state_dict = run_load_pre_hooks(optimizer, _shallow_copy(given))
         states, others = _state_by_index(state_dict, groups)
         for index, master in state_dict.get(masters.ENTRY, {}).items():
             states.setdefault(index, {})[masters.KEY] = master
@@ -43,6 +48,7 @@ def load(engine: Engine, groups: Sequence[Group], read: Callable[[], StateDict],
         facts = _load_facts(state_dict, states, others, engine.layout)
         mine, saved_masters = _local_state_dict(state_dict, states, engine.layout, local)
         mine["state"] |= codec.map_tensors(others, lambda tensor: tensor.detach().clone())
+        saved_groups = deepcopy(state_dict["param_groups"])
         has_state = bool(states or others)
     except Exception as error:
         failure = error
@@ -57,11 +63,12 @@ def load(engine: Engine, groups: Sequence[Group], read: Callable[[], StateDict],
     except Exception:
         local.inner.__setstate__(before)
         raise
-    _finish(local, groups, deepcopy(state_dict["param_groups"]), has_state)
+    _finish(local, groups, saved_groups, has_state)
     engine.permit()
     for owned in local.owned:
         if owned.home is not None:
             owned.tensor.detach().copy_(saved_masters.get(owned.shard.param, owned.home))
+    together(engine.collectives, "load_state_dict()", lambda: run_load_post_hooks(optimizer))
 
 
 def load_owned(
@@ -123,7 +130,7 @@ def _finish(
     local.note_loaded(has_state)
 
 
-def shallow_copy(state_dict: object) -> StateDict:
+def _shallow_copy(state_dict: object) -> StateDict:
     """A copy for hooks to change, of what must be an optimizer's state dict."""
     if not isinstance(state_dict, Mapping) or "state" not in state_dict or "param_groups" not in state_dict:
         raise TypeError(
@@ -207,6 +214,7 @@ def _local_state_dict(
         values = _owned_state(states[index], owned, layout.params[index])
         master = values.pop(masters.KEY, None)
         if master is not None and owned.home is not None:
+            _check_master(master, owned, layout.params[index])
             saved_masters[index] = master
         if values:
             state[positions[id(owned.tensor)]] = values
@@ -218,6 +226,16 @@ def _local_state_dict(
         for saved, group in zip(state_dict["param_groups"], local.inner.param_groups, strict=True)
     ]
     return {"state": state, "param_groups": param_groups}, saved_masters
+
+
+def _check_master(master: object, owned: Owned, spec: ParamSpec) -> None:
+    """Raise ``ValueError`` unless this can be copied into a master weight."""
+    if not isinstance(master, Tensor) or master.shape != owned.tensor.shape:
+        found = f"shape {tuple(master.shape)}" if isinstance(master, Tensor) else f"type {type(master).__qualname__}"
+        raise ValueError(
+            f"the master weight of parameter {spec.name!r} in the state dict has {found}, but "
+            f"the part of it that this rank owns has shape {tuple(owned.tensor.shape)}"
+        )
 
 
 def _positions(local: LocalOptimizer) -> dict[int, int]:

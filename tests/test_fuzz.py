@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from fuzz.drawing import draw
 from fuzz.levels import OFF, REFUSED, Level
 from fuzz.optimizers import CLASSES
 from fuzz.parts import BASE, KINDS, Part
-from fuzz.programs import Program, allowed, draw
+from fuzz.programs import Program
+from fuzz.rules import allowed
 from fuzz.running import run, run_text
 from fuzz.script import script
 from fuzz.shrinking import shrink
@@ -46,7 +48,7 @@ def test_random_programs_train_as_plain_ddp_does(seed: int) -> None:
 
 def test_a_program_is_a_function_of_its_seed() -> None:
     again = subprocess.run(
-        [sys.executable, "-c", "from fuzz.programs import draw; print([draw(seed) for seed in range(50)])"],
+        [sys.executable, "-c", "from fuzz.drawing import draw; print([draw(seed) for seed in range(50)])"],
         env={**os.environ, "PYTHONHASHSEED": "7"},
         check=True,
         capture_output=True,

@@ -7,7 +7,8 @@ import os
 import sys
 import time
 
-from fuzz.programs import Program, draw
+from fuzz.drawing import draw
+from fuzz.programs import Program
 from fuzz.running import Failure, plain_fails, run
 from fuzz.script import script
 from fuzz.shrinking import shrink

@@ -27,6 +27,7 @@ REFUSED = {
 OFF = {
     "freezing after no_sync": "level 3 refuses a parameter frozen between no_sync and the synchronising pass",
     "clipping by the largest": "the largest of no gradients, where a rank owns nothing but an empty parameter",
+    "no_sync in Join": "a rank without inputs does not know which passes synchronise",
     "another state": "optimizer.state = ... is ignored",
 }
 """What is not drawn today because it is known to fail. An entry goes when its fault is mended."""
@@ -38,6 +39,12 @@ BUFFERS_IN_EVALUATION = False
 """Whether level 3 sends buffers before passes in evaluation mode, as DDP does.
 
 Today it does so before passes in training mode only: batch normalisation has other averages on every rank.
+"""
+
+BUFFERS_IN_JOIN = False
+"""Whether level 3 ends a join context with the buffers of the rank that had the most inputs, as DDP does.
+
+Today each rank keeps its own: rank 0's, which the next pass gives to all, may be those of the rank that stopped first.
 """
 
 

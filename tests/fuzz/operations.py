@@ -70,6 +70,11 @@ class Freeze(Operation):
     part: str
     trained: bool = False
 
+    @property
+    def features(self) -> frozenset[str]:
+        """What not every level can do."""
+        return frozenset({"freezing"})
+
     def lines(self, number: int, context: Context) -> Lines:
         """Python."""
         return [f"module.{self.part}.requires_grad_({self.trained})"]
@@ -300,3 +305,35 @@ class ResetState(Operation):
     def lines(self, number: int, context: Context) -> Lines:
         """Python."""
         return ["optimizer.state = collections.defaultdict(dict)"]
+
+
+@dataclass(frozen=True)
+class Uneven(Operation):
+    """Steps in a join context, one more on each rank than on the one before it."""
+
+    unsynchronised: bool = False
+
+    @property
+    def features(self) -> frozenset[str]:
+        """What not every level can do."""
+        return frozenset({"Join", *(["no_sync in Join"] if self.unsynchronised else [])})
+
+    def lines(self, number: int, context: Context) -> Lines:
+        """Python."""
+        batch = 10 * number
+        return [
+            "with Join([model, optimizer] if sharded else [model]):",
+            "    for batch in range(1 + RANK):",
+            "        optimizer.zero_grad()",
+            *(["        with model.no_sync():"] if self.unsynchronised else []),
+            *([f"            loss(model, {batch} + 5 + batch).backward()"] if self.unsynchronised else []),
+            f"        loss(model, {batch} + batch).backward()",
+            "        optimizer.step()",
+            "optimizer.zero_grad()",
+            "if not sharded:  # a plain optimizer has stepped only where there were inputs",
+            "    params = [p for group in optimizer.param_groups for p in group['params']]",
+            "    states = [[optimizer.state.pop(p, {}) for p in params]]",
+            "    dist.broadcast_object_list(states, src=dist.get_world_size() - 1)",
+            "    optimizer.state.update({p: state for p, state in zip(params, states[0]) if state})",
+            f"seen.append(({number}, values(model)))",
+        ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import traceback
 from dataclasses import dataclass
@@ -59,6 +60,7 @@ def run_here(text: str) -> str:
 
     Both have ended then, and the processes can go on with the next program. Any other error is raised and ends them.
     """
+    logging.getLogger("onecopy").setLevel(logging.ERROR)  # arguments that are ignored are drawn too
     code: dict[str, Any] = {"__name__": "program"}
     exec(compile(text, "program", "exec"), code)
     try:
@@ -77,4 +79,5 @@ def kind_of(text: str) -> str:
     first: str = (own or errors or [text])[0]
     first = re.sub(r"operation (the end, state\b)?[^:]*:", r"operation \1…:", first)
     first = re.sub(r"'[^']*'|\"[^\"]*\"|\([\d, ]*\)", "…", first)
+    first = first.replace("not equal!", "not close!")  # with three ranks and with two
     return re.sub(r"[\d.]+(?:e-?\d+)?", "#", first)[:160]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from string import Template
 
-from fuzz.operations import Context, EditState, Move, Raise, indented
+from fuzz.operations import Context, EditState, Raise, indented
 from fuzz.programs import TOLERANCE, Program
 
 HEAD = Template('''\
@@ -144,7 +144,6 @@ def script(program: Program, name: str = "script.py", title: str = "") -> str:
             tolerance=TOLERANCE, equal=f"ours == plain or abs(ours - plain) <= {TOLERANCE} * (1 + abs(plain))"
         )
     )
-    moves = any(isinstance(operation, Move) for operation in program.operations)
     return HEAD.substitute(
         title=title or f"Program {program.seed} of make fuzz: onecopy must train as plain DDP does.",
         name=name,
@@ -157,7 +156,7 @@ def script(program: Program, name: str = "script.py", title: str = "") -> str:
         build=build,
         helpers="\n\n".join(helpers) + "\n",
         train=train,
-        begin=BEGIN_FOLDER if moves else "",
+        begin=BEGIN_FOLDER if program.moves else "",
     )
 
 
@@ -171,6 +170,8 @@ def _imports(program: Program, text: str) -> list[str]:
     standard += ["import copy"] if re.search(r"\bcopy\.", text) else []
     standard += ["import tempfile"] if "FOLDER" in text else []
     torchs = ["import torch", "import torch.distributed as dist", "from torch import nn"]
+    if "Join(" in text:
+        torchs.append("from torch.distributed.algorithms.join import Join")
     if "allreduce_hook" in text:
         torchs.append("from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook")
     torchs.append("from torch.nn.parallel import DistributedDataParallel as DDP")
@@ -222,8 +223,8 @@ def _groups(program: Program) -> list[str]:
 
 
 def _which(program: Program) -> str:
-    """At level 3 buffers are sent before training passes only, and DDP skips some: only rank 0's are the same."""
-    if not (program.has_level("sharded") and program.has("batch_norm")):
+    """Level 3 and a new DDP send buffers where DDP skips it (after ``no_sync``): only rank 0's are the same then."""
+    if not (program.has("batch_norm") and (program.moves or program.has_level("sharded"))):
         return ""
     return " if RANK == 0 or '.running_' not in name"
 

@@ -10,7 +10,8 @@ from fuzz.levels import Level
 from fuzz.operations import Move
 from fuzz.optimizers import CLASSES, valid
 from fuzz.parts import BASE
-from fuzz.programs import Program, allowed
+from fuzz.programs import Program
+from fuzz.rules import allowed
 
 
 def shrink(program: Program, still_fails: Callable[[Program], bool], seconds: float) -> Program:
@@ -36,7 +37,8 @@ def simpler(program: Program) -> Iterator[Program]:
     """Programs with less in them, the largest steps first."""
     operations = program.operations
     bare = (("lr", CLASSES[program.optimizer].lr[0]),)
-    yield replace(program, scheduler="", groups=program.groups[:1], named=False, ddp=(), options=bare)
+    found = tuple(option for option in program.ddp if option[0] == "find_unused_parameters")
+    yield replace(program, scheduler="", groups=program.groups[:1], named=False, ddp=found, options=bare)
     yield replace(
         program,
         parts=program.parts[:1],
@@ -72,8 +74,7 @@ def simpler(program: Program) -> Iterator[Program]:
 
 def _with_levels_of(program: Program) -> Program:
     """Without levels that nothing moves to."""
-    moves = any(isinstance(operation, Move) for operation in program.operations)
-    return program if moves else replace(program, levels=program.levels[:1])
+    return program if program.moves else replace(program, levels=program.levels[:1])
 
 
 def _with_other_options(program: Program) -> Iterator[Program]:

@@ -21,6 +21,7 @@ from fuzz.operations import (
     Refused,
     Reload,
     ResetState,
+    RollBack,
     Uneven,
 )
 from fuzz.optimizers import CLASSES, Options, draw_options
@@ -125,6 +126,11 @@ def _draw_train(random: Random, parts: list[str], level: Level) -> Train:
         lambda train: replace(train, steps=random.choice((0, 2))),
         lambda train: replace(train, in_evaluation=True),
         lambda train: replace(train, scale=256),
+        lambda train: replace(
+            train,
+            edited=random.choice(parts) if parts else "",
+            edit=random.choice(("p.grad.mul_(0.5)", "p.grad = None", "p.grad.zero_()")),
+        ),
     ]
     for vary in random.sample(variants, random.choice((1, 1, 2))):
         varied = vary(train)
@@ -158,6 +164,8 @@ def _draw_other(random: Random, optimizer: str, part: str) -> Operation:
         lambda: Raise(random.choice(("forward", "closure", "closure after its pass"))),
         lambda: Refused(random.choice(("load", "group"))),
         lambda: ResetState(),
+        lambda: RollBack(),
+        lambda: EditState(part, random.choice(chosen.keys), replaces=True),
         lambda: Uneven(random.random() < 0.3),
     ]
     return random.choice(choices)()

@@ -14,6 +14,7 @@ REFUSED = {
             "a closure",
             "a GradScaler",
             "clipping",
+            "edited gradients",
             "several synchronising passes",
             "a second step",
             "a pass without a step",

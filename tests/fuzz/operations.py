@@ -121,18 +121,25 @@ class EditGroup(Operation):
 
 @dataclass(frozen=True)
 class EditState(Operation):
-    """Multiply state in place: what is there now, or what was there when an earlier operation kept it."""
+    """Multiply state: what is there now, in place or not, or what was there when an earlier operation kept it."""
 
     part: str
     key: str
     factor: float = 0.5
     keeps: bool = False
     kept: bool = False
+    replaces: bool = False
 
     def lines(self, number: int, context: Context) -> Lines:
         """Python."""
         if self.kept:
             return ["for tensor in kept:", f"    tensor.mul_({self.factor})"]
+        if self.replaces:
+            return [
+                f"for p in params_of(module, {self.part!r}):",
+                f"    if optimizer.state.get(p, {{}}).get({self.key!r}) is not None:",
+                f"        optimizer.state[p][{self.key!r}] = optimizer.state[p][{self.key!r}] * {self.factor}",
+            ]
         lines = [f"states = [optimizer.state.get(p, {{}}).get({self.key!r}) for p in params_of(module, {self.part!r})]"]
         if self.keeps:
             return [*lines, "kept = [state for state in states if state is not None]"]
@@ -221,6 +228,28 @@ class Move(Operation):
             "    for p, old in zip(module.parameters(), before.parameters()):",
             "        p.requires_grad_(old.requires_grad)",
             *(["    scheduler.load_state_dict(its_scheduler.state_dict())"] if context.scheduled else []),
+        ]
+
+
+@dataclass(frozen=True)
+class RollBack(Operation):
+    """Save a checkpoint, make a step that plain DDP does not make, and load what was saved."""
+
+    @property
+    def features(self) -> frozenset[str]:
+        """What not every level can do."""
+        return frozenset({"rolling back"})
+
+    def lines(self, number: int, context: Context) -> Lines:
+        """Python."""
+        return [
+            "optimizer.zero_grad()",
+            "if sharded:",
+            f"    checkpoint.save(FOLDER, {number}, model=model, optimizer=optimizer)",
+            f"    loss(model, {10 * number}).backward()",
+            "    optimizer.step()",
+            "    optimizer.zero_grad()",
+            "    checkpoint.load(FOLDER, model=model, optimizer=optimizer)",
         ]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from fuzz.levels import BUFFERS_IN_EVALUATION, BUFFERS_IN_JOIN, GROUPS_EDITED_BEFORE_ADDING, OFF, REFUSED
-from fuzz.operations import AddGroup, EditGroup, EditState, Move, Reload, ResetState, Uneven
+from fuzz.operations import AddGroup, EditGroup, EditState, Move, Reload, ResetState, RollBack, Uneven
 from fuzz.optimizers import CLASSES
 from fuzz.programs import Program
 
@@ -69,6 +69,8 @@ def _groups_are_added_once(program: Program) -> bool:
         return False
     if late and (program.scheduler or program.moves):
         return False  # torch's schedulers do not know new groups; a new optimizer would have to be given them again
+    if late and any("rolling back" in operation.features for operation in program.operations):
+        return False  # a load adds an option to torch's defaults, which groups that are added later then have
     if len(program.groups) > 1 and len(program.parts) - len(late) < 2:
         return False  # torch refuses names where a group is empty
     edited = False
@@ -83,12 +85,12 @@ def _kept_state_is_current(program: Program) -> bool:
     """State that was kept is edited only while it is the state: a load replaces it."""
     kept = False
     for operation in program.operations:
-        if isinstance(operation, (Reload, Move, ResetState, Uneven)):
+        if isinstance(operation, (Reload, Move, ResetState, RollBack, Uneven)):
             kept = False
         elif isinstance(operation, EditState):
             if operation.kept and not kept:
                 return False
-            kept = kept or operation.keeps
+            kept = operation.keeps or (kept and not operation.replaces)
     return True
 
 
@@ -107,9 +109,11 @@ def _buffers_are_equal(program: Program) -> bool:
         return True
     if program.moves and not program.broadcasts_buffers:
         return False
+    if any("rolling back" in operation.features for operation in program.operations):
+        return False  # only rank 0's come back
     joins = any("Join" in operation.features for operation in program.operations)
-    if joins and program.has_level("sharded") and not BUFFERS_IN_JOIN:
-        return False
+    if joins and (program.moves or (program.has_level("sharded") and not BUFFERS_IN_JOIN)):
+        return False  # after a join context DDP goes on sending the last rank's buffers, a new DDP sends rank 0's
     # DDP sends no buffers in the pass after one without gradients, but a new DDP does.
     evaluates = any(operation.features & {"evaluation", "evaluation mode"} for operation in program.operations)
     return not (evaluates and (program.moves or (program.has_level("sharded") and not BUFFERS_IN_EVALUATION)))

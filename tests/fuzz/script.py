@@ -156,7 +156,7 @@ def script(program: Program, name: str = "script.py", title: str = "") -> str:
         build=build,
         helpers="\n\n".join(helpers) + "\n",
         train=train,
-        begin=BEGIN_FOLDER if program.moves else "",
+        begin=BEGIN_FOLDER if "FOLDER" in train else "",
     )
 
 

@@ -22,6 +22,8 @@ class Train(Operation):
         steps: how many times ``step`` is called.
         in_evaluation: whether the model is in evaluation mode meanwhile.
         scale: the scale of a GradScaler, a power of two; 0 is none.
+        edited: a part whose gradients are edited before the step.
+        edit: what is done to them.
     """
 
     zero: str = "none"
@@ -34,11 +36,13 @@ class Train(Operation):
     steps: int = 1
     in_evaluation: bool = False
     scale: int = 0
+    edited: str = ""
+    edit: str = "p.grad.mul_(0.5)"
 
     @property
     def about(self) -> str:
-        """The part that is frozen in between."""
-        return self.freeze_between
+        """The part that is frozen in between, or whose gradients are edited."""
+        return self.freeze_between or self.edited
 
     @property
     def features(self) -> frozenset[str]:
@@ -55,6 +59,7 @@ class Train(Operation):
             "a GradScaler": self.scale > 0,
             "no_sync": self.unsynchronised > 0,
             "freezing after no_sync": bool(self.freeze_between),
+            "edited gradients": bool(self.edited),
         }
         return frozenset(name for name, holds in present.items() if holds)
 
@@ -98,6 +103,12 @@ class Train(Operation):
             lines.append(f"{which.format(f'loss(model, {next(batches)})')}.backward()")
         if self.scale:
             lines.append("scaler.unscale_(optimizer)")
+        if self.edited:
+            lines += [
+                f"for p in params_of(module, {self.edited!r}):",
+                "    if p.grad is not None:",
+                f"        {self.edit}",
+            ]
         if self.max_norm:
             lines += self._clip(number, context)
         lines += ["scaler.step(optimizer)" if self.scale else "optimizer.step()"] * self.steps

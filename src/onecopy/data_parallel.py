@@ -23,7 +23,7 @@ from onecopy.engine.module_state import ModuleState, cast_floating, tensors_in
 from onecopy.engine.norms import clip, total_norm
 from onecopy.engine.pipeline import Pipeline
 from onecopy.engine.row_buckets import RowBucket
-from onecopy.engine.torch_private import in_backward, in_join_context
+from onecopy.engine.torch_private import accumulates_into_leaves, in_backward, in_join_context
 from onecopy.engine.waiting import WaitHooks, resolve_uses
 from onecopy.errors import RanksDisagreeError
 from onecopy.join import naming_the_rule
@@ -247,10 +247,13 @@ class ShardedDataParallel(nn.Module, Joinable):
         """Let the reducer know when a backward pass begins, even if it reaches no parameter on this rank."""
         reducer = weakref.ref(self._reducer)
         watched = [tensor for tensor in tensors_in(output) if tensor.grad_fn is not None]
+        # What the outputs are made of, and not the outputs, which would then hold themselves.
+        made_by = [tensor.grad_fn for tensor in watched if tensor.grad_fn is not None]
+        behind = [node for maker in made_by for node, _ in maker.next_functions if node is not None]
 
         def begin(_gradient: Tensor) -> None:
             live = reducer()
-            if live is not None:
+            if live is not None and (live.reached() or accumulates_into_leaves(behind)):
                 live.begin()
 
         if watched:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -238,14 +239,23 @@ class Collectives:
         for error in errors:
             if not isinstance(error, RuntimeError):
                 raise error
-        if errors:
+        with self.naming(call):
+            if errors:
+                raise errors[0]
+        self._rows = rows  # not after a failure, when a word may still come
+        return rows.read(len(word))
+
+    @contextlib.contextmanager
+    def naming(self, call: str) -> Iterator[None]:
+        """Let an error of sending or receiving, such as the group's timeout, name a call that all ranks make."""
+        try:
+            yield
+        except RuntimeError as error:
             raise PeerFailedError(
                 f"rank {self.group_rank}: {call} has waited for the other ranks in vain. Either one of them does not "
                 "make this call, which all ranks must make (not inside `if rank == 0:`), or its process has died. "
-                f"{errors[0]}"
-            ) from errors[0]
-        self._rows = rows  # not after a failure, when a word may still come
-        return rows.read(len(word))
+                f"{error}"
+            ) from error
 
     def start_all_gather_words(self, word: Sequence[int]) -> list[Tensor]:
         """Every rank's word of integers, in rank order, on the control device."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -104,6 +104,25 @@ def will_accumulate(node: Any) -> bool:
         return bool(torch._C._will_engine_execute_node(node))
     except RuntimeError:  # torch refuses the question where torch.autograd.grad() asks for this very leaf
         return False
+
+
+def accumulates_into_leaves(nodes: Iterable[Any]) -> bool:
+    """Whether the running pass puts gradients into leaves behind these nodes, as ``backward()`` does.
+
+    ``torch.autograd.grad()`` puts them into none.
+    """
+    waiting, seen = list(nodes), set()
+    while waiting:
+        node = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if type(node).__name__ == "AccumulateGrad":
+            if will_accumulate(node):
+                return True
+        else:
+            waiting += [each for each, _ in node.next_functions if each is not None]
+    return False
 
 
 def when_backward_ends(function: Callable[[], None]) -> None:

@@ -9,6 +9,7 @@ SAFELY := $(BIN)/python src/onecopy/bench/processor.py
 RANKS ?= 2
 ROUNDS ?= 20
 COUNT ?= 500
+SEED ?= 0
 SIZE ?= 25M
 RANKS_LIST ?= 2,4
 LINK ?= loopback,4gbit
@@ -16,7 +17,7 @@ VARIANTS ?=
 TESTS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all test-newest bench bench-setup bench-check bench-checkpoints bench-consolidation soak faults lint types clean
+.PHONY: help setup demo test test-all test-newest bench bench-setup bench-check bench-checkpoints bench-consolidation soak faults fuzz lint types clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -66,6 +67,10 @@ bench-check: setup ## fail if a ratio to DDP is worse than the recorded one, bey
 
 soak: setup ## train with every hook at random speeds, COUNT iterations each, beside plain DDP
 	$(SAFELY) $(BIN)/python benchmarks/soak.py $(COUNT)
+
+fuzz: COUNT = 200
+fuzz: setup ## run COUNT random training programs, from SEED on, with plain DDP and with onecopy
+	PYTHONPATH=tests $(BIN)/python -m fuzz $(COUNT) --seed $(SEED)
 
 lint: setup ## check style and formatting
 	$(BIN)/ruff check .

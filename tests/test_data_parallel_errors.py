@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -302,6 +303,19 @@ def test_a_parameter_that_is_frozen_in_one_part_of_a_mesh(world_size: int) -> No
     ours.module.get_parameter("middle.weight").requires_grad_(dist.get_rank() >= 2)
     loss = loss_of(ours, 0)
     expect(failure_of(loss.backward), RanksDisagreeError, "'middle.weight' is frozen on some ranks")
+
+
+@distributed(2, 3)
+def test_a_backward_pass_that_only_one_rank_makes(world_size: int) -> None:
+    """The others never come, so only the group's timeout ends it; the error says what may be the cause."""
+    group = dist.new_group(list(range(world_size)), timeout=timedelta(seconds=3))
+    ours = Side(True, Layers, group=group)
+    loss = loss_of(ours, 0)
+    if dist.get_rank() == 0:
+        text = r"rank 0: backward\(\) has waited for the other ranks in vain.*one of them does not make this call"
+        with pytest.raises(PeerFailedError, match=text):
+            loss.backward()
+    dist.barrier()
 
 
 class Failing(AdamW):

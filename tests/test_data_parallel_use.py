@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
+import threading
 import warnings
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -426,6 +429,69 @@ def test_a_rank_whose_loss_touches_no_parameter(world_size: int) -> None:
             (loss * 0.0 if skip and not side.ours else loss).backward()
             side.optimizer.step()
         assert_equal(ours.params, plain.params, f"step {step}", 0.0 if world_size == 2 else ROUNDING)
+
+
+GRADIENTS_OF: dict[str, Callable[[Side, Tensor, Tensor], Any]] = {
+    "the inputs": lambda _, inputs, __: inputs,
+    "the outputs": lambda _, __, outputs: outputs,
+    "parameters": lambda side, _, __: side.params[:2],
+    "everything": lambda side, inputs, _: [inputs, *side.params],
+}
+
+
+@pytest.mark.parametrize("of", GRADIENTS_OF)
+@distributed(2, 3)
+def test_gradients_that_only_one_rank_asks_for(world_size: int, of: str) -> None:
+    """``torch.autograd.grad`` through the model reduces nothing, so that other ranks need not know of it."""
+    plain, ours = Side(False, Layers), Side(True, Layers)
+    for step in range(3):
+        asked = []
+        for side in (plain, ours):
+            side.optimizer.zero_grad()
+            inputs = inputs_of(dist.get_rank(), step).requires_grad_()
+            outputs = side.model(inputs)
+            if dist.get_rank() == step % world_size:
+                wanted = GRADIENTS_OF[of](side, inputs, outputs)
+                found = torch.autograd.grad(outputs.square().sum(), wanted, retain_graph=True)
+                asked.append(values(found))
+            outputs.square().mean().backward()
+            side.optimizer.step()
+        if asked:
+            assert_equal(asked[1], asked[0], "gradients", ROUNDING)
+        assert_equal(ours.params, plain.params, f"step {step}", 0.0 if world_size == 2 else ROUNDING)
+
+
+class Marked(torch.autograd.Function):
+    """A part of the graph that tells when it is let go."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor) -> Tensor:
+        ctx.mark = threading.Event()
+        Marked.mark = weakref.ref(ctx.mark)
+        return inputs.clone()
+
+    @staticmethod
+    def backward(_ctx: Any, *gradients: Any) -> Any:
+        return gradients[0]
+
+    mark: weakref.ref[threading.Event]
+
+
+@distributed(2)
+def test_a_graph_is_let_go_with_its_outputs(world_size: int) -> None:
+    """By counting, without waiting for the garbage collector."""
+    ours = Side(True, Layers)
+    gc.collect()
+    gc.disable()
+    try:
+        for use in (torch.Tensor.backward, lambda loss: torch.autograd.grad(loss, ours.params), lambda _: None):
+            outputs = ours.model(Marked.apply(inputs_of(dist.get_rank(), 0).requires_grad_()))
+            use(outputs.sum())
+            assert Marked.mark() is not None
+            del outputs
+            assert Marked.mark() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("zeroed", [False, True])

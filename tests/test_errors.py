@@ -65,7 +65,8 @@ def options(**values: Any) -> Callable[[], Arguments]:
 
 def twice() -> Arguments:
     one = parameter(3)
-    return {**good(), "params": named(parameter(2), one, one)}
+    groups = [{"params": named(parameter(2), one)}, {"params": [("three", one)]}]
+    return {**good(), "params": groups}
 
 
 def overlapping() -> Arguments:
@@ -140,17 +141,25 @@ BAD = {
     "a group without params": Bad(
         params(lambda: [{"params": parameter(3)}, {"lr": 1.0}]), ValueError, r"group 1 has no 'params'.*\['lr'\]"
     ),
-    "the same object twice": Bad(twice, ValueError, "'three' is given twice.*'two'"),
+    "the same object in two groups": Bad(twice, ValueError, "'three' is in two groups.*'two'"),
     "two over one storage": Bad(overlapping, ValueError, "'one' and 'two' share memory"),
     "an expanded one": Bad(
-        given(lambda: parameter(3), lambda: nn.Parameter(torch.ones(1).expand(3))), ValueError, "'two'.*expanded"
+        given(lambda: parameter(3), lambda: nn.Parameter(torch.ones(1).expand(3))),
+        ValueError,
+        "'two' does not fill.*expanded",
     ),
-    "a slice": Bad(given(lambda: nn.Parameter(torch.ones(4, 4)[:, :2])), ValueError, "'one'.*slice"),
+    "a slice": Bad(
+        given(lambda: nn.Parameter(torch.ones(4, 4)[:, :2])),
+        ValueError,
+        r"'one' does not fill its memory .*slice; use .clone\(\)",
+    ),
     "a sparse one": Bad(
         given(lambda: parameter(3), lambda: nn.Parameter(torch.eye(3).to_sparse())), ValueError, "'two'.*sparse"
     ),
     "one on the meta device": Bad(
-        given(lambda: parameter(3), lambda: nn.Parameter(torch.empty(3, device="meta"))), ValueError, "'two'.*meta"
+        given(lambda: parameter(3), lambda: nn.Parameter(torch.empty(3, device="meta"))),
+        ValueError,
+        "'two' is on the meta device and has no memory; materialise the model first",
     ),
     "a lazy one": Bad(given(lambda: parameter(3), nn.UninitializedParameter), ValueError, "'two'.*not materialised"),
     "one that is computed": Bad(given(lambda: parameter(3) * 2), ValueError, "'one' is not a leaf"),
@@ -522,7 +531,7 @@ BAD_GROUPS: dict[str, tuple[Callable[[Training], Any], type[Exception], str]] = 
     "known already": (
         lambda training: {"params": [("four", training.params[1])]},
         ValueError,
-        "'four' is given twice.*'two'",
+        "'four' is in two groups.*'two'",
     ),
     "shares memory": (
         lambda training: {"params": [("four", nn.Parameter(training.params[1].detach()[:3]))]},

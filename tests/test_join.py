@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.algorithms.join import Join, Joinable
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -17,7 +19,15 @@ from torch.optim.lr_scheduler import StepLR
 
 from harness import distributed
 from models import assert_equal, assert_replicas_equal, assert_same_tree, small_ddp, small_loss, small_model, values
-from onecopy import ZeroRedundancyOptimizer
+from onecopy import (
+    RanksDisagreeError,
+    ShardedDataParallel,
+    ZeroRedundancyOptimizer,
+    hook_with_zero_step,
+    hook_with_zero_step_interleaved,
+    reduce_scatter_hook,
+)
+from test_errors import expect, failure_of
 
 ROUNDING = 1e-6
 """More than two ranks: the order in which gradients are added is the process group's affair."""
@@ -62,7 +72,7 @@ class Setting:
     join: dict[str, Any] = field(default_factory=dict)
 
 
-SGD = {"lr": 0.1, "momentum": 0.9}
+SGD: dict[str, Any] = {"lr": 0.1, "momentum": 0.9}
 CUT: dict[str, Any] = {"shard_by": "element"}
 VIEW: dict[str, Any] = {"parameters_as_bucket_view": True}
 
@@ -295,3 +305,126 @@ def test_a_parameter_without_gradient_stays_without_update_on_a_joined_rank(worl
     assert_equal(unused, before, "parameters without a gradient")
     assert all(not optimizer.state[param] for param in unused)
     assert_replicas_equal(model.parameters())
+
+
+# Accumulation under no_sync()
+
+
+class Batched(nn.Sequential):
+    """Has buffers, which a forward pass sends. In float64, because batch normalisation enlarges rounding."""
+
+    def __init__(self) -> None:
+        first, middle, last = small_model()
+        super().__init__(first, nn.BatchNorm1d(160), middle, last)
+        self.double()
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs: Tensor = super().forward(inputs.double())
+        return outputs
+
+
+def accumulating(way: str, make: Callable[[], nn.Module], group: Any = None) -> tuple[Any, Optimizer, list[Any]]:
+    """A model, its optimizer, and what goes into the join context."""
+    module = make()
+    params = list(module.parameters())
+    if way == "plain":
+        ddp = DistributedDataParallel(module)
+        return ddp, torch.optim.SGD(params, **SGD), [ddp]
+    overlaps = way.startswith("hook_with")
+    zero = ZeroRedundancyOptimizer(params, torch.optim.SGD, group, overlap_with_ddp=overlaps, shard_by="element", **SGD)
+    if way == "sharded":
+        sharded = ShardedDataParallel(module, zero, bucket_bytes=4000)
+        return sharded, zero, [sharded, zero]
+    ddp = DistributedDataParallel(module)
+    if way == "reduce_scatter_hook":
+        ddp.register_comm_hook(zero, reduce_scatter_hook)
+    elif overlaps:
+        make_hook = hook_with_zero_step if way == "hook_with_zero_step" else hook_with_zero_step_interleaved
+        ddp.register_comm_hook(None, make_hook(allreduce_hook, ddp, zero))
+    return ddp, zero, [ddp, zero]
+
+
+def train_accumulating(
+    way: str, counts: Counts, make: Callable[[], nn.Module] = small_model, every: int = 3
+) -> list[nn.Parameter]:
+    """One step after so many passes; what is left over at the end of a rank's inputs is not stepped on."""
+    model, optimizer, joinables = accumulating(way, make)
+    with Join(joinables):
+        for number in range(counts(dist.get_rank())):
+            last = (number + 1) % every == 0
+            with contextlib.nullcontext() if last else model.no_sync():
+                small_loss(model, number).backward()
+            if last:
+                optimizer.step()
+                optimizer.zero_grad()
+    return list(model.parameters())
+
+
+def ending_anywhere(rank: int) -> int:
+    """The first rank ends before a step, the second one after one, the third one in between."""
+    return (11, 15, 22, 9)[rank]
+
+
+def ending_backwards(rank: int) -> int:
+    return (22, 12, 10, 9)[rank]
+
+
+WAYS = ("with DDP", "reduce_scatter_hook", "hook_with_zero_step", "hook_with_zero_step_interleaved", "sharded")
+
+
+@pytest.mark.parametrize("counts", [ending_anywhere, ending_backwards])
+@pytest.mark.parametrize("make", [small_model, Batched], ids=["", "buffers"])
+@pytest.mark.parametrize("way", WAYS)
+@distributed(2, 3)
+def test_accumulation_without_synchronising_equals_plain_ddp(
+    world_size: int, way: str, make: Callable[[], nn.Module], counts: Counts
+) -> None:
+    """A rank that has joined takes part in no step after a pass under ``no_sync()``: the others make none."""
+    ours, plain = train_accumulating(way, counts, make), train_accumulating("plain", counts, make)
+    assert not torch.equal(plain[0], next(make().parameters())), "the reference does not train"
+    assert_equal(ours, plain, way, 0.0 if world_size == 2 else 10 * ROUNDING)
+    assert_replicas_equal(ours)
+
+
+@distributed(2, 3)
+def test_two_synchronising_passes_before_a_step_are_refused_once_a_rank_has_joined(world_size: int) -> None:
+    group = dist.new_group(list(range(world_size)))  # in which torch leaves a message behind
+    model, optimizer, joinables = accumulating("sharded", small_model, group)
+
+    def run() -> None:
+        with Join(joinables):
+            for number in range(2 + 2 * dist.get_rank()):
+                small_loss(model, number).backward()
+                if number % 2 == 1:
+                    optimizer.step()
+
+    expect(failure_of(run), RanksDisagreeError, r"rank 0: step\(\); rank 1: forward\(\).*accumulate .* under no_sync")
+
+
+@distributed(2, 3)
+def test_no_sync_on_some_of_the_ranks_is_refused(world_size: int) -> None:
+    group = dist.new_group(list(range(world_size)))
+    model, _, joinables = accumulating("sharded", small_model, group)
+
+    def run() -> None:
+        with Join(joinables), model.no_sync() if dist.get_rank() == 1 else contextlib.nullcontext():
+            small_loss(model, 0).backward()
+
+    expect(
+        failure_of(run),
+        RanksDisagreeError,
+        rf"rank {dist.get_rank()}: forward\(\) runs under no_sync\(\) on ranks \[1\]",
+    )
+
+
+@distributed(2, 3)
+def test_a_step_after_a_pass_without_synchronising_is_refused(world_size: int) -> None:
+    group = dist.new_group(list(range(world_size)))
+    model, optimizer, joinables = accumulating("sharded", small_model, group)
+
+    def run() -> None:
+        with Join(joinables), model.no_sync():
+            small_loss(model, 0).backward()
+            optimizer.step()
+
+    expect(failure_of(run), RuntimeError, r"step\(\) after a pass under no_sync\(\)")

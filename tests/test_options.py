@@ -156,7 +156,7 @@ def test_a_refused_group_leaves_every_option_as_it_was(world_size: int, optimize
     with pytest.raises(RanksDisagreeError, match="lr="):
         both.ours.add_param_group(extra(lr=0.1 * dist.get_rank()))
     assert shown(both.ours) == before
-    with pytest.raises((ValueError, PeerFailedError), match="is given twice"):
+    with pytest.raises((ValueError, PeerFailedError), match="is in two groups"):
         both.ours.add_param_group({"params": [both.ours.param_groups[0]["params"][0]]})
     assert shown(both.ours) == before
     both.step()
@@ -308,3 +308,13 @@ def test_memory_for_state_that_is_not_there_yet_follows_the_options(world_size: 
     zero.param_groups[0]["amsgrad"] = True
     for state in zero.sharded_state_dict(to_load=True)["state"].values():
         assert "max_exp_avg_sq" in state
+
+
+@distributed(2, 3)
+def test_a_refused_group_in_half_precision_leaves_no_need_to_consolidate(world_size: int) -> None:
+    zero = ZeroRedundancyOptimizer(params_of(), SGD, lr=0.5, master_weights=True)
+    before = zero.state_dict()
+    half = nn.Parameter(torch.ones(8, dtype=torch.bfloat16))
+    with pytest.raises(RanksDisagreeError, match="lr="):
+        zero.add_param_group({"params": [("half", half)], "lr": 0.1 * dist.get_rank()})
+    assert zero.state_dict() == before

@@ -11,31 +11,27 @@ from torch import Tensor
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.optim import Optimizer
 
-from onecopy.comm.agreement import Fact, agree
+from onecopy.comm.agreement import Fact, agree, together
 from onecopy.comm.collectives import Collectives
 from onecopy.common.flat_views import flat_views
 from onecopy.common.tagged_json import copy_tree
-from onecopy.common.torch_private import (
-    in_join_context,
-    register_as_torch_zero,
-    run_load_post_hooks,
-    run_load_pre_hooks,
-)
+from onecopy.common.torch_private import in_join_context, register_as_torch_zero
 from onecopy.ddp_hooks.overlapped_step import OverlappedStep, check_step_arguments
 from onecopy.layout import Layout, ShardBy, extend
 from onecopy.state_dict.gather import Consolidated, consolidated
-from onecopy.state_dict.load import load, shallow_copy
+from onecopy.state_dict.load import load
 from onecopy.step.debug_log import log_share
 from onecopy.step.engine import Engine, StepSchedule, reshare, sequential_step
 from onecopy.step.gradient_norm import clip, total_norm
-from onecopy.step.inner_optimizer import InnerOptimizer, OwnedState, alias, parameter_or_alias
+from onecopy.step.inner_optimizer import InnerOptimizer, OwnedState
 from onecopy.step.join import ZeROJoinHook, active_step, joined_step
 from onecopy.step.master_weights import STATE_DICT_KEY, MasterWeightPolicy
 from onecopy.step.optimizer_classes import check_class, is_elementwise
+from onecopy.step.owned_shards import alias, parameter_or_alias
 from onecopy.step.owned_state import OptimizerOverOwned
 from onecopy.step.parameter_groups import normalise, normalise_group, plan_params
 from onecopy.step.parameter_storage import BucketStorage, InPlaceStorage
-from onecopy.step.rank_comparison import group_facts, layout_facts, optimizer_facts
+from onecopy.step.rank_comparison import optimizer_facts, sharding_facts
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +73,6 @@ class ZeroRedundancyOptimizer(OptimizerOverOwned, Joinable):
         rank, global_rank: this rank in the group, and among all.
         parameters_as_bucket_view, overlap_with_ddp: as given.
         splittable: whether parameters may be cut, because the class works element by element.
-        engine: the machinery of a step, for hooks and other extensions.
         overlap: what steps inside the backward pass, once a hook has been made for this optimizer.
         step_schedule: the function that ``step()`` calls outside a join context.
         wait_for_transfers: waits for parameters in flight, once ShardedDataParallel has taken this optimizer over.
@@ -144,7 +139,11 @@ class ZeroRedundancyOptimizer(OptimizerOverOwned, Joinable):
         if parameters_as_bucket_view and overlap_with_ddp:
             logger.warning("parameters_as_bucket_view=True is ignored: overlap_with_ddp=True sends DDP's buckets")
         storage_class = BucketStorage if parameters_as_bucket_view and not overlap_with_ddp else InPlaceStorage
-        self.engine = engine = Engine(collectives, tensors, layout, local, storage_class)
+        self.engine = engine = together(
+            collectives,
+            "constructing the optimizer",
+            lambda: Engine(collectives, tensors, layout, local, storage_class),
+        )
         self.step_schedule: StepSchedule = sequential_step
         self.wait_for_transfers: Callable[[], None] | None = None
         self.overlap_with_ddp = overlap_with_ddp
@@ -262,6 +261,7 @@ class ZeroRedundancyOptimizer(OptimizerOverOwned, Joinable):
         if self.wait_for_transfers is not None:
             raise RuntimeError("a group cannot be added to an optimizer that ShardedDataParallel has taken over")
         engine, known = self.engine, len(self.param_groups)
+        before = list(engine.params), engine.layout
         failure: Exception | None = None
         facts: list[Fact] = []
         try:
@@ -273,19 +273,21 @@ class ZeroRedundancyOptimizer(OptimizerOverOwned, Joinable):
             engine.inner.push_options(self.param_groups)
             super().add_param_group(group)
             engine.inner.add_group(group, layout, tensors, flat_views(tensors))
-            facts = [*layout_facts(layout, self._shard_by), *group_facts(self.optim.param_groups)]
+            facts = sharding_facts(layout, self._shard_by, self.param_groups, self.optim.param_groups)
         except Exception as error:
             failure = error
         try:
             has_state = agree(engine.collectives, "add_param_group()", facts, failure, flag=bool(self.optim.state))
+            together(engine.collectives, "add_param_group()", lambda: engine.set_layout(tensors, layout))
         except Exception:
             del self.param_groups[known:]
-            engine.inner.keep_groups(known, engine.layout)
+            engine.inner.keep_groups(known, before[1])
+            if engine.layout is not before[1]:
+                engine.set_layout(*before)
             raise
         engine.inner.pull_options(self.param_groups)
         engine.inner.has_state = engine.inner.has_state or has_state
         self._consolidated = None
-        engine.set_layout(tensors, layout)
         log_share(engine)
 
     def consolidate_state_dict(self, to: int = 0) -> None:
@@ -343,16 +345,14 @@ class ZeroRedundancyOptimizer(OptimizerOverOwned, Joinable):
         """Load a state dict of the plain optimizer or of this class, saved with any number of ranks and any policy.
 
         All ranks make this call together, with the whole state dict; each copies what it owns, and the caller's dict
-        is left as it is. If a rank refuses, all raise and nothing has changed anywhere.
+        is left as it is. If a rank refuses, all raise and nothing has changed anywhere. If a hook that runs after the
+        load fails on a rank, all raise too, and the state has been loaded.
 
         Args:
             state_dict: an optimizer's state dict.
         """
-        load(
-            self.engine, self.param_groups, lambda: run_load_pre_hooks(self, shallow_copy(state_dict)), self.splittable
-        )
+        load(self.engine, self, state_dict, self.splittable)
         self._consolidated = None
-        run_load_post_hooks(self)
 
     def join_hook(self, **kwargs: Any) -> JoinHook:  # noqa: ARG002 - torch passes what other joinables need
         """Return the hook with which a rank that has run out of inputs goes on serving its shard.

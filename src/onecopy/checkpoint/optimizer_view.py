@@ -19,6 +19,7 @@ from onecopy.optimizer import ZeroRedundancyOptimizer
 from onecopy.state_dict.load import keep_as_saved, load_owned
 from onecopy.step import master_weights
 from onecopy.step.group_options import NOT_OPTIONS
+from onecopy.step.parameter_groups import first_places
 
 Optimizers = Optimizer | Sequence[Optimizer] | None
 
@@ -71,6 +72,13 @@ class OptimizerView:
         self.optimizer = optimizer
         self.params: list[Tensor] = list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
         found = [names.get(id(param)) for param in self.params]
+        again = sorted(set(range(len(self.params))) - set(first_places(self.params)))
+        if again:
+            name = found[again[0]] or self.positions[again[0]]
+            raise ValueError(
+                f"parameter {name!r} is several times in a group of {self.kind}, "
+                "which a checkpoint cannot tell apart: give it once, or save consolidate_state_dict() + state_dict()"
+            )
         self.named = bool(names)
         unknown = [position for position, name in enumerate(found) if name is None]
         if self.named and unknown:

@@ -65,9 +65,8 @@ class Ranks:
         """What each has to say, as plain JSON data."""
         if self._collectives is None:
             return [content]
-        return [
-            tagged_json.loads(text) for text in self._collectives.all_gather_bytes(tagged_json.dumps(content), what)
-        ]
+        everyone = self._collectives.all_gather_bytes(tagged_json.dumps(content), what)
+        return [tagged_json.loads(text) for text in everyone]
 
 
 def as_checkpoint_error(what: str, error: Exception) -> Exception:

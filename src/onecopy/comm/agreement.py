@@ -8,14 +8,16 @@ there ``FirstFailure`` keeps the exception, and the flags tell the other ranks.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 from onecopy.comm.collectives import Collectives
 from onecopy.common import tagged_json
 from onecopy.errors import PeerFailedError, RanksDisagreeError
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,3 +179,9 @@ def _message(failure: Exception | None) -> bytes:
 
 def _ranks(ranks: Sequence[int]) -> str:
     return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
+
+
+def together(collectives: Collectives | None, call: str, action: Callable[[], Result]) -> Result:
+    """As :class:`FailTogether`, for one function."""
+    with FailTogether(collectives, call):
+        return action()

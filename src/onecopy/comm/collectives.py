@@ -9,7 +9,8 @@ Two transports, chosen by backend and device:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import torch
@@ -143,14 +144,23 @@ class Collectives:
         for error in errors:
             if not isinstance(error, RuntimeError):
                 raise error
-        if errors:
+        with self.naming(call):
+            if errors:
+                raise errors[0]
+        self._rows = rows  # not after a failure: a message may still arrive in it
+        return rows.read(len(flags))
+
+    @contextlib.contextmanager
+    def naming(self, call: str) -> Iterator[None]:
+        """Turn a backend's error in the block, such as the timeout, into one that names a call of all ranks."""
+        try:
+            yield
+        except RuntimeError as error:
             raise PeerFailedError(
                 f"rank {self.group_rank}: {call} has waited for the other ranks in vain. Either one of them does not "
                 "make this call, which all ranks must make (not inside `if rank == 0:`), or its process has died. "
-                f"{errors[0]}"
-            ) from errors[0]
-        self._rows = rows  # not after a failure: a message may still arrive in it
-        return rows.read(len(flags))
+                f"{error}"
+            ) from error
 
     def start_all_gather_flags(self, flags: Sequence[int]) -> list[Tensor]:
         """The status flags of every rank, in rank order, as tensors on the control device."""

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import functools
+import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.algorithms.join import Joinable
+from torch.distributed.algorithms.join import Join, Joinable
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -105,6 +106,25 @@ def will_accumulate(node: Any) -> bool:
         return False
 
 
+def accumulates_into_leaves(nodes: Iterable[Any]) -> bool:
+    """Whether the running pass puts gradients into leaves behind these nodes, as ``backward()`` does.
+
+    ``torch.autograd.grad()`` puts them into none.
+    """
+    waiting, seen = list(nodes), set()
+    while waiting:
+        node = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if type(node).__name__ == "AccumulateGrad":
+            if will_accumulate(node):
+                return True
+        else:
+            waiting += [each for each, _ in node.next_functions if each is not None]
+    return False
+
+
 def when_backward_ends(function: Callable[[], None]) -> None:
     """Call ``function`` when the running backward pass has computed all gradients."""
     torch.autograd.Variable._execution_engine.queue_callback(function)
@@ -151,6 +171,27 @@ def locally_used(ddp: DistributedDataParallel, params: list[int]) -> set[int]:
 def in_join_context(joinable: Joinable) -> bool:
     """Whether a joinable was last entered into a join context that handles uneven inputs."""
     return bool(joinable._join_config.enable)
+
+
+def joinables_of_caller() -> list[Joinable]:
+    """What is in the join context that is being constructed, if a constructor of one is among the callers.
+
+    Each joinable is asked for its hook there, and not told of the others.
+    """
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_code is Join.__init__.__code__:
+            return list(frame.f_locals["joinables"])
+    return []
+
+
+def accumulates(model: object) -> bool:
+    """Whether the last pass of a model ran under ``no_sync()``; of a rank that has joined, the other ranks' last pass.
+
+    DDP notes it so that its next forward pass sends no buffers.
+    """
+    return not getattr(model, "require_forward_param_sync", True)
 
 
 def number_of_groups() -> int:

@@ -37,7 +37,7 @@ from onecopy.comm.work import Work
 from onecopy.common.profiling import profile_range
 from onecopy.common.torch_private import backward_number, when_backward_ends, will_accumulate
 from onecopy.data_parallel.gradient_buckets import Bucket, Policy
-from onecopy.data_parallel.pass_flags import PassFlags, flags_of, frozen_on_some
+from onecopy.data_parallel.pass_flags import PassFlags, failure_of_last, flags_of, frozen_on_some
 from onecopy.data_parallel.sharded_gradients import ShardGrad
 from onecopy.data_parallel.sparse_rows import RowBucket, RowExchange
 from onecopy.errors import PeerFailedError
@@ -97,6 +97,10 @@ class BackwardReducer:
                     self._nodes[id(param)] = torch.autograd.graph.get_gradient_edge(param).node
                     _attach(weakref.ref(self), weakref.ref(bucket), position, param)
 
+    def reached(self) -> bool:
+        """Whether the running pass will accumulate a gradient for a parameter of ours."""
+        return any(will_accumulate(node) for node in self._nodes.values())
+
     def begin(self) -> None:
         """Note that a backward pass runs; also where none of its gradients is for a parameter of ours."""
         number = backward_number()
@@ -110,7 +114,7 @@ class BackwardReducer:
         self._pass = _Pass(number)
         unread, self._unread = self._unread, None
         if unread is not None:
-            self._pass.failure = self._failure_of_last(unread)
+            self._pass.failure = failure_of_last(self._buckets, unread.read())
         self._left_in.clear()
         for bucket in self._buckets:
             bucket.begin(self._pool)
@@ -122,13 +126,6 @@ class BackwardReducer:
                 live.finish()
 
         when_backward_ends(end)
-
-    def _failure_of_last(self, unread: DeferredRead) -> Exception | None:
-        """What a word says that was read late."""
-        last = PassFlags.of_word(unread.read(), [len(bucket.params) for bucket in self._buckets])
-        if last.failed:
-            return PeerFailedError("the previous backward() failed on another rank; see its own error")
-        return frozen_on_some(self._buckets, last)
 
     def reset(self) -> None:
         """End a backward pass that an exception has interrupted, so that the next one finds all ranks in step.
@@ -324,19 +321,20 @@ class BackwardReducer:
 
     def _finish(self, current: _Pass, active: bool) -> PassFlags:
         """Exchange what is left and add up; return the flags that hold on any rank."""
-        while current.next < len(self._buckets):
-            self._launch(current)
-        mine = flags_of(self._buckets, current.failure is not None, active)
         collectives = self._policy.collectives
-        word = flags_on(collectives.control_device, mine.word(), torch.uint8)
-        work = collectives.all_reduce(word, largest=True)
-        while current.pending:
-            self._add_up(current)
-        for departing in current.departing:
-            departing.end()
-        work.wait()
-        if self._policy.replicas is not None:
-            self._policy.replicas.all_reduce(word, largest=True).wait()
+        with collectives.naming("backward()"):
+            while current.next < len(self._buckets):
+                self._launch(current)
+            mine = flags_of(self._buckets, current.failure is not None, active)
+            word = flags_on(collectives.control_device, mine.word(), torch.uint8)
+            work = collectives.all_reduce(word, largest=True)
+            while current.pending:
+                self._add_up(current)
+            for departing in current.departing:
+                departing.end()
+            work.wait()
+            if self._policy.replicas is not None:
+                self._policy.replicas.all_reduce(word, largest=True).wait()
         for side_stream in self._side_streams.values():
             side_stream.join()
         agreed = self._read(DeferredRead(word), current.failure, mine)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import chain, islice
 
 from onecopy.data_parallel.gradient_buckets import Bucket
-from onecopy.errors import RanksDisagreeError
+from onecopy.errors import PeerFailedError, RanksDisagreeError
 
 Rows = list[list[bool]]
 """A flag for each parameter, bucket by bucket."""
@@ -71,3 +71,11 @@ def frozen_on_some(buckets: Sequence[Bucket], agreed: PassFlags) -> RanksDisagre
                     "all ranks or on none, and zero the gradients."
                 )
     return None
+
+
+def failure_of_last(buckets: Sequence[Bucket], word: Sequence[int]) -> Exception | None:
+    """What went wrong in an earlier pass, by its word that is read late."""
+    last = PassFlags.of_word(word, [len(bucket.params) for bucket in buckets])
+    if last.failed:
+        return PeerFailedError("the previous backward() failed on another rank; see its own error")
+    return frozen_on_some(buckets, last)

@@ -28,7 +28,7 @@ from onecopy.errors import PeerFailedError
 from onecopy.layout import BucketPlan
 from onecopy.step.engine import Engine
 from onecopy.step.group_options import OptionsSnapshot
-from onecopy.step.inner_optimizer import OwnedShard
+from onecopy.step.owned_shards import OwnedShard
 from onecopy.step.parameter_groups import Group
 from onecopy.step.parameter_sync import ParameterSync
 
@@ -183,7 +183,6 @@ class PipelinedStep:
         if storage is self._storage:
             return
         assert isinstance(storage, ParameterBuckets)
-        self._storage = storage
         sets: list[list[int]] = [[]]
         size = before = 0
         for number in reversed(range(len(self._plans))):
@@ -193,12 +192,14 @@ class PipelinedStep:
                 size = 0
             sets[-1].append(number)
             size += storage.buckets[number].numel() * storage.buckets[number].element_size()
-        self._segments = []
+        segments = []
         for numbers in sets:
             params = frozenset(index for number in numbers for index in self._plans[number].params)
             owned = tuple(entry for entry in engine.inner.owned if entry.shard.param in params)
             pieces = [piece for number in numbers for piece in storage.pieces_of[number]]
-            self._segments.append(
+            segments.append(
                 _UpdateSegment(params, owned, ParameterSync(engine.collectives, pieces, storage.direct_bytes))
             )
+        # Last, so that a plan which failed is made again.
+        self._storage, self._segments = storage, segments
         self._segment_of = {param: number for number, each in enumerate(self._segments) for param in each.params}

@@ -24,7 +24,7 @@ from onecopy.common.torch_private import (
     tensor_without_memory,
 )
 from onecopy.layout import Layout
-from onecopy.step.inner_optimizer import OwnedShard
+from onecopy.step.owned_shards import OwnedShard
 from onecopy.step.sharded_norm import check_defined, combined_norms, local_norms
 
 
@@ -135,6 +135,7 @@ class ShardedGradients:
     def __init__(self, params: Sequence[Tensor], layout: Layout) -> None:
         self._params = list(params)
         self._layout = layout
+        self.accumulating = False
         self.on_zero: Callable[[], None] = lambda: None
 
     def forget_accumulated(self) -> None:

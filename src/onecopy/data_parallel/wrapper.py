@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from onecopy.comm import limits
 from onecopy.comm.agreement import Fact, agree
 from onecopy.comm.collectives import Collectives
-from onecopy.common.torch_private import in_backward, in_join_context
+from onecopy.common.torch_private import accumulates_into_leaves, in_backward, in_join_context
 from onecopy.data_parallel.backward import BackwardReducer
 from onecopy.data_parallel.forward_wait import ForwardWaitHooks, resolve_uses
 from onecopy.data_parallel.gradient_buckets import Bucket, Policy
@@ -36,10 +36,12 @@ from onecopy.data_parallel.optimizer_takeover import (
 )
 from onecopy.data_parallel.pipelined_step import PipelinedStep
 from onecopy.data_parallel.sparse_rows import RowBucket
+from onecopy.errors import RanksDisagreeError
 from onecopy.optimizer import ZeroRedundancyOptimizer
 from onecopy.step.debug_log import log_share
 from onecopy.step.engine import Engine, collectives_of
 from onecopy.step.gradient_norm import clip, total_norm
+from onecopy.step.join import naming_the_rule
 from onecopy.step.rank_comparison import layout_facts
 
 
@@ -151,6 +153,7 @@ class ShardedDataParallel(nn.Module, Joinable):
         self.device: torch.device = devices[0]
         self.device_type: str = devices[0].type
         self.is_multi_device_module: bool = len(devices) > 1
+        self.require_forward_param_sync = True  # as DDP calls it: whether the last pass synchronises
         self._collectives, self._replicas = collectives, replicas
         self._state = ModuleState(module, broadcast_buffers)
         self._state.share_all(collectives, replicas)
@@ -229,7 +232,9 @@ class ShardedDataParallel(nn.Module, Joinable):
         if in_join_context(self):
             Join.notify_join_context(self)
             source = self._exchange_join_flags(active=True, synchronises=self.require_backward_grad_sync)[0]
-        self._reducer.synchronises = self.require_backward_grad_sync
+        self._reducer.synchronises = self.require_forward_param_sync = self.require_backward_grad_sync
+        for engine in self._engines:
+            engine.gradients.accumulating = not self.require_backward_grad_sync
         self._state.share_buffers(buffers, self._collectives, self._replicas, source)
 
     def _raise_deferred_failures(self) -> None:
@@ -241,10 +246,13 @@ class ShardedDataParallel(nn.Module, Joinable):
         """Let the reducer know when a backward pass begins, even if it reaches no parameter on this rank."""
         reducer = weakref.ref(self._reducer)
         watched = [tensor for tensor in tensors_in(output) if tensor.grad_fn is not None]
+        # What the outputs are made of, and not the outputs, which would then hold themselves.
+        made_by = [tensor.grad_fn for tensor in watched if tensor.grad_fn is not None]
+        behind = [node for maker in made_by for node, _ in maker.next_functions if node is not None]
 
         def begin(_gradient: Tensor) -> None:
             live = reducer()
-            if live is not None:
+            if live is not None and (live.reached() or accumulates_into_leaves(behind)):
                 live.begin()
 
         if watched:
@@ -345,15 +353,23 @@ class ShardedDataParallel(nn.Module, Joinable):
         self.wait()
         self._raise_deferred_failures()
         source, synchronises = self._exchange_join_flags(active=False, synchronises=False)
+        self.require_forward_param_sync = synchronises
         self._state.share_buffers(self._state.buffers_to_share(), self._collectives, self._replicas, source)
         if synchronises:
             self._reducer.take_part()
 
     def _exchange_join_flags(self, active: bool, synchronises: bool) -> tuple[int, bool]:
-        """The lowest rank that has inputs, and whether its backward pass will synchronise."""
-        flags = self._collectives.all_gather_flags([int(active), int(synchronises)], "forward()")
-        source = next(rank for rank, flag in enumerate(flags) if flag[0])
-        return source, bool(flags[source][1])
+        """The lowest rank that has inputs, and whether the backward passes of those that have will synchronise."""
+        with naming_the_rule():
+            flags = self._collectives.all_gather_flags([int(active), int(synchronises)], "forward()")
+        having = {group_rank: bool(flag[1]) for group_rank, flag in enumerate(flags) if flag[0]}
+        if len(set(having.values())) > 1:
+            accumulating = [group_rank for group_rank, flag in having.items() if not flag]
+            raise RanksDisagreeError(
+                f"rank {self._collectives.group_rank}: forward() runs under no_sync() on ranks {accumulating}, and on "
+                "the other ranks that have inputs it does not; use no_sync() on all of them or on none"
+            )
+        return next(iter(having.items()))
 
 
 def _wait_for(model: weakref.ref[ShardedDataParallel]) -> None:

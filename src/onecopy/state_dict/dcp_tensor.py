@@ -24,8 +24,9 @@ from onecopy.common.torch_private import ALIASING, NEW_EMPTY, bare_step, no_torc
 from onecopy.layout import Layout, ParamSpec
 from onecopy.step import master_weights
 from onecopy.step.group_options import options_of
-from onecopy.step.inner_optimizer import InnerOptimizer, OwnedShard
-from onecopy.step.parameter_groups import Group
+from onecopy.step.inner_optimizer import InnerOptimizer
+from onecopy.step.owned_shards import OwnedShard
+from onecopy.step.parameter_groups import Group, first_places
 
 Rectangle = tuple[tuple[int, ...], tuple[int, ...]]
 """Where it begins, and how large it is, in each dimension."""
@@ -161,8 +162,9 @@ def sharded_state_dict(
             state[names[spec.index]] = tagged_json.map_tensors(values, functools.partial(_shown, owned, spec))
     start, shown = 0, []
     for group in groups:
-        shown.append({**options_of(group), "params": list(names[start : start + len(group["params"])])})
-        start += len(group["params"])
+        count = len(first_places(group["params"]))
+        shown.append({**options_of(group), "params": list(names[start : start + count])})
+        start += count
     return {"state": state, "param_groups": shown}
 
 

@@ -28,7 +28,8 @@ from onecopy.common.flat_views import as_bytes, dense_copy, flat_view, to_bytes
 from onecopy.layout import Layout, ParamSpec, Shard
 from onecopy.step import master_weights
 from onecopy.step.engine import Engine
-from onecopy.step.inner_optimizer import InnerOptimizer, OwnedShard
+from onecopy.step.inner_optimizer import InnerOptimizer
+from onecopy.step.owned_shards import OwnedShard
 from onecopy.step.parameter_groups import Group
 from onecopy.step.rank_comparison import group_facts
 

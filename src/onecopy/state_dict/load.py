@@ -2,40 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from copy import deepcopy
 from itertools import chain
 from typing import Any
 
 from torch import Tensor
+from torch.optim import Optimizer
 
-from onecopy.comm.agreement import Fact, agree
+from onecopy.comm.agreement import Fact, agree, together
 from onecopy.common import tagged_json
 from onecopy.common.flat_views import flat_like
+from onecopy.common.torch_private import run_load_post_hooks, run_load_pre_hooks
 from onecopy.layout import Layout, ParamSpec
 from onecopy.step import master_weights
 from onecopy.step.engine import Engine
 from onecopy.step.group_options import NOT_OPTIONS
-from onecopy.step.inner_optimizer import InnerOptimizer, OwnedShard
+from onecopy.step.inner_optimizer import InnerOptimizer
+from onecopy.step.owned_shards import OwnedShard
 from onecopy.step.parameter_groups import Group
 from onecopy.step.rank_comparison import group_facts
 
 StateDict = dict[str, Any]
 
 
-def load(engine: Engine, groups: Sequence[Group], read: Callable[[], StateDict], elementwise: bool) -> None:
+def load(engine: Engine, optimizer: Optimizer, given: object, elementwise: bool) -> None:
     """Load what this rank owns of a full state dict, on all ranks together.
 
-    1. Each rank reads (``read`` may fail), checks and copies what it owns; nothing has changed yet.
+    1. Each rank runs the hooks of ``optimizer`` that come before a load, checks, and copies what it owns; nothing has
+       changed yet.
     2. All ranks agree that nobody failed and that all were given the same.
     3. Each loads into its inner optimizer; all agree again, and if one failed all put back what they had.
+    4. Each takes over options and master weights, which cannot fail, and runs the hooks that come after a load; all
+       hear if a hook has failed.
     """
-    local = engine.inner
+    local, groups = engine.inner, optimizer.param_groups
     failure: Exception | None = None
     facts: list[Fact] = []
     has_state = False
     try:
-        state_dict = read()
+        state_dict = run_load_pre_hooks(optimizer, _shallow_copy(given))
         states, others = _state_by_index(state_dict, groups)
         for index, master in state_dict.get(master_weights.STATE_DICT_KEY, {}).items():
             states.setdefault(index, {})[master_weights.STATE_KEY] = master
@@ -43,6 +49,7 @@ def load(engine: Engine, groups: Sequence[Group], read: Callable[[], StateDict],
         facts = _load_facts(state_dict, states, others, engine.layout)
         mine, saved_masters = _local_state_dict(state_dict, states, engine.layout, local)
         mine["state"] |= tagged_json.map_tensors(others, lambda tensor: tensor.detach().clone())
+        saved_groups = deepcopy(state_dict["param_groups"])
         has_state = bool(states or others)
     except Exception as error:
         failure = error
@@ -57,11 +64,12 @@ def load(engine: Engine, groups: Sequence[Group], read: Callable[[], StateDict],
     except Exception:
         local.optim.__setstate__(before)
         raise
-    _finish(local, groups, deepcopy(state_dict["param_groups"]), has_state)
+    _finish(local, groups, saved_groups, has_state)
     engine.allow_steps()
     for owned in local.owned:
         if owned.param_view is not None:
             owned.tensor.detach().copy_(saved_masters.get(owned.shard.param, owned.param_view))
+    together(engine.collectives, "load_state_dict()", lambda: run_load_post_hooks(optimizer))
 
 
 def load_owned(
@@ -123,7 +131,7 @@ def _finish(
     local.note_loaded(has_state)
 
 
-def shallow_copy(state_dict: object) -> StateDict:
+def _shallow_copy(state_dict: object) -> StateDict:
     """A copy for hooks to change, of what must be an optimizer's state dict."""
     if not isinstance(state_dict, Mapping) or "state" not in state_dict or "param_groups" not in state_dict:
         raise TypeError(
@@ -151,7 +159,11 @@ def _state_by_index(state_dict: StateDict, groups: Sequence[Group]) -> tuple[dic
                 f"{len(group['params'])} in the optimizer"
             )
     ids = list(chain.from_iterable(saved["params"] for saved in saved_groups))
-    index_of = {saved_id: index for index, saved_id in enumerate(ids)}
+    index: dict[int, int] = {}  # by identity: a parameter that is several times in its group has one
+    params = list(chain.from_iterable(group["params"] for group in groups))
+    for param in params:
+        index.setdefault(id(param), len(index))
+    index_of = {saved_id: index[id(param)] for saved_id, param in zip(ids, params, strict=True)}
     others = {key: value for key, value in state_dict["state"].items() if key not in index_of}
     unknown = [key for key in others if isinstance(key, (int, Tensor))]
     if unknown:
@@ -203,6 +215,7 @@ def _local_state_dict(
         values = _owned_state(states[index], owned, layout.params[index])
         master = values.pop(master_weights.STATE_KEY, None)
         if master is not None and owned.param_view is not None:
+            _check_master(master, owned, layout.params[index])
             saved_masters[index] = master
         if values:
             state[positions[id(owned.tensor)]] = values
@@ -214,6 +227,16 @@ def _local_state_dict(
         for saved, group in zip(state_dict["param_groups"], local.optim.param_groups, strict=True)
     ]
     return {"state": state, "param_groups": param_groups}, saved_masters
+
+
+def _check_master(master: object, owned: OwnedShard, spec: ParamSpec) -> None:
+    """Raise ``ValueError`` unless this can be copied into a master weight."""
+    if not isinstance(master, Tensor) or master.shape != owned.tensor.shape:
+        found = f"shape {tuple(master.shape)}" if isinstance(master, Tensor) else f"type {type(master).__qualname__}"
+        raise ValueError(
+            f"the master weight of parameter {spec.name!r} in the state dict has {found}, but "
+            f"the part of it that this rank owns has shape {tuple(owned.tensor.shape)}"
+        )
 
 
 def _positions(local: InnerOptimizer) -> dict[int, int]:

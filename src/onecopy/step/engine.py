@@ -105,13 +105,15 @@ class Engine:
 
     def set_layout(self, params: Sequence[Tensor], layout: Layout) -> None:
         """Take over these parameters and this layout; storage and transfers are planned anew."""
+        # First what needs memory: if that fails, parameters may lie elsewhere, and everything else is as it was.
+        storage = self._storage_class(params, layout)
+        sharing = ParameterSync(self.collectives, storage.pieces, storage.direct_bytes)
         self.params[:] = params
         self.layout = layout
         self._layout_digest = layout.digest()
         self._probe_params = probed_params(layout)
-        self.storage = self._storage_class(self.params, layout)
-        self.inner.repoint(self.storage.flats)
-        self.param_sync = ParameterSync(self.collectives, self.storage.pieces, self.storage.direct_bytes)
+        self.storage, self.param_sync = storage, sharing
+        self.inner.repoint(storage.flats)
 
     def take_over(
         self, layout: Layout, local: InnerOptimizer, storage_class: MakeStorage, gradients: Gradients
@@ -160,9 +162,11 @@ class Engine:
         """Raise if no step may be made, or if someone has changed which parameters the groups hold."""
         if self.step_refusal is not None:
             raise self.step_refusal
-        count = sum(len(group["params"]) for group in groups)
+        listed = self.inner.listed
         given = chain.from_iterable(group["params"] for group in groups)
-        if count != len(self.params) or not all(map(is_, given, self.params)):
+        if [len(group["params"]) for group in groups] != list(map(len, listed)) or not all(
+            map(is_, given, chain.from_iterable(listed))
+        ):
             raise RuntimeError(
                 "the parameters of param_groups were edited by hand; use add_param_group() or construct a new optimizer"
             )

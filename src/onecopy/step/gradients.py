@@ -10,13 +10,19 @@ from torch import Tensor
 
 from onecopy.common.flat_views import flat_like
 from onecopy.layout import Layout
-from onecopy.step.inner_optimizer import OwnedShard
+from onecopy.step.owned_shards import OwnedShard
 
 
 class Gradients(Protocol):
-    """What drivers ask of either kind. ``reduced`` is set where only owned ranges are reduced."""
+    """What drivers ask of either kind.
+
+    Attributes:
+        reduced: whether only owned ranges are reduced.
+        accumulating: whether it is known that the last forward pass ran under ``no_sync()``.
+    """
 
     is_reduce_scattered: bool
+    accumulating: bool
 
     def forget(self) -> None:
         """Note that the gradients have been used or thrown away."""
@@ -44,6 +50,7 @@ class FullGradients:
         self._params = params
         # Set by a hook that reduces gradients to their owners: then only owned ranges of param.grad are reduced.
         self.is_reduce_scattered = False
+        self.accumulating = False
 
     def forget(self) -> None:
         """Note that the gradients have been used or thrown away."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,57 +17,8 @@ from onecopy.layout import Layout, Shard
 from onecopy.step.group_options import apply_changes, options_of, replace_options
 from onecopy.step.master_weights import MasterWeight, MasterWeightPolicy, MasterWeights
 from onecopy.step.optimizer_classes import REFUSES_SPARSE_GRADIENTS, SKIPS_MISSING_GRADIENTS, check_options
-from onecopy.step.parameter_groups import Group
-
-
-@dataclass(frozen=True, slots=True)
-class OwnedShard:
-    """A shard of this rank, its parameter, and the tensor that the inner optimizer steps for it.
-
-    That tensor is the parameter itself, an alias of its memory (flat if only a range is owned), or a copy whose values
-    go ``home``, to such an alias, after each step.
-    """
-
-    shard: Shard
-    param: Tensor
-    tensor: Tensor
-    param_view: Tensor | None = None
-
-    @property
-    def is_alias(self) -> bool:
-        """Whether the stepped tensor is another one than the parameter, with a gradient of its own."""
-        return self.tensor is not self.param
-
-    @property
-    def is_cut(self) -> bool:
-        """Whether the rank owns only a part."""
-        return self.shard.numel != self.param.numel()
-
-    def bind(self, range_: Tensor | None) -> None:
-        """Give the stepped tensor a gradient, from a flat range in storage order, or none."""
-        if range_ is not None and self.tensor.dim() != 1:
-            range_ = range_.as_strided(self.tensor.shape, self.tensor.stride())
-        if range_ is not None and (self.param_view is not None or range_.dtype != self.tensor.dtype):
-            range_ = _converted(range_, self.tensor)
-        self.tensor.grad = range_
-
-
-Stepped = Callable[[Shard, Tensor, Tensor], Tensor]
-"""From a shard, its parameter and the parameter's flat memory to the tensor that the inner optimizer steps."""
-
-
-def alias(shard: Shard, param: Tensor, flat: Tensor) -> Tensor:
-    """Always another tensor over the owned memory. Its gradient is free to be set while autograd is running."""
-    whole = shard.numel == param.numel()
-    view = flat.as_strided(param.shape, param.stride()) if whole else flat[shard.start : shard.stop]
-    # Not a view: that would keep the memory it was made from alive after the parameter has moved.
-    empty = torch.empty(0, dtype=flat.dtype, device=flat.device)
-    return empty.set_(view.untyped_storage(), view.storage_offset(), view.shape, view.stride())
-
-
-def parameter_or_alias(shard: Shard, param: Tensor, flat: Tensor) -> Tensor:
-    """The parameter itself where the rank owns all of it, so that its state is found where people look for it."""
-    return param if shard.numel == param.numel() else alias(shard, param, flat)
+from onecopy.step.owned_shards import OwnedShard, Stepped, alias, converted, parameter_or_alias
+from onecopy.step.parameter_groups import Group, first_places
 
 
 class InnerOptimizer:
@@ -89,7 +39,6 @@ class InnerOptimizer:
         self.optimizer_class = optimizer_class
         self.group_rank = group_rank
         self.master_policy = masters or MasterWeightPolicy()
-        self.uses_master_weights = any(self.master_policy.applies_to(param) for param in params)  # on some rank
         self.defaults = defaults
         self.version = 0  # counts steps, loads and edits, by which others know that the state changed
         self.has_state = False  # on some rank
@@ -100,12 +49,20 @@ class InnerOptimizer:
         self.optim = optimizer_class(
             [self._local_group(group, position, layout) for position, group in enumerate(groups)], **defaults
         )
+        self.listed = [list(group["params"]) for group in groups]  # with repetitions, as the user gave them
+        for group, inner in zip(groups, self.optim.param_groups, strict=True):
+            self._repeat(group, inner)
         check_options(self.optim)
         self.run_inner = bare_step(self.optim)
         self._in_buckets: list[OwnedShard] = []
         self._takes_closure = "closure" in inspect.signature(type(self.optim).step).parameters
         # An unknown class may move parameters that have no gradient (weight decay alone).
         self.moves_all = type(self.optim) not in SKIPS_MISSING_GRADIENTS
+
+    @property
+    def uses_master_weights(self) -> bool:
+        """Whether some rank steps a copy of some parameter."""
+        return any(self.master_policy.applies_to(param) for params in self.listed for param in params)
 
     def rebuilt(
         self,
@@ -132,7 +89,8 @@ class InnerOptimizer:
             ]
         )
         self.optim.add_param_group(self._local_group(group, position, layout))
-        self.uses_master_weights = any(self.master_policy.applies_to(param) for param in params)
+        self.listed.append(list(group["params"]))
+        self._repeat(group, self.optim.param_groups[position])
         check_options(self.optim)
 
     def keep_groups(self, count: int, layout: Layout) -> None:
@@ -140,7 +98,7 @@ class InnerOptimizer:
         for owned in self.owned:
             if owned.shard.param >= len(layout.params):
                 self.optim.state.pop(owned.tensor, None)
-        del self.optim.param_groups[count:]
+        del self.optim.param_groups[count:], self.listed[count:]
         self._set_owned([owned for owned in self.owned if owned.shard.param < len(layout.params)])
 
     def _own(self, shard: Shard, params: Sequence[Tensor], flats: Sequence[Tensor]) -> OwnedShard:
@@ -165,6 +123,17 @@ class InnerOptimizer:
         if "param_names" in group:
             local["param_names"] = [layout.params[owned.shard.param].name for owned in mine]
         return local
+
+    def _repeat(self, group: Group, inner: Group) -> None:
+        """Let a parameter that the user's group has several times be as often in the inner optimizer's group.
+
+        Afterwards, because torch warns of it when a group is added, which only the owner would see twice.
+        """
+        if len(first_places(group["params"])) < len(group["params"]):
+            places = [place for place, param in enumerate(group["params"]) if param in self.tensor_of]
+            inner["params"] = [self.tensor_of[group["params"][place]] for place in places]
+            if "param_names" in group:
+                inner["param_names"] = [group["param_names"][place] for place in places]
 
     def repoint(self, flats: Sequence[Tensor]) -> None:
         """Follow parameters that have moved: the aliases keep their identity, and with it their state."""
@@ -249,13 +218,13 @@ class InnerOptimizer:
     def _own_range(self, owned: OwnedShard, layout: Layout) -> Tensor | None:
         gradient = owned.param.grad
         if gradient is None or not owned.is_cut:
-            return gradient if gradient is None or owned.param_view is None else _converted(gradient, owned.tensor)
+            return gradient if gradient is None or owned.param_view is None else converted(gradient, owned.tensor)
         if gradient.layout is not torch.strided:
             raise ValueError(
                 f"rank {self.group_rank}: parameter {layout.params[owned.shard.param].name!r} has a sparse gradient "
                 "but is cut among ranks; keep parameters whole with elementwise=False (and shard_by='parameter')"
             )
-        return _converted(flat_like(gradient, owned.param)[owned.shard.start : owned.shard.stop], owned.tensor)
+        return converted(flat_like(gradient, owned.param)[owned.shard.start : owned.shard.stop], owned.tensor)
 
     def step_on(self, ranges: Mapping[int, Tensor]) -> None:
         """Step with these flat gradients, by parameter, and no others: torch's optimizers skip what has none."""
@@ -359,8 +328,3 @@ class OwnedState(MutableMapping[Any, Any]):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({dict(self)!r})"
-
-
-def _converted(gradient: Tensor, tensor: Tensor) -> Tensor:
-    """A gradient of the type that the stepped tensor has (a master weight is finer than its parameter)."""
-    return gradient.to(tensor.device, tensor.dtype)

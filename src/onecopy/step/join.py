@@ -8,24 +8,44 @@ step. One round, in the same order on all ranks:
    and which parameters have a gradient, and sends each joined rank the gradients of its ranges (unless the
    reduce-scatter hook has already done that);
 3. update, confirm, share, as in any other step.
+
+torch runs a joined rank's hooks once for every forward pass of the active ranks. A step follows each pass that
+synchronises gradients, and no other: after a pass under ``no_sync()`` a joined rank takes part in no step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.algorithms.join import JoinHook
 
 from onecopy.comm.agreement import agree
 from onecopy.comm.packing import receive_ranges, send_ranges
 from onecopy.common.flat_views import as_bytes, flat_like
+from onecopy.common.torch_private import accumulates, joinables_of_caller
+from onecopy.errors import PeerFailedError, RanksDisagreeError
 from onecopy.layout import Shard
 from onecopy.step.engine import Engine
 from onecopy.step.join_handover import read_handover, write_handover
 from onecopy.step.parameter_groups import Group
+
+RULE = (
+    "In a join context a rank without inputs expects one step() after each pass outside no_sync(), and none after a "
+    "pass under no_sync(): accumulate gradients under no_sync(), and let the last pass before step() synchronise."
+)
+
+
+@contextlib.contextmanager
+def naming_the_rule() -> Iterator[None]:
+    """Add what must hold in a join context to an error about ranks that are at different calls."""
+    try:
+        yield
+    except (RanksDisagreeError, PeerFailedError) as error:
+        raise type(error)(f"{error} {RULE}") from error
 
 
 class ZeROJoinHook(JoinHook):
@@ -35,10 +55,17 @@ class ZeROJoinHook(JoinHook):
         self._serve = serve
         self._engine = engine
         self._groups = groups
+        mine = {id(param) for param in engine.params}
+        self._models = [
+            joinable
+            for joinable in joinables_of_caller()
+            if isinstance(joinable, nn.Module) and any(id(param) in mine for param in joinable.parameters())
+        ]
 
     def main_hook(self) -> None:
-        """Take part in one step of the active ranks."""
-        self._serve()
+        """Take part in one step of the active ranks, unless they accumulate gradients without one."""
+        if not any(accumulates(model) for model in self._models):
+            self._serve()
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Leave all ranks with the options of a last one: its scheduler may have run after its last step."""
@@ -83,11 +110,16 @@ def _round(
     active: bool,
 ) -> Any:
     loss, failure = None, None
+    if active and engine.gradients.accumulating:
+        raise RuntimeError(
+            f"rank {engine.collectives.group_rank}: step() after a pass under no_sync(), in a join context. {RULE}"
+        )
     try:
         engine.follow_moved_params()
     except Exception as error:
         failure = error
-    flags = [row[0] for row in engine.collectives.all_gather_flags([int(active)], "step()")]
+    with naming_the_rule():
+        flags = [row[0] for row in engine.collectives.all_gather_flags([int(active)], "step()")]
     joined = [group_rank for group_rank, is_active in enumerate(flags) if not is_active]
     has_gradient = engine.gradients.has_gradient()
     gradient_shards: dict[int, Tensor] | None = None

@@ -14,7 +14,7 @@ class OptimizerOverOwned(Optimizer):
     """An optimizer whose ``state`` shows, and takes, the state of the inner optimizer by parameter.
 
     Attributes:
-        engine: the machinery of a step, which has the inner optimizer.
+        engine: the machinery of a step, for hooks and other extensions.
         initialized: True once constructed.
     """
 

@@ -86,6 +86,14 @@ def names_of(group: Group, position: int) -> list[str]:
     return names if len(names) == count else [f"group{position}[{index}]" for index in range(count)]
 
 
+def first_places(params: Sequence[Tensor]) -> list[int]:
+    """Where each parameter of a group stands first: torch allows a parameter several times in one group."""
+    places: dict[int, int] = {}
+    for place, tensor in enumerate(params):
+        places.setdefault(id(tensor), place)
+    return list(places.values())
+
+
 def check_tensor(tensor: Tensor, name: str) -> None:
     """Raise ``ValueError`` if a parameter cannot be sharded."""
     problem = None
@@ -114,11 +122,11 @@ def check_tensor(tensor: Tensor, name: str) -> None:
 
 
 def check_distinct(tensors: Sequence[Tensor], names: Sequence[str]) -> None:
-    """Raise ``ValueError`` if a tensor is given twice or two of them share memory."""
+    """Raise ``ValueError`` if a tensor is in two groups or two of them share memory."""
     seen: dict[int, str] = {}
     for tensor, name in zip(tensors, names, strict=True):
         if id(tensor) in seen:
-            raise ValueError(f"parameter {name!r} is given twice (also as {seen[id(tensor)]!r})")
+            raise ValueError(f"parameter {name!r} is in two groups (also as {seen[id(tensor)]!r})")
         seen[id(tensor)] = name
     ranges = sorted(
         (
@@ -139,12 +147,14 @@ def check_distinct(tensors: Sequence[Tensor], names: Sequence[str]) -> None:
 
 
 def plan_params(groups: Sequence[Group]) -> tuple[list[Tensor], list[ParamSpec]]:
-    """Check the parameters of all groups and describe them, in order."""
+    """Check the parameters of all groups and describe them, in order; one that a group has several times comes once."""
     tensors: list[Tensor] = []
     specs: list[ParamSpec] = []
     devices: list[torch.device] = []
     for position, group in enumerate(groups):
-        for tensor, name in zip(group["params"], names_of(group, position), strict=True):
+        names = names_of(group, position)
+        for place in first_places(group["params"]):
+            tensor, name = group["params"][place], names[place]
             check_tensor(tensor, name)
             if tensor.device not in devices:
                 devices.append(tensor.device)

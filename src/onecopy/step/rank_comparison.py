@@ -8,7 +8,7 @@ from torch import Tensor
 
 from onecopy.comm.agreement import Fact
 from onecopy.layout import Layout, ShardBy
-from onecopy.step.parameter_groups import Group
+from onecopy.step.parameter_groups import Group, first_places
 
 
 def layout_facts(layout: Layout, shard_by: ShardBy) -> list[Fact]:
@@ -32,9 +32,19 @@ def optimizer_facts(
     return [
         Fact("optimizer class", f"{optimizer_class.__module__}.{optimizer_class.__qualname__}"),
         *(Fact(name, str(value)) for name, value in options.items()),
-        *layout_facts(layout, shard_by),
-        *group_facts(groups),
+        *sharding_facts(layout, shard_by, groups, groups),
     ]
+
+
+def sharding_facts(
+    layout: Layout, shard_by: ShardBy, groups: Sequence[Group], inner_groups: Sequence[Group]
+) -> list[Fact]:
+    """Who owns what, the places in each group where a parameter stands again, and the inner optimizer's options."""
+    facts = layout_facts(layout, shard_by)
+    for position, group in enumerate(groups):
+        again = sorted(set(range(len(group["params"]))) - set(first_places(group["params"])))
+        facts += [Fact(f"repeated parameters of group {position}", str(again))] if again else []
+    return [*facts, *group_facts(inner_groups)]
 
 
 def group_facts(groups: Sequence[Group]) -> list[Fact]:

@@ -1,0 +1,117 @@
+"""The levels of sharding with their arguments, and what each of them refuses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from random import Random
+
+from fuzz.optimizers import CLASSES, Options
+
+REFUSED = {
+    "zero": frozenset(),
+    "overlap": frozenset(
+        {
+            "a closure",
+            "a GradScaler",
+            "clipping",
+            "edited gradients",
+            "several synchronising passes",
+            "a second step",
+            "a pass without a step",
+        }
+    ),
+    "scatter": frozenset({"several synchronising passes", "gradients that add up over steps"}),
+    "sharded": frozenset({"add_param_group"}),
+}
+"""What docs/ says that a level refuses, by feature. Anything else must work."""
+
+OFF = {
+    "freezing after no_sync": "level 3 refuses a parameter frozen between no_sync and the synchronising pass",
+    "clipping by the largest": "the largest of no gradients, where a rank owns nothing but an empty parameter",
+    "no_sync in Join": "a rank without inputs does not know which passes synchronise",
+    "another state": "optimizer.state = ... is ignored",
+}
+"""What is not drawn today because it is known to fail. An entry goes when its fault is mended."""
+
+GROUPS_EDITED_BEFORE_ADDING = False
+"""Whether param_groups may be edited before add_param_group, which undoes such edits today."""
+
+BUFFERS_IN_EVALUATION = False
+"""Whether level 3 sends buffers before passes in evaluation mode, as DDP does.
+
+Today it does so before passes in training mode only: batch normalisation has other averages on every rank.
+"""
+
+BUFFERS_IN_JOIN = False
+"""Whether level 3 ends a join context with the buffers of the rank that had the most inputs, as DDP does.
+
+Today each rank keeps its own: rank 0's, which the next pass gives to all, may be those of the rank that stopped first.
+"""
+
+
+@dataclass(frozen=True)
+class Level:
+    """How training is sharded.
+
+    Attributes:
+        kind: ``zero``, ``overlap``, ``scatter`` or ``sharded``.
+        arguments: of the optimizer, or at level 3 of the wrapper; values are Python expressions.
+        hook: the overlap hook.
+    """
+
+    kind: str = "zero"
+    arguments: Options = ()
+    hook: str = ""
+
+    @property
+    def scatters(self) -> bool:
+        """Whether a rank has only a part of the gradients."""
+        return self.kind in ("scatter", "sharded")
+
+    def lines(self, ddp: str) -> list[str]:
+        """Python that makes ``optimizer`` and ``model`` from ``module`` and ``groups``."""
+        arguments = "".join(f", {name}={value}" for name, value in self.arguments)
+        own = arguments if self.kind != "sharded" else ""
+        if self.kind == "overlap":
+            own += ", overlap_with_ddp=True"
+        lines = [f"optimizer = onecopy.ZeroRedundancyOptimizer(groups, CLASS{own}, **options())"]
+        if self.kind == "sharded":
+            return [*lines, f"model = onecopy.ShardedDataParallel(module, optimizer{arguments})"]
+        lines.append(f"model = DDP(module{ddp})")
+        if self.kind == "scatter":
+            lines.append("model.register_comm_hook(optimizer, onecopy.reduce_scatter_hook)")
+        if self.kind == "overlap":
+            lines.append(f"model.register_comm_hook(None, onecopy.{self.hook}(allreduce_hook, model, optimizer))")
+        return lines
+
+
+POLICIES = (
+    '"parameter"',
+    '"element"',
+    "lambda specs, ranks: [(5 * spec.index + 1) % ranks for spec in specs]",
+    "lambda specs, ranks: [ranks - 1 for spec in specs]",
+)
+
+
+def draw_level(random: Random, optimizer: str, broadcast_buffers: bool) -> Level:
+    """A level that this class can be trained at."""
+    kind = random.choice(("zero", "zero", "overlap", "scatter", "sharded", "sharded"))
+    arguments: dict[str, str] = {}
+    if kind == "sharded":
+        if not broadcast_buffers:
+            arguments["broadcast_buffers"] = "False"
+        if random.random() < 0.7:
+            arguments["bucket_bytes"] = random.choice(("1", "500", "2000", "20000"))
+        for name in ("overlap_forward", "sparse_embeddings"):
+            if random.random() < 0.4:
+                arguments[name] = "True"
+    else:
+        if random.random() < 0.7:
+            policies = [policy for policy in POLICIES if CLASSES[optimizer].cuts or policy != '"element"']
+            arguments["shard_by"] = random.choice(policies)
+        if random.random() < 0.4:
+            arguments["parameters_as_bucket_view"] = "True"
+        if random.random() < 0.15 and arguments.get("shard_by") != '"element"':
+            arguments["elementwise"] = "False"
+    hook = random.choice(("hook_with_zero_step", "hook_with_zero_step_interleaved")) if kind == "overlap" else ""
+    return Level(kind, tuple(arguments.items()), hook)

@@ -1,0 +1,368 @@
+"""What a training program does, one operation after the other. Each is a value that prints itself as Python.
+
+In a script ``module``, ``model``, ``optimizer`` and ``scheduler`` are those that train, ``sharded`` says whether they
+are onecopy's, ``seen`` is the list of what is compared afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import MISSING, dataclass, fields, replace
+from typing import Any
+
+Lines = list[str]
+
+
+def indented(lines: Lines) -> Lines:
+    """One level deeper."""
+    return [f"    {line}" for line in lines]
+
+
+@dataclass(frozen=True)
+class Context:
+    """What an operation must know of its program.
+
+    Attributes:
+        scattered: whether a rank has only a part of the gradients, at one of the levels.
+        scheduled: whether there is a scheduler.
+        named: whether the optimizer was given names.
+    """
+
+    scattered: bool
+    scheduled: bool
+    named: bool
+
+
+@dataclass(frozen=True)
+class Operation:
+    """Something that a program does.
+
+    An operation says what it needs: ``part`` is the part of the model that it is about, if there is one, and
+    ``features`` are names that ``levels.REFUSED`` and ``levels.OFF`` speak of.
+    """
+
+    @property
+    def features(self) -> frozenset[str]:
+        """What not every level can do."""
+        return frozenset()
+
+    @property
+    def about(self) -> str:
+        """The part of the model that must be there, if any."""
+        return str(getattr(self, "part", ""))
+
+    def lines(self, number: int, context: Context) -> Lines:
+        """Python, for the operation with this number."""
+        raise NotImplementedError
+
+    def simpler(self) -> Iterator[Operation]:
+        """The same with one more field as it is by default."""
+        for field in fields(self):
+            if field.default is not MISSING and getattr(self, field.name) != field.default:
+                changed: Any = {field.name: field.default}
+                yield replace(self, **changed)
+
+
+@dataclass(frozen=True)
+class Freeze(Operation):
+    """Stop training a part, or go on with it."""
+
+    part: str
+    trained: bool = False
+
+    @property
+    def features(self) -> frozenset[str]:
+        """What not every level can do."""
+        return frozenset({"freezing"})
+
+    def lines(self, number: int, context: Context) -> Lines:
+        """Python."""
+        return [f"module.{self.part}.requires_grad_({self.trained})"]
+
+
+@dataclass(frozen=True)
+class AddGroup(Operation):
+    """Add a part that no group has had so far."""
+
+    part: str
+    lr: float = 0.0
+
+    @property
+    def features(self) -> frozenset[str]:
+        """What not every level can do."""
+        return frozenset({"add_param_group"})
+
+    def lines(self, number: int, context: Context) -> Lines:
+        """Python."""
+        options = f", 'lr': {self.lr}" if self.lr else ""
+        params = f"params_of(module, {self.part!r})"
+        if context.named:
+            params = f"[(name, p) for name, p in module.named_parameters() if name.split('.')[0] == {self.part!r}]"
+        return [f"optimizer.add_param_group({{'params': {params}{options}}})"]
+
+
+@dataclass(frozen=True)
+class EditGroup(Operation):
+    """Change an option of a group."""
+
+    key: str
+    factor: float = 0.5
+    group: int = 0
+
+    @property
+    def features(self) -> frozenset[str]:
+        """What not every level can do."""
+        return frozenset({"an edited group"})
+
+    def lines(self, number: int, context: Context) -> Lines:
+        """Python."""
+        return [f"optimizer.param_groups[{self.group}][{self.key!r}] *= {self.factor}"]
+
+
+@dataclass(frozen=True)
+class EditState(Operation):
+    """Multiply state: what is there now, in place or not, or what was there when an earlier operation kept it."""
+
+    part: str
+    key: str
+    factor: float = 0.5
+    keeps: bool = False
+    kept: bool = False
+    replaces: bool = False
+
+    def lines(self, number: int, context: Context) -> Lines:
+        """Python."""
+        if self.kept:
+            return ["for tensor in kept:", f"    tensor.mul_({self.factor})"]
+        if self.replaces:
+            return [
+                f"for p in params_of(module, {self.part!r}):",
+                f"    if optimizer.state.get(p, {{}}).get({self.key!r}) is not None:",
+                f"        optimizer.state[p][{self.key!r}] = optimizer.state[p][{self.key!r}] * {self.factor}",
+            ]
+        lines = [f"states = [optimizer.state.get(p, {{}}).get({self.key!r}) for p in params_of(module, {self.part!r})]"]
+        if self.keeps:
+            return [*lines, "kept = [state for state in states if state is not None]"]
+        return [*lines, "for state in states:", "    if state is not None:", f"        state.mul_({self.factor})"]
+
+
+@dataclass(frozen=True)
+class EditParams(Operation):
+    """Multiply parameters in place."""
+
+    part: str
+    factor: float = 0.5
+    data: bool = True
+
+    def lines(self, number: int, context: Context) -> Lines:
+        """Python."""
+        if self.data:
+            edit = [f"for p in params_of(module, {self.part!r}):", f"    p.data.mul_({self.factor})"]
+        else:
+            edit = [
+                "with torch.no_grad():",
+                f"    for p in params_of(module, {self.part!r}):",
+                f"        p.mul_({self.factor})",
+            ]
+        return ["model.state_dict()  # waits for what is on its way", *edit]
+
+
+@dataclass(frozen=True)
+class LoadModel(Operation):
+    """Load other values into the model."""
+
+    factor: float = 0.5
+
+    def lines(self, number: int, context: Context) -> Lines:
+        """Python."""
+        return [
+            f"model.load_state_dict({{k: v * {self.factor} if v.is_floating_point() else v "
+            "for k, v in model.state_dict().items()})"
+        ]
+
+
+@dataclass(frozen=True)
+class Reload(Operation):
+    """The whole state dict into a plain optimizer, and from there back."""
+
+    through_plain: bool = True
+
+    def lines(self, number: int, context: Context) -> Lines:
+        """Python."""
+        through = [
+            "other = CLASS([{'params': group['params']} for group in optimizer.param_groups], **options())",
+            "other.load_state_dict(state)",
+            "state = other.state_dict()",
+        ]
+        return [
+            "state = whole_state(optimizer)",
+            f"seen.append(({number}, copy.deepcopy(state)))",
+            *(through if self.through_plain else []),
+            "optimizer.load_state_dict(state)",
+        ]
+
+
+@dataclass(frozen=True)
+class Move(Operation):
+    """Save a checkpoint and go on from it with new objects, at another level."""
+
+    to: int
+    blocking: bool = True
+
+    @property
+    def features(self) -> frozenset[str]:
+        """What not every level can do."""
+        return frozenset({"a checkpoint"})
+
+    def lines(self, number: int, context: Context) -> Lines:
+        """Python."""
+        return [
+            "optimizer.zero_grad()",
+            "if sharded:",
+            "    before, its_scheduler = module, scheduler",
+            f"    checkpoint.save(FOLDER, {number}, model=model, optimizer=optimizer"
+            f"{'' if self.blocking else ', blocking=False'})",
+            *([] if self.blocking else ["    checkpoint.wait()"]),
+            f"    module, model, optimizer, scheduler = build(sharded, {self.to})",
+            "    checkpoint.load(FOLDER, model=model, optimizer=optimizer)",
+            "    for p, old in zip(module.parameters(), before.parameters()):",
+            "        p.requires_grad_(old.requires_grad)",
+            *(["    scheduler.load_state_dict(its_scheduler.state_dict())"] if context.scheduled else []),
+        ]
+
+
+@dataclass(frozen=True)
+class RollBack(Operation):
+    """Save a checkpoint, make a step that plain DDP does not make, and load what was saved."""
+
+    @property
+    def features(self) -> frozenset[str]:
+        """What not every level can do."""
+        return frozenset({"rolling back"})
+
+    def lines(self, number: int, context: Context) -> Lines:
+        """Python."""
+        return [
+            "optimizer.zero_grad()",
+            "if sharded:",
+            f"    checkpoint.save(FOLDER, {number}, model=model, optimizer=optimizer)",
+            f"    loss(model, {10 * number}).backward()",
+            "    optimizer.step()",
+            "    optimizer.zero_grad()",
+            "    checkpoint.load(FOLDER, model=model, optimizer=optimizer)",
+        ]
+
+
+@dataclass(frozen=True)
+class Evaluate(Operation):
+    """A forward pass in evaluation mode, without gradients."""
+
+    @property
+    def features(self) -> frozenset[str]:
+        """What not every level can do."""
+        return frozenset({"evaluation"})
+
+    def lines(self, number: int, context: Context) -> Lines:
+        """Python."""
+        return [
+            "model.eval()",
+            "with torch.no_grad():",
+            f"    seen.append(({number}, loss(model, {10 * number})))",
+            "model.train()",
+        ]
+
+
+@dataclass(frozen=True)
+class Raise(Operation):
+    """An error of the user's on all ranks, which the loop survives."""
+
+    where: str = "forward"
+
+    @property
+    def features(self) -> frozenset[str]:
+        """What not every level can do."""
+        return frozenset() if self.where == "forward" else frozenset({"a closure"})
+
+    def lines(self, number: int, context: Context) -> Lines:
+        """Python."""
+        attempt = {
+            "forward": [f"loss(model, {10 * number})"],
+            "closure": ["optimizer.step(fail)"],
+            "closure after its pass": [f"optimizer.step(lambda: [loss(model, {10 * number}).backward(), fail()])"],
+        }[self.where]
+        lines = [
+            "try:",
+            *indented(attempt),
+            "    raise AssertionError('not raised')",
+            "except LookupError:",
+            "    pass",
+        ]
+        if self.where == "forward":
+            lines = ["module.fails = True", *lines, "module.fails = False"]
+        return ["optimizer.zero_grad()", *lines, "optimizer.zero_grad()"]
+
+
+@dataclass(frozen=True)
+class Refused(Operation):
+    """A call that the plain optimizer refuses too, after which nothing has changed."""
+
+    what: str = "load"
+
+    @property
+    def features(self) -> frozenset[str]:
+        """What not every level can do."""
+        return frozenset({"add_param_group"}) if self.what == "group" else frozenset()
+
+    def lines(self, number: int, context: Context) -> Lines:
+        """Python."""
+        attempt = {
+            "load": "optimizer.load_state_dict({'state': {}, 'param_groups': []})",
+            "group": "optimizer.add_param_group({'params': list(module.base.parameters())})",
+        }[self.what]
+        return ["try:", f"    {attempt}", "    raise AssertionError('not refused')", "except ValueError:", "    pass"]
+
+
+@dataclass(frozen=True)
+class ResetState(Operation):
+    """Begin with the state anew."""
+
+    @property
+    def features(self) -> frozenset[str]:
+        """What not every level can do."""
+        return frozenset({"another state"})
+
+    def lines(self, number: int, context: Context) -> Lines:
+        """Python."""
+        return ["optimizer.state = collections.defaultdict(dict)"]
+
+
+@dataclass(frozen=True)
+class Uneven(Operation):
+    """Steps in a join context, one more on each rank than on the one before it."""
+
+    unsynchronised: bool = False
+
+    @property
+    def features(self) -> frozenset[str]:
+        """What not every level can do."""
+        return frozenset({"Join", *(["no_sync in Join"] if self.unsynchronised else [])})
+
+    def lines(self, number: int, context: Context) -> Lines:
+        """Python."""
+        batch = 10 * number
+        return [
+            "with Join([model, optimizer] if sharded else [model]):",
+            "    for batch in range(1 + RANK):",
+            "        optimizer.zero_grad()",
+            *(["        with model.no_sync():"] if self.unsynchronised else []),
+            *([f"            loss(model, {batch} + 5 + batch).backward()"] if self.unsynchronised else []),
+            f"        loss(model, {batch} + batch).backward()",
+            "        optimizer.step()",
+            "optimizer.zero_grad()",
+            "if not sharded:  # a plain optimizer has stepped only where there were inputs",
+            "    params = [p for group in optimizer.param_groups for p in group['params']]",
+            "    states = [[optimizer.state.pop(p, {}) for p in params]]",
+            "    dist.broadcast_object_list(states, src=dist.get_world_size() - 1)",
+            "    optimizer.state.update({p: state for p, state in zip(params, states[0]) if state})",
+            f"seen.append(({number}, values(model)))",
+        ]

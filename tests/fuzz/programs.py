@@ -1,0 +1,101 @@
+"""A training program: a value with everything that a run depends on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fuzz.levels import Level
+from fuzz.operations import AddGroup, Move, Operation
+from fuzz.optimizers import Options
+from fuzz.parts import Part
+
+TOLERANCE = 1e-4
+"""What parameters may differ by where gradients are added up in another order, relative to values of about 1.
+
+A sum of three gradients of about 1, or of two in two passes, may be off by a few ulps, 3e-7. Classes that divide by a
+root of the gradient are drawn with eps=1e-2 then: the error of an update is at most 100 times as large, times a
+learning rate of 1e-2. Over ten steps, with what parameters do to later gradients, that is 1e-5 at the most. An update
+more or less changes parameters by 1e-3 and more.
+"""
+
+
+@dataclass(frozen=True)
+class Program:
+    """A model, an optimizer, levels to train at, and what to do.
+
+    Attributes:
+        seed: what it was drawn from.
+        world_size: the number of ranks.
+        parts: the model.
+        dtype: the type of its parameters, but for parts of a type of their own.
+        optimizer: the name of a class of ``torch.optim``.
+        options: what it is constructed with.
+        groups: options of each parameter group; parameters go to them in turns.
+        named: whether the optimizer is given names.
+        scheduler: an expression of ``torch.optim.lr_scheduler``, or none.
+        ddp: arguments of DDP.
+        levels: where training begins, and where it may move to.
+        operations: what happens.
+    """
+
+    seed: int
+    world_size: int
+    parts: tuple[Part, ...]
+    dtype: str
+    optimizer: str
+    options: Options
+    groups: tuple[Options, ...]
+    named: bool
+    scheduler: str
+    ddp: Options
+    levels: tuple[Level, ...]
+    operations: tuple[Operation, ...]
+
+    @property
+    def late(self) -> tuple[str, ...]:
+        """The parts that no group has at first."""
+        return tuple(operation.part for operation in self.operations if isinstance(operation, AddGroup))
+
+    @property
+    def broadcasts_buffers(self) -> bool:
+        """Whether rank 0's buffers are everyone's."""
+        return ("forward_sync_buffers", "False") not in self.ddp
+
+    def has(self, kind: str) -> bool:
+        """Whether the model has such a part."""
+        return any(part.kind == kind for part in self.parts)
+
+    def has_level(self, kind: str) -> bool:
+        """Whether it is trained at this level at some time."""
+        return any(level.kind == kind for level in self.levels)
+
+    @property
+    def exact(self) -> bool:
+        """Whether both sides must agree bit by bit."""
+        features = frozenset[str]().union(*(operation.features for operation in self.operations))
+        if self.world_size > 2:
+            # The same all-reduce of the same buckets, which DDP arranges anew after its first pass.
+            return len(self.levels) == 1 and not self.levels[0].scatters and "rolling back" not in features
+        if not self.has_level("sharded"):
+            return True
+        # docs/data-parallel.md: a reduction for each pass is rounded for each; rows are added up in another order.
+        rows = any(("sparse_embeddings", "True") in level.arguments for level in self.levels)
+        if rows and self.has("large_embedding") and "no_sync" in features:
+            return False
+        return not features & {"several synchronising passes", "gradients that add up over steps"}
+
+    @property
+    def narrow(self) -> bool:
+        """Whether something is in bf16."""
+        return self.dtype == "bfloat16" or any(part.is_like.narrow for part in self.parts)
+
+    @property
+    def moves(self) -> bool:
+        """Whether it goes on from a checkpoint with other objects."""
+        return any(isinstance(operation, Move) for operation in self.operations)
+
+    @property
+    def has_unused(self) -> bool:
+        """Whether some pass may leave a trainable parameter out, so that DDP must look for it."""
+        freezes = any(operation.features & {"freezing", "freezing after no_sync"} for operation in self.operations)
+        return freezes or any(part.is_like.unused for part in self.parts)

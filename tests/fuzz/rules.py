@@ -1,0 +1,132 @@
+"""Which programs make sense: plain DDP runs them, and no level says that it refuses them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from fuzz.levels import BUFFERS_IN_EVALUATION, BUFFERS_IN_JOIN, GROUPS_EDITED_BEFORE_ADDING, OFF, REFUSED
+from fuzz.operations import AddGroup, EditGroup, EditState, Move, Reload, ResetState, RollBack, Uneven
+from fuzz.optimizers import CLASSES
+from fuzz.programs import Program
+
+
+def allowed(program: Program) -> bool:
+    """Whether a program makes sense: plain DDP runs it, and no level of it says that it refuses it."""
+    return all(rule(program) for rule in RULES)
+
+
+def _parts_are_there(program: Program) -> bool:
+    names = {part.name for part in program.parts}
+    return all(operation.about in names | {""} for operation in program.operations)
+
+
+def _unused_are_found(program: Program) -> bool:
+    found = ("find_unused_parameters", "True") in program.ddp
+    return found or not program.has_unused
+
+
+def _nothing_is_refused(program: Program) -> bool:
+    level = program.levels[0]
+    for operation in program.operations:
+        if isinstance(operation, Move):
+            level = program.levels[operation.to]
+        elif operation.features & (REFUSED[level.kind] | OFF.keys()):
+            return False
+    return True
+
+
+def _types_go_together(program: Program) -> bool:
+    mixed = program.has("fp64") or program.has("bf16")
+    if program.dtype != "float32" and mixed:
+        return False  # they have another type than the rest
+    if not program.exact and program.narrow:
+        return False  # there rounding is as large as an update
+    clips = any("clipping" in operation.features for operation in program.operations)
+    if program.narrow and clips and any(level.scatters for level in program.levels):
+        return False  # torch rounds the norm of bf16 gradients, and ours rounds the factor for each type
+    # torch's GradScaler takes float32 gradients.
+    scales = any("a GradScaler" in operation.features for operation in program.operations)
+    return not (scales and (mixed or program.dtype != "float32"))
+
+
+def _class_fits(program: Program) -> bool:
+    chosen = CLASSES[program.optimizer]
+    if not program.exact and chosen.smooth is None:
+        return False
+    if program.optimizer == "Adafactor" and program.has("empty"):
+        return False  # torch divides by its number of elements
+    mixed = program.has("fp64") or program.has("bf16")
+    if program.optimizer == "Adafactor" and mixed:
+        return False  # torch takes the eps of the first parameter's type for all of them: it combines parameters
+    if program.optimizer == "SGD" and program.narrow and ("fused", "True") in program.options:
+        return False  # torch's kernel for bf16 reads momentum that it has not written
+    return not chosen.matrices or all(part.is_like.matrices for part in program.parts)
+
+
+def _groups_are_added_once(program: Program) -> bool:
+    late = program.late
+    if len(set(late)) < len(late):
+        return False
+    if late and (program.scheduler or program.moves):
+        return False  # torch's schedulers do not know new groups; a new optimizer would have to be given them again
+    if late and any("rolling back" in operation.features for operation in program.operations):
+        return False  # a load adds an option to torch's defaults, which groups that are added later then have
+    if len(program.groups) > 1 and len(program.parts) - len(late) < 2:
+        return False  # torch refuses names where a group is empty
+    edited = False
+    for operation in program.operations:
+        edited = edited or isinstance(operation, EditGroup)
+        if edited and isinstance(operation, AddGroup) and not GROUPS_EDITED_BEFORE_ADDING:
+            return False
+    return True
+
+
+def _kept_state_is_current(program: Program) -> bool:
+    """State that was kept is edited only while it is the state: a load replaces it."""
+    kept = False
+    for operation in program.operations:
+        if isinstance(operation, (Reload, Move, ResetState, RollBack, Uneven)):
+            kept = False
+        elif isinstance(operation, EditState):
+            if operation.kept and not kept:
+                return False
+            kept = operation.keeps or (kept and not operation.replaces)
+    return True
+
+
+def _joined_ranks_use_all(program: Program) -> bool:
+    """For DDP a rank without inputs goes on using what it used last: the others have gradients of zero for it.
+
+    Level 3 has none.
+    """
+    joins = any(isinstance(operation, Uneven) for operation in program.operations)
+    return not (joins and program.has_level("sharded") and program.has_unused)
+
+
+def _buffers_are_equal(program: Program) -> bool:
+    """A checkpoint has rank 0's buffers: without broadcasts the other ranks' would be lost."""
+    if not program.has("batch_norm"):
+        return True
+    if program.moves and not program.broadcasts_buffers:
+        return False
+    if any("rolling back" in operation.features for operation in program.operations):
+        return False  # only rank 0's come back
+    joins = any("Join" in operation.features for operation in program.operations)
+    if joins and (program.moves or (program.has_level("sharded") and not BUFFERS_IN_JOIN)):
+        return False  # after a join context DDP goes on sending the last rank's buffers, a new DDP sends rank 0's
+    # DDP sends no buffers in the pass after one without gradients, but a new DDP does.
+    evaluates = any(operation.features & {"evaluation", "evaluation mode"} for operation in program.operations)
+    return not (evaluates and (program.moves or (program.has_level("sharded") and not BUFFERS_IN_EVALUATION)))
+
+
+RULES: tuple[Callable[[Program], bool], ...] = (
+    _parts_are_there,
+    _unused_are_found,
+    _nothing_is_refused,
+    _types_go_together,
+    _class_fits,
+    _groups_are_added_once,
+    _kept_state_is_current,
+    _joined_ranks_use_all,
+    _buffers_are_equal,
+)

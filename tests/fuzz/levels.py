@@ -27,7 +27,6 @@ REFUSED = {
 
 OFF = {
     "freezing after no_sync": "level 3 refuses a parameter frozen between no_sync and the synchronising pass",
-    "clipping by the largest": "the largest of no gradients, where a rank owns nothing but an empty parameter",
     "no_sync in Join": "a rank without inputs does not know which passes synchronise",
     "another state": "optimizer.state = ... is ignored",
 }

@@ -63,6 +63,12 @@ def _class_fits(program: Program) -> bool:
     return not chosen.matrices or all(part.is_like.matrices for part in program.parts)
 
 
+def _norms_exist(program: Program) -> bool:
+    """torch has no largest element of an empty gradient."""
+    largest = any("clipping by the largest" in operation.features for operation in program.operations)
+    return not (largest and program.has("empty"))
+
+
 def _groups_are_added_once(program: Program) -> bool:
     late = program.late
     if len(set(late)) < len(late):
@@ -125,6 +131,7 @@ RULES: tuple[Callable[[Program], bool], ...] = (
     _nothing_is_refused,
     _types_go_together,
     _class_fits,
+    _norms_exist,
     _groups_are_added_once,
     _kept_state_is_current,
     _joined_ranks_use_all,

@@ -57,7 +57,7 @@ def main():
 $begin    norms = []
     ours = train(True, norms)
     plain = train(False, norms)
-    for (operation, mine), (_, theirs) in zip(ours, plain, strict=True):
+$end    for (operation, mine), (_, theirs) in zip(ours, plain, strict=True):
         compare(mine, theirs, f"operation {operation}")
 
 
@@ -128,6 +128,11 @@ BEGIN_FOLDER = """\
     FOLDER = folder[0]
 """
 
+END_FOLDER = """\
+    if RANK == 0:
+        shutil.rmtree(FOLDER)
+"""
+
 
 def script(program: Program, name: str = "script.py", title: str = "") -> str:
     """The program as Python."""
@@ -157,6 +162,7 @@ def script(program: Program, name: str = "script.py", title: str = "") -> str:
         helpers="\n\n".join(helpers) + "\n",
         train=train,
         begin=BEGIN_FOLDER if "FOLDER" in train else "",
+        end=END_FOLDER if "FOLDER" in train else "",
     )
 
 
@@ -168,7 +174,7 @@ def _imports(program: Program, text: str) -> list[str]:
     standard = ["import warnings"]
     standard += ["import collections"] if "collections." in text else []
     standard += ["import copy"] if re.search(r"\bcopy\.", text) else []
-    standard += ["import tempfile"] if "FOLDER" in text else []
+    standard += ["import shutil", "import tempfile"] if "FOLDER" in text else []
     torchs = ["import torch", "import torch.distributed as dist", "from torch import nn"]
     if "Join(" in text:
         torchs.append("from torch.distributed.algorithms.join import Join")

@@ -17,7 +17,7 @@ from onecopy import ZeroRedundancyOptimizer
 from onecopy.common import tagged_json
 from onecopy.state_dict import load
 from onecopy.step import parameter_storage
-from onecopy.step.parameter_sync import Slots
+from onecopy.step.parameter_sync import PackBuffers
 from test_errors import check_pool, expect_failure_of, parameter
 
 NO_MEMORY = "no memory is left"
@@ -108,7 +108,7 @@ def test_a_rank_without_memory_for_buckets_when_constructing(world_size: int, ca
         return ZeroRedundancyOptimizer(params, torch.optim.SGD, parameters_as_bucket_view=True, lr=0.1)
 
     culprit = world_size - 1
-    with failing(parameter_storage, "_move_in", culprit, calls):
+    with failing(parameter_storage, "_fill_bucket", culprit, calls):
         expect_no_memory(culprit, construct)
     assert_equal(params, before, "values")
     step(construct())
@@ -122,7 +122,11 @@ def test_a_rank_without_memory_when_a_group_is_added(world_size: int, place: str
     zero = trained(parameters_as_bucket_view=True)
     reference = trained()
     new = parameter(7, 9)
-    with failing(parameter_storage, "_move_in", culprit) if place == "buckets" else failing(Slots, "reserve", culprit):
+    with (
+        failing(parameter_storage, "_fill_bucket", culprit)
+        if place == "buckets"
+        else failing(PackBuffers, "reserve", culprit)
+    ):
         expect_no_memory(culprit, lambda: zero.add_param_group({"params": [new]}))
     assert len(zero.param_groups) == len(zero.optim.param_groups) == 1
     assert len(zero.layout.params) == 3
@@ -143,7 +147,7 @@ def test_a_rank_without_memory_to_follow_moved_parameters(world_size: int, bucke
     zero, reference = trained(parameters_as_bucket_view=bucket_view), trained()
     for param in zero.param_groups[0]["params"]:
         param.data = param.data.clone()
-    with failing(Slots, "reserve", world_size - 1):
+    with failing(PackBuffers, "reserve", world_size - 1):
         expect_no_memory(world_size - 1, lambda: step(zero))
     # The others have stepped what they own, so all begin anew.
     state = reference_state(reference)

@@ -20,15 +20,15 @@ from onecopy.ddp_hooks.overlapped_step import OverlappedStep, check_step_argumen
 from onecopy.layout import Layout, ShardBy, extend
 from onecopy.state_dict.gather import Consolidated, consolidated
 from onecopy.state_dict.load import load
-from onecopy.step.debug_log import log_share
-from onecopy.step.engine import Engine, StepSchedule, reshare, sequential_step
+from onecopy.step.debug_log import log_layout
+from onecopy.step.engine import Engine, StepSchedule, change_and_share, sequential_step
 from onecopy.step.gradient_norm import clip, total_norm
-from onecopy.step.inner_optimizer import InnerOptimizer, OwnedState
+from onecopy.step.inner_optimizer import InnerOptimizer
 from onecopy.step.join import ZeROJoinHook, active_step, joined_step
 from onecopy.step.master_weights import STATE_DICT_KEY, MasterWeightPolicy
 from onecopy.step.optimizer_classes import check_class, is_elementwise
-from onecopy.step.owned_shards import alias, parameter_or_alias
-from onecopy.step.owned_state import OptimizerOverOwned
+from onecopy.step.owned_shards import param_or_view, separate_view
+from onecopy.step.owned_state import OptimizerOverOwned, OwnedState
 from onecopy.step.parameter_groups import normalise, normalise_group, plan_params
 from onecopy.step.parameter_storage import BucketStorage, InPlaceStorage
 from onecopy.step.rank_comparison import optimizer_facts, sharding_facts
@@ -117,7 +117,7 @@ class ZeroRedundancyOptimizer(OptimizerOverOwned, Joinable):
                 tensors,
                 flat_views(tensors),
                 collectives.group_rank,
-                alias if overlap_with_ddp else parameter_or_alias,
+                separate_view if overlap_with_ddp else param_or_view,
                 MasterWeightPolicy(master_weights, offload == "cpu"),
             )
             local.pull_all_options(self.param_groups)
@@ -160,7 +160,7 @@ class ZeroRedundancyOptimizer(OptimizerOverOwned, Joinable):
         self.global_rank: int = collectives.global_rank
         self.parameters_as_bucket_view = parameters_as_bucket_view
         self.initialized = True
-        log_share(self.engine)
+        log_layout(self.engine)
 
     @property
     def optim(self) -> Optimizer:
@@ -222,7 +222,7 @@ class ZeroRedundancyOptimizer(OptimizerOverOwned, Joinable):
         Args:
             set_to_none: set them to None instead of zero.
         """
-        self.engine.forget_accumulated()
+        self.engine.clear_accumulated()
         super().zero_grad(set_to_none)
 
     def grad_norm(self, norm_type: float = 2.0) -> Tensor:
@@ -288,7 +288,7 @@ class ZeroRedundancyOptimizer(OptimizerOverOwned, Joinable):
         engine.inner.pull_options(self.param_groups)
         engine.inner.has_state = engine.inner.has_state or has_state
         self._consolidated = None
-        log_share(engine)
+        log_layout(engine)
 
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Gather the state of all ranks on one of them, as tensors on the CPU, for :meth:`state_dict` there.
@@ -381,7 +381,7 @@ class ZeroRedundancyOptimizer(OptimizerOverOwned, Joinable):
     def __getattr__(self, name: str) -> Any:
         """Forward ``train`` and ``eval`` of inner optimizers that have them (schedule-free ones); share afterwards."""
         if name in ("train", "eval") and "engine" in self.__dict__ and callable(getattr(self.optim, name, None)):
-            return lambda: reshare(self.engine, self.param_groups, getattr(self.optim, name))
+            return lambda: change_and_share(self.engine, self.param_groups, getattr(self.optim, name))
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:

@@ -160,7 +160,7 @@ def _plain_form(saved: SavedOptimizer, tensors: Mapping[str, Tensor]) -> dict[st
             shown["param_names"] = list(group["params"])
         groups.append(shown)
     state = {position_of[name]: tagged_json.decode(tree, tensors) for name, tree in saved.state.items()}  # type: ignore[arg-type]
-    state, copies = master_weights.split_masters(state)
+    state, copies = master_weights.split_master_weights(state)
     form: dict[str, Any] = {"state": dict(sorted(state.items())), "param_groups": groups}
     return {**form, master_weights.STATE_DICT_KEY: copies} if copies else form
 

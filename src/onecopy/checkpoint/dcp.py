@@ -316,7 +316,7 @@ def _plain_form(view: OptimizerView, state: Mapping[str, Any], options: Sequence
     """The plain optimizer's state dict, by position."""
     index_of = {name: index for index, name in enumerate(view.names)}
     by_index = {index_of[name]: dict(values) for name, values in state.items()}
-    by_index, copies = master_weights.split_masters(by_index)
+    by_index, copies = master_weights.split_master_weights(by_index)
     start, groups = 0, []
     for group, values in zip(view.optimizer.param_groups, options, strict=True):
         groups.append({**values, "params": list(range(start, start + len(group["params"])))})

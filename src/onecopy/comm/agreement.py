@@ -52,6 +52,11 @@ class FirstFailure:
     def __bool__(self) -> bool:
         return self.error is not None
 
+    def raise_if_any(self) -> None:
+        """Raise the exception, if there is one."""
+        if self.error is not None:
+            raise self.error
+
 
 class FailTogether:
     """Runs a block on every rank; if it raises on one rank, or if the facts differ, all ranks raise.

@@ -42,7 +42,7 @@ class StagingSlot:
 
 @lru_cache(maxsize=1024)
 def staging_slots(sizes: tuple[int, ...], room: int) -> tuple[StagingSlot, ...]:
-    """Slots in a ring buffer for messages that are received and summed in order.
+    """PackBuffers in a ring buffer for messages that are received and summed in order.
 
     Args:
         sizes: the number of elements of each message.

@@ -72,6 +72,11 @@ def buffers_of(module: Module) -> list[Tensor]:
     return list(found.values())
 
 
+def norms_of_each(tensors: list[Tensor], order: float, dtype: torch.dtype | None) -> list[Tensor]:
+    """The norm of each of several tensors of one data type, in one call."""
+    return list(torch._foreach_norm(tensors, order, dtype=dtype))
+
+
 def sparse_parts(gradient: Tensor) -> tuple[Tensor, Tensor]:
     """The row numbers of an embedding's sparse gradient, as they came and perhaps several times, and the rows."""
     return gradient._indices()[0], gradient._values()

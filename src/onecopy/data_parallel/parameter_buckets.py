@@ -23,7 +23,7 @@ class ParameterBuckets(InPlaceStorage):
         super().__init__(params, layout)
         self.pieces_of = [_pieces(plan, bucket, layout) for plan, bucket in zip(plans, self.buckets, strict=True)]
         # What a forward pass reads first lies in the last buckets, so these are sent first.
-        self.pieces = tuple(piece for pieces in reversed(self.pieces_of) for piece in pieces)
+        self.ranges = tuple(piece for pieces in reversed(self.pieces_of) for piece in pieces)
 
 
 def _move_in(params: Sequence[Tensor], plan: BucketPlan) -> Tensor:

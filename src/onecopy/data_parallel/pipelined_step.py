@@ -80,7 +80,7 @@ class PipelinedStep:
             self._plan()
             engine.check_groups(groups)
             local.push_options(groups)
-            local.copies.refresh_from_params()
+            local.master_weights.refresh_from_params()
             ranges = dict(gradients.owned_shards() or {})
         except Exception as error:
             failure = error

@@ -138,11 +138,11 @@ class ShardedGradients:
         self.accumulating = False
         self.on_zero: Callable[[], None] = lambda: None
 
-    def forget_accumulated(self) -> None:
+    def clear_accumulated(self) -> None:
         """Tell whoever has set gradients aside."""
         self.on_zero()
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """Nothing to note: ``param.grad`` tells."""
 
     def has_gradient(self) -> list[bool]:

@@ -38,7 +38,7 @@ from onecopy.data_parallel.pipelined_step import PipelinedStep
 from onecopy.data_parallel.sparse_rows import RowBucket
 from onecopy.errors import RanksDisagreeError
 from onecopy.optimizer import ZeroRedundancyOptimizer
-from onecopy.step.debug_log import log_share
+from onecopy.step.debug_log import log_layout
 from onecopy.step.engine import Engine, collectives_of
 from onecopy.step.gradient_norm import clip, total_norm
 from onecopy.step.join import naming_the_rule
@@ -176,7 +176,7 @@ class ShardedDataParallel(nn.Module, Joinable):
                 last = max(order[id(param)] for param in params)
                 kind = RowBucket if id(params[0]) in apart else Bucket
                 buckets.append((last, kind(bucket, params, [names[id(param)] for param in params], how)))
-            log_share(engine)
+            log_layout(engine)
         convert(module.parameters(), chosen, policy)  # what no optimizer has
         self._made_sparse = [embedding for embedding in embeddings if not embedding.sparse]
         buckets.sort(key=lambda entry: entry[0])

@@ -37,7 +37,7 @@ from onecopy.step.engine import Engine
 from onecopy.step.group_options import OptionsSnapshot
 from onecopy.step.join_handover import read_handover, write_handover
 from onecopy.step.parameter_groups import Group
-from onecopy.step.parameter_sync import ParameterSync, Slots
+from onecopy.step.parameter_sync import PackBuffers, ParameterSync
 from onecopy.step.rank_comparison import group_facts, options_text
 
 Hook = Callable[[Any, Any], "Future[Any]"]
@@ -91,7 +91,7 @@ class OverlappedStep:
         self._covered: set[int] = set()
         self._error: Exception | None = None
         self._options_after: list[dict[str, str]] = []
-        self._slots = Slots()
+        self._slots = PackBuffers()
         self.updated = False
         self.step_was_called = False
 
@@ -166,7 +166,7 @@ class OverlappedStep:
             engine.follow_moved_params()
             engine.check_groups(groups)
             engine.inner.push_options(groups)
-            engine.inner.copies.refresh_from_params()
+            engine.inner.master_weights.refresh_from_params()
         except Exception as error:
             failure = error  # told to all ranks at the end, like any other
         if self._assignments.layouts[0] is not engine.layout:
@@ -287,7 +287,7 @@ class OverlappedStep:
         known = self._param_syncs.get(number)
         if known is None or known[0] is not assignment:
             members = {segment.shard.param for segment in assignment.segments if segment.shard is not None}
-            pieces = [piece for piece in engine.storage.pieces if not members.isdisjoint(piece.params)]
+            pieces = [piece for piece in engine.storage.ranges if not members.isdisjoint(piece.params)]
             known = (assignment, ParameterSync(self._collectives, pieces, limits.DIRECT_BYTES, self._slots))
             self._param_syncs[number] = known
         touched = None if engine.inner.moves_all else [present.get(index, False) for index in range(len(engine.params))]

@@ -62,7 +62,7 @@ def consolidated(engine: Engine, groups: Sequence[Group], to: int) -> Consolidat
     state = consolidate(engine.collectives, engine.layout, engine.inner, groups, to)
     if state is None:
         return None
-    state, copies = master_weights.split_masters(state)
+    state, copies = master_weights.split_master_weights(state)
     by_param: dict[Any, Any] = {engine.params[index]: value for index, value in state.items()}
     by_param |= tagged_json.map_tensors(engine.inner.other_state(), lambda tensor: tensor.detach().to("cpu", copy=True))
     return Consolidated(by_param, copies, engine.inner.version)

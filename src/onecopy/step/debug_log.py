@@ -1,4 +1,4 @@
-"""What TORCH_DISTRIBUTED_DEBUG=INFO or DETAIL asks to be told."""
+"""Log messages for TORCH_DISTRIBUTED_DEBUG=INFO or DETAIL."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from onecopy.step.engine import Engine
 logger = logging.getLogger(__name__)
 
 
-def log_share(engine: Engine) -> None:
-    """Each rank's share and buckets, and on rank 0 the whole layout."""
+def log_layout(engine: Engine) -> None:
+    """Log the shards and messages of this rank, and on rank 0 the whole layout."""
     if not debug_enabled():
         return
     layout, group_rank = engine.layout, engine.collectives.group_rank

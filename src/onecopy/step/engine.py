@@ -1,7 +1,8 @@
-"""One training step over one layout: update what this rank owns, confirm that all ranks did, share the result.
+"""One step on one layout: update the owned shards, confirm that all ranks did, share the updated parameters.
 
-The engine is the only owner of ordering. Drivers (sequential stepping, uneven inputs) call its phases; they do not
-reach inside.
+"Share" means a broadcast or all-gather of updated parameters. ``Engine`` has the three phases. A *step schedule* calls
+them in its own order: ``sequential_step`` here, ``step/join.py`` for uneven inputs, ``ddp_hooks/overlapped_step.py``
+inside the backward pass, ``data_parallel/pipelined_step.py`` bucket by bucket.
 """
 
 from __future__ import annotations
@@ -18,12 +19,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from onecopy.comm.agreement import FirstFailure
 from onecopy.comm.collectives import Collectives
 from onecopy.common.flat_views import flat_like, is_dense
 from onecopy.common.profiling import profiled
 from onecopy.common.torch_private import after_backward, in_backward
 from onecopy.layout import Layout, ParamSpec
-from onecopy.step.gradient_scale_check import UNKNOWN, Probe, common_factor, probed_params, remember
+from onecopy.step.gradient_scale_check import GradientScaleCheck
 from onecopy.step.gradients import FullGradients, Gradients
 from onecopy.step.inner_optimizer import InnerOptimizer
 from onecopy.step.parameter_groups import Group
@@ -32,16 +34,17 @@ from onecopy.step.parameter_sync import ParameterSync
 from onecopy.step.status import StepFacts, make_status
 
 StepSchedule = Callable[["Engine", Sequence[Group], Callable[[], Any] | None, dict[str, Any]], Any]
-"""What does one step: from an engine, the groups, a closure and further arguments to the closure's loss."""
+"""Makes one step with an engine, parameter groups, a closure and further arguments, and returns the closure's loss."""
 
-MakeStorage = Callable[[Sequence[Tensor], Layout], Storage]
+StorageClass = Callable[[Sequence[Tensor], Layout], Storage]
+"""Constructs the storage of some parameters in a layout."""
 
 _numbers: weakref.WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = weakref.WeakKeyDictionary()
-"""The numbers of the engines that are constructed next, by process group."""
+"""The number of the next engine, by process group."""
 
 
 class ClosureError(Exception):
-    """Carries an exception of the user's closure past the handling of our own failures."""
+    """Carries an exception of the user's closure past the handling of failures in the update."""
 
     def __init__(self, original: Exception) -> None:
         super().__init__(str(original))
@@ -49,81 +52,89 @@ class ClosureError(Exception):
 
 
 class Engine:
-    """The phases of a step. ``storage_class`` says where parameters live."""
+    """The phases of a step.
+
+    Attributes:
+        collectives: the ranks that share the optimizer state.
+        number: the number of this optimizer among those of the process group. Ranks construct optimizers together, so
+            equal numbers mean the same optimizer on all ranks.
+        params: all parameters, in order. The list is changed in place, because other objects refer to it.
+        layout: who owns what.
+        inner: this rank's instance of the user's optimizer class.
+        storage: where the parameters' memory is.
+        param_sync: shares the updated parameters.
+        gradients: where a step finds its gradients.
+        reduced_shards: after the reduce-scatter hook, this rank's reduced gradients by parameter. DDP does not fill
+            ``param.grad`` on a rank that has run out of inputs.
+        params_with_reduced_grad: ``id()`` of parameters whose gradient was reduced, also after a step has used it.
+        step_refusal: after a load that failed half way, the exception that ``step()`` raises.
+    """
 
     def __init__(
         self,
         collectives: Collectives,
         params: Sequence[Tensor],
         layout: Layout,
-        local: InnerOptimizer,
-        storage_class: MakeStorage,
+        inner: InnerOptimizer,
+        storage_class: StorageClass,
     ) -> None:
         self.collectives = collectives
-        # Ranks construct optimizers together, so equal numbers mean the same optimizer on all ranks of the group.
         self.number = next(_numbers.setdefault(collectives.process_group, count()))
-        self.inner = local
+        self.inner = inner
         self._storage_class = storage_class
         self._status = make_status(collectives)
-        # This rank's reduced ranges, by parameter, for a rank whose param.grad DDP does not fill (uneven inputs).
         self.reduced_shards: dict[int, Tensor] = {}
-        self.params_with_reduced_grad: set[int] = (
-            set()
-        )  # identities of parameters whose gradient was reduced, also after it has been used
-        self._probes: list[Probe] = []
-        self.step_refusal: Exception | None = None  # why no step may be made, after a load that failed half way
-        self.params: list[Tensor] = []  # filled in place, because others hold on to this list
+        self.params_with_reduced_grad: set[int] = set()
+        self.step_refusal: Exception | None = None
+        self.params: list[Tensor] = []
         self.gradients: Gradients = FullGradients(self.params)
         self.set_layout(params, layout)
 
-    def forget_gradients(self) -> None:
-        """Note that the gradients have been used or thrown away."""
-        self.gradients.forget()
+    def clear_gradients(self) -> None:
+        """Note that a step has used the gradients, or that they were zeroed."""
+        self.gradients.clear()
         self.reduced_shards.clear()
-        self._probes = []
+        self._scale_check.clear()
 
-    def forget_accumulated(self) -> None:
-        """Note that no gradient is left on which a later backward pass could build."""
-        self.forget_gradients()
-        self.gradients.forget_accumulated()
+    def clear_accumulated(self) -> None:
+        """Note that the gradients were zeroed, so that a later backward pass starts from nothing."""
+        self.clear_gradients()
+        self.gradients.clear_accumulated()
         self.params_with_reduced_grad.clear()
 
     def note_reduce_scattered(self) -> None:
-        """Note that a hook has given every owner its gradients, which are in ``reduced``."""
+        """Note that a hook has reduced the gradients to their owners, into ``reduced_shards``."""
         self.gradients.is_reduce_scattered = True
         self.params_with_reduced_grad = {id(param) for param in self.params}
-        self._probes = []
+        self._scale_check.clear()
         if self.collectives.control_device.type == "cpu" and in_backward():
-            after_backward(self._probe)  # when DDP has put them into param.grad
+            after_backward(self._scale_check.take_samples)  # when DDP has put the gradients into param.grad
 
     def note_scaled(self) -> None:
-        """Note that this rank's part of the gradients was multiplied by what all ranks agree on."""
-        self._probes = []
-
-    def _probe(self) -> None:
-        self._probes = remember(self._probe_params, self.params)
+        """Note that the gradients were scaled by a factor that is equal on all ranks."""
+        self._scale_check.clear()
 
     def set_layout(self, params: Sequence[Tensor], layout: Layout) -> None:
-        """Take over these parameters and this layout; storage and transfers are planned anew."""
-        # First what needs memory: if that fails, parameters may lie elsewhere, and everything else is as it was.
+        """Take over these parameters and this layout, and plan storage and messages for them."""
+        # Allocations come first: if they fail, parameters may have moved, and everything else is as it was.
         storage = self._storage_class(params, layout)
-        sharing = ParameterSync(self.collectives, storage.pieces, storage.direct_bytes)
+        param_sync = ParameterSync(self.collectives, storage.ranges, storage.direct_bytes)
         self.params[:] = params
         self.layout = layout
         self._layout_digest = layout.digest()
-        self._probe_params = probed_params(layout)
-        self.storage, self.param_sync = storage, sharing
+        self._scale_check = GradientScaleCheck(self.params, layout)
+        self.storage, self.param_sync = storage, param_sync
         self.inner.repoint(storage.flats)
 
     def take_over(
-        self, layout: Layout, local: InnerOptimizer, storage_class: MakeStorage, gradients: Gradients
+        self, layout: Layout, inner: InnerOptimizer, storage_class: StorageClass, gradients: Gradients
     ) -> None:
-        """Go on with another layout of the same parameters, and all that depends on it."""
-        self.inner, self._storage_class, self.gradients = local, storage_class, gradients
+        """Replace the layout of the same parameters, and everything that depends on it."""
+        self.inner, self._storage_class, self.gradients = inner, storage_class, gradients
         self.set_layout(list(self.params), layout)
 
     def follow_moved_params(self) -> None:
-        """Notice parameters whose memory was moved, and follow; refuse where the state could not."""
+        """Follow parameters whose memory was moved since the last step; raise if their state cannot follow."""
         moved = self.storage.moved()
         if moved:
             self.set_layout(self.params, replace(self.layout, params=self._moved_specs(moved)))
@@ -159,10 +170,10 @@ class Engine:
         return tuple(specs)
 
     def check_groups(self, groups: Sequence[Group]) -> None:
-        """Raise if no step may be made, or if someone has changed which parameters the groups hold."""
+        """Raise if steps are refused, or if the user has edited the parameters of a group."""
         if self.step_refusal is not None:
             raise self.step_refusal
-        listed = self.inner.listed
+        listed = self.inner.listed_params
         given = chain.from_iterable(group["params"] for group in groups)
         if [len(group["params"]) for group in groups] != list(map(len, listed)) or not all(
             map(is_, given, chain.from_iterable(listed))
@@ -179,13 +190,17 @@ class Engine:
         kwargs: dict[str, Any],
         gradient_shards: Mapping[int, Tensor] | None = None,
     ) -> Any:
-        """Step the inner optimizer over what this rank owns, with the parameters' gradients or lent ones.
+        """Step the inner optimizer over the owned shards, and return the closure's loss.
 
-        Returns the loss, if there is a closure.
+        Args:
+            groups: the user's parameter groups.
+            closure: re-evaluates the model and returns the loss.
+            kwargs: further arguments of the inner optimizer's ``step``.
+            gradient_shards: gradients of the owned shards to use in place of ``param.grad``.
         """
         self.check_groups(groups)
         self.inner.push_options(groups)
-        self.inner.copies.refresh_from_params()
+        self.inner.master_weights.refresh_from_params()
         last_loss: Any = None
 
         def evaluate() -> Any:
@@ -204,27 +219,32 @@ class Engine:
             if callable(closure):
                 loss = self.inner.step(evaluate, kwargs)
             else:
-                self.inner.bind_gradients(
-                    self.layout, self.gradients.owned_shards() if gradient_shards is None else gradient_shards
-                )
+                shards = self.gradients.owned_shards() if gradient_shards is None else gradient_shards
+                self.inner.bind_gradients(self.layout, shards)
                 loss = self.inner.step(closure, kwargs)
         finally:
             self.inner.release_gradients()
         return last_loss if loss is None else loss
 
     def update_some(self, chosen: Sequence[bool]) -> None:
-        """Step the inner optimizer over this rank's part of some parameters only, with their own gradients."""
-        ranges = {}
+        """Step the inner optimizer over the owned shards of the chosen parameters, with ``param.grad``."""
+        shards = {}
         for owned in self.inner.owned:
             gradient = owned.param.grad
             if chosen[owned.shard.param] and gradient is not None:
-                ranges[owned.shard.param] = flat_like(gradient, owned.param)[owned.shard.start : owned.shard.stop]
-        self.inner.step_on(ranges)
+                shards[owned.shard.param] = flat_like(gradient, owned.param)[owned.shard.start : owned.shard.stop]
+        self.inner.step_on(shards)
 
     def confirm_and_share(
         self, groups: Sequence[Group], has_gradient: Sequence[bool] | None, failure: Exception | None
     ) -> None:
-        """The end of every driver: confirm, share (all parameters if ``has_gradient`` is None), take over options."""
+        """Confirm, share, and take over options that the inner optimizer wrote. Ends most step schedules.
+
+        Args:
+            groups: the user's parameter groups.
+            has_gradient: which parameters have a gradient; None if all parameters may have changed.
+            failure: this rank's exception in the update.
+        """
         self.confirm(groups, [True] * len(self.params) if has_gradient is None else has_gradient, failure)
         self.share(has_gradient)
         if failure is not None:
@@ -233,33 +253,39 @@ class Engine:
 
     @profiled("onecopy.confirm")
     def confirm(self, groups: Sequence[Group], has_gradient: Sequence[bool], failure: Exception | None) -> None:
-        """Raise on all ranks if one has failed or if they differ, before parameters travel."""
-        factor = common_factor(self._probes, self.params) if self._probes else UNKNOWN
+        """Exchange status flags, and raise on all ranks if one has failed or if the ranks differ.
+
+        With flags on an accelerator, the other ranks raise in the next step.
+        """
         facts = StepFacts(self.layout, self._layout_digest, has_gradient, groups)
-        self._status.exchange(facts, factor, failure)
+        self._status.exchange(facts, self._scale_check.common_factor(), failure)
 
     def allow_steps(self) -> None:
-        """Note that a load has succeeded: steps may be made again, and no old failure is heard of any more."""
+        """Allow steps again after a load that succeeded, and forget earlier failures."""
         self.step_refusal = None
-        self._status.forget()
+        self._status.clear()
 
     def clear_status(self) -> None:
-        """Note that all ranks have heard of a failure in this step."""
-        self._status.forget()
+        """Forget status flags that have not been read, because all ranks have raised."""
+        self._status.clear()
 
     @property
     def defers_status(self) -> bool:
-        """Whether ranks that differ in their gradients learn of it only after a step has sent parameters."""
-        return self._status.late
+        """Whether ranks read the status flags of a step in the next step."""
+        return self._status.is_deferred
 
     @profiled("onecopy.share")
     def share(self, has_gradient: Sequence[bool] | None = None) -> None:
-        """Make all replicas equal again; with ``has_gradient``, where only those parameters can have changed."""
-        # What is sent may depend on the gradients only where the ranks have already agreed on them.
-        everything = has_gradient is None or self.inner.moves_all or self._status.late or all(has_gradient)
+        """Send the updated parameters from their owners to all ranks.
+
+        Args:
+            has_gradient: which parameters have a gradient, where only these can have changed.
+        """
+        # Which messages are sent may depend on the gradients only if the ranks have compared them.
+        everything = has_gradient is None or self.inner.moves_all or self._status.is_deferred or all(has_gradient)
         self.param_sync.share(None if everything else has_gradient)
-        # Received values and aliases are written behind autograd's back, and torch's fused optimizers write unseen. The
-        # version counter makes a backward pass that still needs the old values raise, on all ranks alike.
+        # Autograd does not see received values, writes through views, and the writes of fused optimizers. The version
+        # counter makes a backward pass that still needs the old values raise, on all ranks alike.
         changed = (
             self.params
             if everything or has_gradient is None
@@ -272,41 +298,37 @@ class Engine:
 def sequential_step(
     engine: Engine, groups: Sequence[Group], closure: Callable[[], Any] | None, kwargs: dict[str, Any]
 ) -> Any:
-    """The ordinary driver: update, confirm, share, one after the other.
+    """The ordinary step schedule: update, confirm, share, one after the other.
 
-    A rank that fails in its update still takes part in the confirmation, which makes every rank raise. An exception
-    of the closure is passed on at once: other ranks may be in the middle of its own collectives.
+    A rank whose update failed still confirms, which makes every rank raise. An exception of the closure is raised at
+    once: other ranks may be in the closure's own collectives.
     """
-    loss, failure = None, None
-    try:
+    loss, failure = None, FirstFailure()
+    with failure:
         engine.follow_moved_params()
         loss = engine.update(groups, closure, kwargs)
-    except ClosureError as error:
-        raise error.original from None
-    except Exception as error:
-        failure = error
-    engine.confirm_and_share(groups, engine.gradients.has_gradient(), failure)
-    engine.forget_gradients()
+    if isinstance(failure.error, ClosureError):
+        raise failure.error.original from None
+    engine.confirm_and_share(groups, engine.gradients.has_gradient(), failure.error)
+    engine.clear_gradients()
     return loss
 
 
-def reshare(engine: Engine, groups: Sequence[Group], change: Callable[[], object]) -> None:
-    """Run something that changes the owned parameters outside a step, then make all replicas equal again."""
-    failure = None
-    try:
+def change_and_share(engine: Engine, groups: Sequence[Group], change: Callable[[], object]) -> None:
+    """Run a function that changes owned parameters outside a step, then share all parameters."""
+    failure = FirstFailure()
+    with failure:
         engine.follow_moved_params()
         engine.inner.push_options(groups)
-        engine.inner.copies.refresh_from_params()
+        engine.inner.master_weights.refresh_from_params()
         with torch.no_grad():
             change()
-        engine.inner.copies.write_to_params(everything=True)
-    except Exception as error:
-        failure = error
-    engine.confirm_and_share(groups, None, failure)
+        engine.inner.master_weights.write_to_params(everything=True)
+    engine.confirm_and_share(groups, None, failure.error)
 
 
 def collectives_of(optimizers: Sequence[object]) -> Collectives:
-    """The ranks to agree with: those of the first of our optimizers, or all if there is none. Checks nothing."""
+    """The ranks of the first sharded optimizer, or all ranks if there is none. Raises nothing for wrong arguments."""
     for optimizer in optimizers:
         engine = getattr(optimizer, "engine", None)
         if isinstance(engine, Engine):

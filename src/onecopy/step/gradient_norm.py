@@ -1,40 +1,34 @@
-"""The norm of all gradients, and clipping by it, from what each rank owns."""
+"""The norm of all gradients, and clipping by it, from the part of the gradients that each rank owns."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
-from onecopy.comm.agreement import Fact, agree
+from onecopy.comm.agreement import Fact, FailTogether
 from onecopy.step.engine import Engine
 from onecopy.step.sharded_norm import check_defined, combined_norms, local_norms
 
+CALL = "the norm of the gradients"
+
 
 def total_norm(engines: Sequence[Engine], norm_type: float) -> Tensor:
-    """The norm of all gradients of all engines; every rank makes this call and gets the same number."""
-    failure: Exception | None = None
-    facts: list[Fact] = []
-    local = torch.zeros(0)
-    try:
+    """The norm of the gradients of all engines, equal on all ranks. All ranks make this call together."""
+    with _failing_together(engines) as facts:
         norm_type = float(norm_type)
-        facts = [Fact("norm_type", str(norm_type)), *_engine_facts(engines)]
+        facts += [Fact("norm_type", str(norm_type)), *_engine_facts(engines)]
         local = _local_norms(engines, norm_type)
-    except Exception as error:
-        failure = error
-    return _total_norm(engines, local, norm_type, facts, failure)
+    return _total_norm(engines, local, norm_type)
 
 
 def clip(engines: Sequence[Engine], max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
-    """Scale gradients so that their norm is at most ``max_norm``; return the norm they had."""
-    failure: Exception | None = None
-    facts: list[Fact] = []
-    gradients: list[Tensor] = []
-    local = torch.zeros(0)
-    try:
+    """Scale the gradients so that their norm is at most ``max_norm``; return the norm that they had."""
+    with _failing_together(engines) as facts:
         norm_type, max_norm = float(norm_type), float(max_norm)
-        facts = [
+        facts += [
             Fact("norm_type", str(norm_type)),
             Fact("max_norm", str(max_norm)),
             Fact("error_if_nonfinite", str(bool(error_if_nonfinite))),
@@ -44,9 +38,7 @@ def clip(engines: Sequence[Engine], max_norm: float, norm_type: float, error_if_
         gradients = [
             each for engine in engines for each in engine.gradients.to_scale(engine.inner.owned, engine.layout)
         ]
-    except Exception as error:
-        failure = error
-    norm = _total_norm(engines, local, norm_type, facts, failure)
+    norm = _total_norm(engines, local, norm_type)
     if error_if_nonfinite and not torch.isfinite(norm):
         raise RuntimeError(f"the total norm of order {norm_type} of the gradients is {norm.item()}, not finite")
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
@@ -57,8 +49,16 @@ def clip(engines: Sequence[Engine], max_norm: float, norm_type: float, error_if_
     return norm
 
 
+@contextmanager
+def _failing_together(engines: Sequence[Engine]) -> Iterator[list[Fact]]:
+    """Fail on all ranks together, where reading status flags does not make the host wait for an accelerator."""
+    collectives = engines[0].collectives
+    with FailTogether(None if collectives.defers_host_reads else collectives, CALL) as together:
+        yield together.facts
+
+
 def _engine_facts(engines: Sequence[Engine]) -> list[Fact]:
-    """What must be equal for the ranks to send each other equally many numbers."""
+    """The facts that make all ranks send equally many numbers."""
     for number, engine in enumerate(engines):
         if engine.collectives.process_group is not engines[0].collectives.process_group:
             raise ValueError(f"the optimizers must be on one process group; number {number} is on another")
@@ -78,18 +78,11 @@ def _local_norms(engines: Sequence[Engine], order: float) -> Tensor:
     return local_norms(parts, order, engines[0].params[0].device)
 
 
-def _total_norm(
-    engines: Sequence[Engine], local: Tensor, order: float, facts: Sequence[Fact], failure: Exception | None
-) -> Tensor:
-    """The norm of all gradients, once all ranks agree that they have been given the same."""
-    collectives = engines[0].collectives
-    if not collectives.defers_host_reads:
-        agree(collectives, "the norm of the gradients", facts, failure)
-    elif failure is not None:
-        raise failure
-    norms = combined_norms(collectives, local, order)
+def _total_norm(engines: Sequence[Engine], local: Tensor, order: float) -> Tensor:
+    """The norm of all gradients from the norms of this rank's parts."""
+    norms = combined_norms(engines[0].collectives, local, order)
     double = any(spec.dtype.itemsize >= 8 for engine in engines for spec in engine.layout.params)
     total: Tensor = torch.linalg.vector_norm(norms, order)
     if order < 0 and not any(any(engine.gradients.has_gradient()) for engine in engines):
-        total = torch.zeros_like(total)  # as in torch, which takes the norm of no gradients for zero
+        total = torch.zeros_like(total)  # the norm of no gradients is zero in torch, too
     return total.to(torch.float64 if double else torch.float32)

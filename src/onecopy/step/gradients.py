@@ -1,4 +1,4 @@
-"""Where a step finds its gradients: whole in ``param.grad``, or this rank's ranges of them."""
+"""Where a step finds its gradients: whole in ``param.grad``, or as the shards that this rank owns."""
 
 from __future__ import annotations
 
@@ -14,57 +14,56 @@ from onecopy.step.owned_shards import OwnedShard
 
 
 class Gradients(Protocol):
-    """What drivers ask of either kind.
+    """The gradients of one optimizer's parameters.
 
     Attributes:
-        reduced: whether only owned ranges are reduced.
-        accumulating: whether it is known that the last forward pass ran under ``no_sync()``.
+        is_reduce_scattered: whether only the owned ranges are reduced.
+        accumulating: whether the last forward pass is known to have run under ``no_sync()``.
     """
 
     is_reduce_scattered: bool
     accumulating: bool
 
-    def forget(self) -> None:
-        """Note that the gradients have been used or thrown away."""
+    def clear(self) -> None:
+        """Note that a step has used the gradients, or that they were zeroed."""
 
-    def forget_accumulated(self) -> None:
-        """Note that they were zeroed."""
+    def clear_accumulated(self) -> None:
+        """Note that the gradients were zeroed."""
 
     def has_gradient(self) -> list[bool]:
-        """Which parameters have a gradient now."""
+        """Whether each parameter has a gradient now."""
 
     def owned_shards(self) -> Mapping[int, Tensor] | None:
-        """This rank's flat ranges by parameter, or None if the inner optimizer finds them by itself."""
+        """The flat gradient of each owned shard by parameter, or None if the step uses ``param.grad``."""
 
     def owned_gradients(self, owned: Sequence[OwnedShard], layout: Layout) -> dict[int, Tensor]:
         """This rank's part of the gradients that exist, by parameter."""
 
     def to_scale(self, owned: Sequence[OwnedShard], layout: Layout) -> list[Tensor]:
-        """What clipping multiplies."""
+        """The tensors that clipping multiplies."""
 
 
 class FullGradients:
-    """``param.grad`` is the parameter's gradient, or at least the owned range of it is."""
+    """``param.grad`` is the whole gradient. After the reduce-scatter hook only its owned range is reduced."""
 
     def __init__(self, params: Sequence[Tensor]) -> None:
         self._params = params
-        # Set by a hook that reduces gradients to their owners: then only owned ranges of param.grad are reduced.
-        self.is_reduce_scattered = False
+        self.is_reduce_scattered = False  # the reduce-scatter hook sets it
         self.accumulating = False
 
-    def forget(self) -> None:
-        """Note that the gradients have been used or thrown away."""
+    def clear(self) -> None:
+        """Note that a step has used the gradients, or that they were zeroed."""
         self.is_reduce_scattered = False
 
-    def forget_accumulated(self) -> None:
-        """Nothing to note: ``param.grad`` tells."""
+    def clear_accumulated(self) -> None:
+        """Do nothing: ``param.grad`` shows whether gradients were zeroed."""
 
     def has_gradient(self) -> list[bool]:
-        """Which parameters have a gradient now."""
+        """Whether each parameter has a gradient now."""
         return [param.grad is not None for param in self._params]
 
     def owned_shards(self) -> None:
-        """Nothing: the inner optimizer finds them."""
+        """None: the step uses ``param.grad``."""
 
     def owned_gradients(self, owned: Sequence[OwnedShard], layout: Layout) -> dict[int, Tensor]:
         """This rank's part of the gradients that exist, by parameter."""
@@ -87,7 +86,7 @@ class FullGradients:
         return found
 
     def to_scale(self, owned: Sequence[OwnedShard], layout: Layout) -> list[Tensor]:
-        """Whole gradients; after a reduction to owners, the rest is not stepped on and stays as it is."""
+        """Whole gradients. After the reduce-scatter hook only the owned ranges, because a step uses no others."""
         if self.is_reduce_scattered:
             return list(self.owned_gradients(owned, layout).values())
         return [param.grad for param in self._params if param.grad is not None]

@@ -1,4 +1,4 @@
-"""What an active rank tells ranks that have run out of inputs: the groups' options and who has a gradient."""
+"""The header that an active rank sends to joined ranks: options of the groups, and which parameters have a gradient."""
 
 from __future__ import annotations
 
@@ -15,14 +15,20 @@ from onecopy.step.parameter_groups import Group
 
 @dataclass(frozen=True, slots=True)
 class Handover:
-    """The options of every group, which parameters have a gradient, and whether owners have theirs already."""
+    """The content of a header.
+
+    Attributes:
+        options: the options of every group.
+        has_gradient: whether each parameter has a gradient.
+        is_reduce_scattered: whether the owners have their reduced gradients already.
+    """
 
     options: tuple[Group, ...]
     has_gradient: tuple[bool, ...]
     is_reduce_scattered: bool
 
     def apply_options(self, groups: Sequence[Group]) -> None:
-        """Take the options over."""
+        """Set the options of the joined rank's groups."""
         for group, options in zip(groups, self.options, strict=True):
             # A tensor is written in place: the user may hold on to it, and it may be on an accelerator.
             kept = {key: value for key, value in group.items() if _both_tensors(value, options.get(key))}
@@ -32,7 +38,7 @@ class Handover:
 
 
 def write_handover(groups: Sequence[Group], has_gradient: Sequence[bool], is_reduce_scattered: bool) -> bytes:
-    """As JSON; tensors among the options (a tensor learning rate) are written as their values."""
+    """Write a header as JSON. Tensors among the options, such as a learning rate, are written as values."""
     described = []
     for group in groups:
         tensors: list[Tensor] = []
@@ -42,13 +48,13 @@ def write_handover(groups: Sequence[Group], has_gradient: Sequence[bool], is_red
 
 
 def read_handover(text: bytes) -> Handover:
-    """The inverse of :func:`write_handover`."""
-    described, mask, reduced = tagged_json.loads(text)
+    """Read a header that :func:`write_handover` wrote."""
+    described, mask, is_reduce_scattered = tagged_json.loads(text)
     options = tuple(
         tagged_json.decode(tree, [torch.tensor(value, dtype=getattr(torch, name)) for name, value in values])
         for tree, values in described
     )
-    return Handover(options, tuple(bool(has) for has in mask), reduced)
+    return Handover(options, tuple(bool(has) for has in mask), is_reduce_scattered)
 
 
 def _both_tensors(current: object, new: object) -> bool:

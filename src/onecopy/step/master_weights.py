@@ -1,7 +1,7 @@
-"""Where the inner optimizer keeps the values it steps: in the parameters, or in copies of its own.
+"""Master weights: copies that the inner optimizer steps in place of parameters.
 
-A copy is needed where the parameter is too coarse (bf16 with fp32 master weights) or elsewhere (state in CPU memory).
-It exists on the owner only.
+A copy is needed if the parameter is in bf16 or fp16 (fp32 master weights), or if the state is to be in CPU memory. Only
+the owner of a shard has a copy of it.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from torch import Tensor
 from onecopy.common.flat_views import flat_view
 
 CHUNK = 1 << 18
-"""Elements that are compared at a time: they stay in the processor's cache."""
+"""Number of elements that are compared at a time: they stay in the processor's cache."""
 
 STATE_KEY = "master_weight"
-"""The name of a copy among its parameter's state, on the way."""
+"""The key of a copy in the state of its parameter, when state is gathered or saved."""
 
 STATE_DICT_KEY = "master_weights"
-"""The entry of a state dict that holds the copies by parameter, beside ``state``, where plain optimizers ignore it."""
+"""The entry of a state dict with the copies by parameter. Plain optimizers ignore it."""
 
 
 @dataclass(frozen=True, slots=True)
 class MasterWeightPolicy:
-    """Which parameters get a copy.
+    """Which parameters are stepped through a copy.
 
     Attributes:
-        precise: keep float32 copies of parameters in bf16 or fp16.
-        offload: keep copies, and with them all optimizer state, on the CPU.
+        fp32_copies: keep fp32 copies of parameters in bf16 or fp16.
+        offload: keep copies, and with them all optimizer state, in CPU memory.
     """
 
     fp32_copies: bool = False
@@ -39,61 +39,60 @@ class MasterWeightPolicy:
 
     @property
     def any(self) -> bool:
-        """Whether some parameter might."""
+        """Whether some parameter may have a copy."""
         return self.fp32_copies or self.offload
 
     def applies_to(self, param: Tensor) -> bool:
         """Whether this parameter is stepped through a copy."""
-        coarse = param.is_floating_point() and param.dtype.itemsize < 4
-        return (self.fp32_copies and coarse) or (self.offload and param.device.type != "cpu")
+        return (self.fp32_copies and _is_half(param)) or (self.offload and param.device.type != "cpu")
 
     def copy_of(self, param_view: Tensor) -> Tensor:
-        """A copy of an owned range."""
-        dtype = (
-            torch.float32
-            if self.fp32_copies and param_view.is_floating_point() and param_view.dtype.itemsize < 4
-            else param_view.dtype
-        )
+        """A copy of an owned range, in the dtype and on the device of the policy."""
+        dtype = torch.float32 if self.fp32_copies and _is_half(param_view) else param_view.dtype
         return param_view.detach().to("cpu" if self.offload else param_view.device, dtype, copy=True)
+
+
+def _is_half(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() and tensor.dtype.itemsize < 4
 
 
 @dataclass(frozen=True, slots=True)
 class MasterWeight:
-    """A copy, and the memory of the parameter whose values it refines."""
+    """A copy, and the view of the parameter's memory that it belongs to."""
 
     copy: Tensor
     param_view: Tensor
 
 
-def split_masters(state: dict[int, dict[Any, Any]]) -> tuple[dict[int, dict[Any, Any]], dict[int, Tensor]]:
-    """State by parameter without the copies, and the copies: a plain optimizer would not know what they are."""
-    masters = {index: value[STATE_KEY] for index, value in state.items() if STATE_KEY in value}
+def split_master_weights(state: dict[int, dict[Any, Any]]) -> tuple[dict[int, dict[Any, Any]], dict[int, Tensor]]:
+    """State by parameter without the copies, which a plain optimizer does not know, and the copies."""
+    copies = {index: value[STATE_KEY] for index, value in state.items() if STATE_KEY in value}
     without = {index: {key: item for key, item in value.items() if key != STATE_KEY} for index, value in state.items()}
-    return {index: value for index, value in without.items() if value or index not in masters}, masters
+    return {index: value for index, value in without.items() if value or index not in copies}, copies
 
 
 class MasterWeights:
-    """All copies of one rank, kept in step with what others write into the parameters."""
+    """All copies of one rank."""
 
-    def __init__(self, masters: Sequence[MasterWeight]) -> None:
-        self.masters = list(masters)
+    def __init__(self, master_weights: Sequence[MasterWeight]) -> None:
+        self._master_weights = list(master_weights)
 
     def write_to_params(self, everything: bool) -> None:
-        """After a step: give the homes the copies' new values, rounded (those with a gradient, or all)."""
-        stepped = [master for master in self.masters if everything or master.copy.grad is not None]
+        """Write the copies' values into the parameters, after a step: those with a gradient, or all."""
+        stepped = [each for each in self._master_weights if everything or each.copy.grad is not None]
         if stepped:
-            torch._foreach_copy_([master.param_view for master in stepped], [master.copy for master in stepped])
+            torch._foreach_copy_([each.param_view for each in stepped], [each.copy for each in stepped])
 
     def refresh_from_params(self) -> None:
-        """Where someone has written into a parameter since the last step, its value replaces the copy's.
+        """Copy values that the user has written into the parameters since the last step into the copies.
 
-        Elements whose parameter is still the rounded copy keep the copy's precision. Values are compared, because
-        writes through ``param.data`` leave no other trace.
+        An element whose parameter still is the rounded copy keeps the copy's precision. The values are compared,
+        because writes through ``param.data`` leave no other trace.
         """
-        for master in self.masters:
-            copies, param_views = flat_view(master.copy).split(CHUNK), flat_view(master.param_view).split(CHUNK)
-            for copy, param_view in zip(copies, param_views, strict=True):
-                written = param_view.to(copy.device)
+        for each in self._master_weights:
+            copies, params = flat_view(each.copy).split(CHUNK), flat_view(each.param_view).split(CHUNK)
+            for copy, param in zip(copies, params, strict=True):
+                written = param.to(copy.device)
                 rounded = copy.to(written.dtype)
                 if copy.device.type != "cpu" or not torch.equal(rounded, written):
                     copy.copy_(torch.where(rounded == written, copy, written.to(copy.dtype)))

@@ -1,4 +1,4 @@
-"""What is known of optimizer classes: which may have a parameter cut, and which cannot be sharded at all."""
+"""Optimizer classes: which may have a parameter cut among ranks, and which cannot be sharded."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
         torch.optim.Rprop,
     }
 )
-"""Classes whose update of an element depends on that element alone. A subclass is another class: it is not assumed."""
+"""Classes whose update of an element depends on that element alone. Subclasses are not assumed to be like them."""
 
 SKIPS_MISSING_GRADIENTS: frozenset[type[Optimizer]] = ELEMENTWISE | {
     torch.optim.Adafactor,
     torch.optim.Muon,
     torch.optim.SparseAdam,
 }
-"""Classes that leave a parameter without a gradient alone, so that it need not be sent."""
+"""Classes that do not change a parameter without a gradient, so that it need not be sent."""
 
 REFUSES_SPARSE_GRADIENTS: frozenset[type[Optimizer]] = SKIPS_MISSING_GRADIENTS - {
     torch.optim.SGD,
     torch.optim.Adagrad,
     torch.optim.SparseAdam,
 }
-"""Classes that raise an error of their own."""
+"""Classes that raise an error for sparse gradients."""
 
 COMBINING = {
     "LBFGS": "it builds one direction from all parameters",
@@ -48,10 +48,10 @@ COMBINING = {
     "SAM": "it scales its ascent step by the norm of all gradients",
     "FusedLAMB": "it clips by the norm of all gradients",
 }
-"""Classes that combine parameters, by name (also of a base class): sharding them would change the result."""
+"""Names of classes, or base classes, that combine parameters in one update: sharding would change the result."""
 
 CLIPS_GLOBALLY = {"Lamb", "LAMB"}
-"""Classes that clip by the norm of all gradients unless ``max_grad_norm`` says otherwise."""
+"""Names of classes that clip by the norm of all gradients, unless ``max_grad_norm`` turns it off."""
 
 
 def check_class(optimizer_class: object, wrapper: type) -> None:
@@ -91,5 +91,5 @@ def check_options(optimizer: Optimizer) -> None:
 
 
 def is_elementwise(optimizer_class: type[Optimizer], declared: bool | None) -> bool:
-    """Whether a parameter may be cut: what the user declared, else what is known of the class, else no."""
+    """Whether a parameter may be cut: as the user declared, or as the class is known, and otherwise not."""
     return optimizer_class in ELEMENTWISE if declared is None else declared

@@ -1,4 +1,4 @@
-"""What this rank owns of a parameter, and the tensor that the inner optimizer steps for it."""
+"""A shard that this rank owns, and the tensor that the inner optimizer steps for it."""
 
 from __future__ import annotations
 
@@ -13,10 +13,15 @@ from onecopy.layout import Shard
 
 @dataclass(frozen=True, slots=True)
 class OwnedShard:
-    """A shard of this rank, its parameter, and the tensor that the inner optimizer steps for it.
+    """A shard of this rank, its parameter, and the tensor that the inner optimizer steps.
 
-    That tensor is the parameter itself, an alias of its memory (flat if only a range is owned), or a copy whose values
-    go ``home``, to such an alias, after each step.
+    The stepped tensor is the parameter itself, a view of its memory, or a copy (a master weight).
+
+    Attributes:
+        shard: the owned range.
+        param: the parameter.
+        tensor: the stepped tensor.
+        param_view: for a copy, the view of the parameter into which its values are written after each step.
     """
 
     shard: Shard
@@ -25,42 +30,42 @@ class OwnedShard:
     param_view: Tensor | None = None
 
     @property
-    def is_alias(self) -> bool:
-        """Whether the stepped tensor is another one than the parameter, with a gradient of its own."""
+    def is_separate(self) -> bool:
+        """Whether the stepped tensor is not the parameter itself, and so has a gradient of its own."""
         return self.tensor is not self.param
 
     @property
     def is_cut(self) -> bool:
-        """Whether the rank owns only a part."""
+        """Whether the rank owns only a part of the parameter."""
         return self.shard.numel != self.param.numel()
 
-    def bind(self, range_: Tensor | None) -> None:
-        """Give the stepped tensor a gradient, from a flat range in storage order, or none."""
-        if range_ is not None and self.tensor.dim() != 1:
-            range_ = range_.as_strided(self.tensor.shape, self.tensor.stride())
-        if range_ is not None and (self.param_view is not None or range_.dtype != self.tensor.dtype):
-            range_ = converted(range_, self.tensor)
-        self.tensor.grad = range_
+    def bind_gradient(self, shard: Tensor | None) -> None:
+        """Set the stepped tensor's gradient from a flat shard in storage order, or to None."""
+        if shard is not None and self.tensor.dim() != 1:
+            shard = shard.as_strided(self.tensor.shape, self.tensor.stride())
+        if shard is not None and (self.param_view is not None or shard.dtype != self.tensor.dtype):
+            shard = converted(shard, self.tensor)
+        self.tensor.grad = shard
 
 
-Stepped = Callable[[Shard, Tensor, Tensor], Tensor]
-"""From a shard, its parameter and the parameter's flat memory to the tensor that the inner optimizer steps."""
+MakeSteppedTensor = Callable[[Shard, Tensor, Tensor], Tensor]
+"""Makes the stepped tensor from a shard, its parameter and the parameter's flat memory."""
 
 
-def alias(shard: Shard, param: Tensor, flat: Tensor) -> Tensor:
-    """Always another tensor over the owned memory. Its gradient is free to be set while autograd is running."""
+def separate_view(shard: Shard, param: Tensor, flat: Tensor) -> Tensor:
+    """A new tensor over the owned memory. Its gradient can be set while autograd is running."""
     whole = shard.numel == param.numel()
     view = flat.as_strided(param.shape, param.stride()) if whole else flat[shard.start : shard.stop]
-    # Not a view: that would keep the memory it was made from alive after the parameter has moved.
+    # Not an autograd view: that would keep the old memory alive after the parameter has moved.
     empty = torch.empty(0, dtype=flat.dtype, device=flat.device)
     return empty.set_(view.untyped_storage(), view.storage_offset(), view.shape, view.stride())
 
 
-def parameter_or_alias(shard: Shard, param: Tensor, flat: Tensor) -> Tensor:
-    """The parameter itself where the rank owns all of it, so that its state is found where people look for it."""
-    return param if shard.numel == param.numel() else alias(shard, param, flat)
+def param_or_view(shard: Shard, param: Tensor, flat: Tensor) -> Tensor:
+    """The parameter itself where the rank owns all of it, so that ``optim.state`` has it as its key; else a view."""
+    return param if shard.numel == param.numel() else separate_view(shard, param, flat)
 
 
 def converted(gradient: Tensor, tensor: Tensor) -> Tensor:
-    """A gradient of the type that the stepped tensor has (a master weight is finer than its parameter)."""
+    """A gradient in the dtype and on the device of the stepped tensor."""
     return gradient.to(tensor.device, tensor.dtype)

@@ -1,4 +1,4 @@
-"""The ``params`` argument: checked, put into groups, and described. Every error names the offender."""
+"""Parameter groups: the ``params`` argument is checked, put into groups and described. Errors name the parameter."""
 
 from __future__ import annotations
 
@@ -80,14 +80,14 @@ def normalise_group(group: object, position: int) -> Group:
 
 
 def names_of(group: Group, position: int) -> list[str]:
-    """How to call the parameters of a group in messages."""
+    """The names of a group's parameters, for messages."""
     count = len(group["params"])
     names = list(group.get("param_names", ()))
     return names if len(names) == count else [f"group{position}[{index}]" for index in range(count)]
 
 
 def first_places(params: Sequence[Tensor]) -> list[int]:
-    """Where each parameter of a group stands first: torch allows a parameter several times in one group."""
+    """The first position of each parameter of a group. torch allows a parameter several times in one group."""
     places: dict[int, int] = {}
     for place, tensor in enumerate(params):
         places.setdefault(id(tensor), place)
@@ -147,7 +147,7 @@ def check_distinct(tensors: Sequence[Tensor], names: Sequence[str]) -> None:
 
 
 def plan_params(groups: Sequence[Group]) -> tuple[list[Tensor], list[ParamSpec]]:
-    """Check the parameters of all groups and describe them, in order; one that a group has several times comes once."""
+    """Check the parameters of all groups and describe each once, in order."""
     tensors: list[Tensor] = []
     specs: list[ParamSpec] = []
     devices: list[torch.device] = []

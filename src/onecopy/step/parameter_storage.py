@@ -1,6 +1,6 @@
-"""Where the parameters' memory is: left in place, or gathered in flat buckets.
+"""Where the memory of the parameters is: in place, or in flat buckets.
 
-Both kinds answer which pieces of memory each owner sends after a step, and which parameters have been moved since by
+A storage has the memory ranges that each owner sends after a step. It notices parameters that were moved since, by
 ``model.to()``, ``param.data = ...`` and the like.
 """
 
@@ -23,7 +23,7 @@ ALIGNMENT = 64
 
 @dataclass(frozen=True, slots=True)
 class OwnedMemory:
-    """Contiguous memory (as bytes) of some parameters that one rank owns."""
+    """Contiguous memory, as bytes, of parameters that one rank owns."""
 
     owner: int
     params: tuple[int, ...]
@@ -31,39 +31,46 @@ class OwnedMemory:
 
 
 class Storage(Protocol):
-    """What the engine asks of either kind."""
+    """The memory of an optimizer's parameters.
+
+    Attributes:
+        flats: the flat memory of each parameter.
+        ranges: the memory that each owner sends.
+        direct_bytes: memory ranges from this size on are sent in place.
+        convertible: whether parameters may get another dtype or device while there is no state.
+    """
 
     flats: list[Tensor]
-    pieces: tuple[OwnedMemory, ...]
+    ranges: tuple[OwnedMemory, ...]
     direct_bytes: int
-    convertible: bool  # whether parameters may get another type or device before there is state
+    convertible: bool
 
     def moved(self) -> list[int]:
-        """The parameters whose memory is no longer where it was."""
+        """The indices of parameters that were moved."""
 
 
 class InPlaceStorage:
-    """Every parameter stays where it is; one piece per shard, and small pieces are packed for the way."""
+    """Every parameter stays in place. There is one memory range per shard; small ranges are packed to be sent."""
 
     direct_bytes = limits.DIRECT_BYTES
     convertible = True
 
     def __init__(self, params: Sequence[Tensor], layout: Layout) -> None:
         self._params = list(params)
-        # These views keep the old memory alive if a parameter moves, so that its address is not used again and a
-        # changed address always means changed memory.
+        # These views keep the old memory alive if a parameter moves. So its address is not used again, and an equal
+        # address means the same memory.
         self.flats = [flat_view(param.detach()) for param in self._params]
         self._addresses = [flat.data_ptr() for flat in self.flats]
-        # The same memory read in another order is another parameter, too; one dimension has only one order.
+        # A change of strides is a move, too. Tensors of one dimension have only one order of elements.
         self._matrices = [param for param in self._params if param.dim() > 1]
         self._strides = [param.stride() for param in self._matrices]
-        self.pieces = tuple(
+        self.ranges = tuple(
             OwnedMemory(shard.owner, (shard.param,), as_bytes(self.flats[shard.param][shard.start : shard.stop]))
             for shard in layout.shards
         )
 
     def moved(self) -> list[int]:
-        """The parameters whose memory is no longer where it was."""
+        """The indices of parameters that were moved."""
         addresses = list(map(Tensor.data_ptr, self._params))
         strides = [param.stride() for param in self._matrices]
         if addresses == self._addresses and strides == self._strides:
@@ -79,28 +86,27 @@ class InPlaceStorage:
 
 
 class BucketStorage(InPlaceStorage):
-    """Whole parameters live side by side in flat buckets, one owner to a bucket, so that nothing is packed.
+    """Whole parameters are in flat buckets with one owner each, so that nothing is packed to be sent.
 
-    A parameter that is cut is contiguous by itself and needs no bucket. A bucket has at most
-    ``limits.MESSAGE_BYTES`` (or one
-    parameter), so that moving in needs little extra memory.
+    A parameter that is cut needs no bucket: its shards are contiguous. A bucket has at most ``limits.MESSAGE_BYTES``,
+    or one parameter, so that filling it needs little extra memory.
     """
 
     direct_bytes = 1
 
     def __init__(self, params: Sequence[Tensor], layout: Layout) -> None:
-        buckets = [_move_in(params, members) for members in _plan_buckets(layout)]
+        buckets = [_fill_bucket(params, members) for members in _plan_buckets(layout)]
         super().__init__(params, layout)
         cut = set(layout.cut_params)
         owner = {shard.param: shard.owner for shard in layout.shards}
-        self.pieces = (
+        self.ranges = (
             *(OwnedMemory(owner[members[0]], members, memory) for members, memory in buckets),
-            *(piece for piece in self.pieces if piece.params[0] in cut),
+            *(each for each in self.ranges if each.params[0] in cut),
         )
 
 
 def _plan_buckets(layout: Layout) -> list[tuple[int, ...]]:
-    """Which whole parameters share a bucket, in the order in which they lie there."""
+    """The whole parameters of each bucket, in order."""
     kinds: dict[tuple[int, int, torch.dtype], list[list[int]]] = {}
     sizes: dict[tuple[int, int, torch.dtype], int] = {}
     for shard in layout.shards:
@@ -116,19 +122,19 @@ def _plan_buckets(layout: Layout) -> list[tuple[int, ...]]:
     return [tuple(members) for buckets in kinds.values() for members in buckets]
 
 
-def _move_in(params: Sequence[Tensor], members: tuple[int, ...]) -> tuple[tuple[int, ...], Tensor]:
-    """Allocate one bucket, move its parameters in, and return them with the bucket's bytes."""
+def _fill_bucket(params: Sequence[Tensor], members: tuple[int, ...]) -> tuple[tuple[int, ...], Tensor]:
+    """Allocate one bucket and move its parameters into it; return them with the memory of the bucket."""
     first = params[members[0]]
     sizes = [_aligned(params[index].numel() * first.element_size()) for index in members]
-    # Zeroed, because the gaps between parameters travel too.
+    # Zeroed, because the gaps between parameters are sent, too.
     memory = torch.zeros(sum(sizes), dtype=torch.uint8, device=first.device)
     flat = memory.view(first.dtype)
     offset = 0
     for index, size in zip(members, sizes, strict=True):
         param = params[index]
-        home = flat.as_strided(param.shape, param.stride(), offset // first.element_size())
-        home.copy_(param.detach())
-        param.data = home
+        view = flat.as_strided(param.shape, param.stride(), offset // first.element_size())
+        view.copy_(param.detach())
+        param.data = view
         offset += size
     return members, memory
 

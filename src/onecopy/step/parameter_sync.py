@@ -1,4 +1,4 @@
-"""After an update: every owner's new values travel to all other ranks."""
+"""Share: after an update, every owner sends its updated parameters to all other ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from onecopy.step.parameter_storage import OwnedMemory
 
 @dataclass(frozen=True, slots=True)
 class _Transfer:
-    """One broadcast: of one piece of memory where it is, or of several, packed."""
+    """One broadcast: of one memory range in place, or of several that are packed."""
 
     owner: int
     params: tuple[int, ...]
@@ -26,15 +26,15 @@ class _Transfer:
     nbytes: int
 
 
-class Slots:
-    """Buffers for packed transfers, made once and used in turns; one more than may be in flight, so one is free."""
+class PackBuffers:
+    """Buffers for packed broadcasts, allocated once and used in turns. There is one more than may be in flight."""
 
     def __init__(self) -> None:
         self._buffers: dict[torch.device, list[Tensor]] = {}
         self._turn: dict[torch.device, int] = {}
 
     def reserve(self, transfers: Sequence[_Transfer]) -> None:
-        """Make room for these transfers beside those before them. No more slots are made than can be in use."""
+        """Allocate buffers for these broadcasts, but no more than can be in use at one time."""
         packed: dict[torch.device, list[int]] = {}
         for transfer in transfers:
             if transfer.packed:
@@ -47,81 +47,91 @@ class Slots:
                 self._buffers[device] = [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(count)]
 
     def next(self, device: torch.device) -> Tensor:
-        """The buffer whose transfer is the oldest; transfers end in order, so it is free."""
+        """The buffer of the oldest broadcast. Broadcasts end in order, so it is free."""
         self._turn[device] = (self._turn.get(device, -1) + 1) % len(self._buffers[device])
         return self._buffers[device][self._turn[device]]
 
     @property
     def nbytes(self) -> int:
-        """How much memory they are."""
+        """The memory of all buffers."""
         return sum(buffer.numel() for buffers in self._buffers.values() for buffer in buffers)
 
 
 class ParameterSync:
-    """The broadcasts that make all replicas equal, planned once for some pieces of memory.
+    """The broadcasts that make all replicas equal, planned once for some memory ranges.
 
-    Owners take turns in the order of the transfers, so that all of them send at the same time. What a step needs is
-    made here: ``share`` does a few calls per message and nothing per parameter.
+    The broadcasts of the owners alternate, so that all owners send at the same time. Everything is planned in the
+    constructor: ``share`` makes a few calls per message and none per parameter.
+
+    Args:
+        collectives: the ranks.
+        ranges: the memory that each owner sends.
+        direct_bytes: memory ranges from this size on are sent in place.
+        buffers: buffers for packed broadcasts that are shared with other instances.
     """
 
     def __init__(
-        self, collectives: Collectives, pieces: Sequence[OwnedMemory], direct_bytes: int, slots: Slots | None = None
+        self,
+        collectives: Collectives,
+        ranges: Sequence[OwnedMemory],
+        direct_bytes: int,
+        buffers: PackBuffers | None = None,
     ) -> None:
         self._collectives = collectives
         queues: dict[tuple[int, torch.device], list[OwnedMemory]] = {}
-        for piece in pieces:
-            queues.setdefault((piece.owner, piece.memory.device), []).append(piece)
+        for each in ranges:
+            queues.setdefault((each.owner, each.memory.device), []).append(each)
         planned = [_plan(queue, direct_bytes) for queue in queues.values()]
         self._transfers = [transfer for transfer in chain(*zip_longest(*planned)) if transfer is not None]
-        self._slots = Slots() if slots is None else slots
-        self._slots.reserve(self._transfers)
+        self._buffers = PackBuffers() if buffers is None else buffers
+        self._buffers.reserve(self._transfers)
 
-    def share(self, touched: Sequence[bool] | None = None) -> None:
-        """Send every owner's values to all; with ``touched``, only transfers that carry a touched parameter."""
-        self.start(touched).drain()
+    def share(self, changed: Sequence[bool] | None = None) -> None:
+        """Send the parameters of all owners to all ranks; with ``changed``, only messages with a changed parameter."""
+        self.start(changed).drain()
 
-    def start(self, touched: Sequence[bool] | None = None, flying: InFlight | None = None) -> InFlight:
-        """As :meth:`share`, but leave the end of it to the caller, who drains what is returned.
+    def start(self, changed: Sequence[bool] | None = None, in_flight: InFlight | None = None) -> InFlight:
+        """As :meth:`share`, but return the messages in flight, for the caller to wait for.
 
-        Several may be under way at once if they are added to one another's ``flying``, or do not share slots.
+        Instances with the same buffers must add their messages to the same ``in_flight``.
         """
-        flying = flying or InFlight()
+        in_flight = in_flight or InFlight()
         for transfer in self._transfers:
-            if touched is not None and not any(touched[index] for index in transfer.params):
+            if changed is not None and not any(changed[index] for index in transfer.params):
                 continue
             first = transfer.memories[0]
             if not transfer.packed:
-                flying.add(self._collectives.broadcast(first, transfer.owner), first, staged=False)
+                in_flight.add(self._collectives.broadcast(first, transfer.owner), first, staged=False)
                 continue
-            buffer = self._slots.next(first.device)[: transfer.nbytes]
+            buffer = self._buffers.next(first.device)[: transfer.nbytes]
             if transfer.owner == self._collectives.group_rank:
                 torch.cat(transfer.memories, out=buffer)
                 then = None
             else:
-                # Untouched members are sent with the others but not written: autograd may still need them.
-                chosen = None if touched is None else [touched[index] for index in transfer.params]
+                # Unchanged parameters are received with the others, but not written: autograd may still need them.
+                chosen = None if changed is None else [changed[index] for index in transfer.params]
                 then = unpacker(buffer, transfer.memories, chosen)
-            flying.add(self._collectives.broadcast(buffer, transfer.owner), buffer, True, then)
-        return flying
+            in_flight.add(self._collectives.broadcast(buffer, transfer.owner), buffer, True, then)
+        return in_flight
 
     @property
     def messages(self) -> int:
-        """How many broadcasts a full ``share`` starts."""
+        """The number of broadcasts of a full ``share``."""
         return len(self._transfers)
 
     @property
     def staging_bytes(self) -> int:
-        """The extra memory that packed transfers use."""
-        return self._slots.nbytes
+        """The extra memory for packed broadcasts."""
+        return self._buffers.nbytes
 
 
-def _plan(pieces: Sequence[OwnedMemory], direct_bytes: int) -> list[_Transfer]:
-    """One owner's transfers on one device."""
+def _plan(ranges: Sequence[OwnedMemory], direct_bytes: int) -> list[_Transfer]:
+    """The broadcasts of one owner on one device."""
     transfers = []
-    for message in plan_messages([piece.memory.numel() for piece in pieces], direct_bytes):
-        members = [pieces[position] for position in message.ranges]
-        params = tuple(chain.from_iterable(piece.params for piece in members))
-        memories = tuple(piece.memory for piece in members)
+    for message in plan_messages([each.memory.numel() for each in ranges], direct_bytes):
+        members = [ranges[position] for position in message.ranges]
+        params = tuple(chain.from_iterable(each.params for each in members))
+        memories = tuple(each.memory for each in members)
         if not message.packed:
             memories = (memories[0][message.start : message.stop],)
         nbytes = message.stop - message.start

@@ -1,4 +1,4 @@
-"""What must be the same on all ranks, put into words."""
+"""Layouts and options as facts that must be equal on all ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from onecopy.step.parameter_groups import Group, first_places
 
 
 def layout_facts(layout: Layout, shard_by: ShardBy) -> list[Fact]:
-    """Every parameter, and who owns what."""
+    """The parameters of a layout and the owners of their shards."""
     policy = shard_by if isinstance(shard_by, str) else f"function {getattr(shard_by, '__qualname__', '')}"
     owners: dict[int, list[str]] = {}
     for shard in layout.shards:
@@ -28,7 +28,7 @@ def layout_facts(layout: Layout, shard_by: ShardBy) -> list[Fact]:
 def optimizer_facts(
     optimizer_class: type, layout: Layout, shard_by: ShardBy, groups: Sequence[Group], **options: object
 ) -> list[Fact]:
-    """What the ranks that construct an optimizer must have been given alike."""
+    """The arguments that must be equal on all ranks that construct an optimizer."""
     return [
         Fact("optimizer class", f"{optimizer_class.__module__}.{optimizer_class.__qualname__}"),
         *(Fact(name, str(value)) for name, value in options.items()),
@@ -39,7 +39,7 @@ def optimizer_facts(
 def sharding_facts(
     layout: Layout, shard_by: ShardBy, groups: Sequence[Group], inner_groups: Sequence[Group]
 ) -> list[Fact]:
-    """Who owns what, the places in each group where a parameter stands again, and the inner optimizer's options."""
+    """The layout, the positions of repeated parameters in each group, and the options of the inner optimizer."""
     facts = layout_facts(layout, shard_by)
     for position, group in enumerate(groups):
         again = sorted(set(range(len(group["params"]))) - set(first_places(group["params"])))
@@ -48,7 +48,7 @@ def sharding_facts(
 
 
 def group_facts(groups: Sequence[Group]) -> list[Fact]:
-    """The options of every group, as facts on which ranks must agree."""
+    """The options of every group."""
     return [
         Fact(f"parameter group {position}", f"{key}={text}")
         for position, group in enumerate(groups)
@@ -57,13 +57,13 @@ def group_facts(groups: Sequence[Group]) -> list[Fact]:
 
 
 def options_text(group: Group) -> dict[str, str]:
-    """A group's options as text that equal options share, whatever machine they are on."""
+    """A group's options as text. Equal options have equal text on all machines."""
     return {str(key): _option_text(value) for key, value in group.items() if key not in ("params", "param_names")}
 
 
 def _option_text(value: object) -> str:
     if isinstance(value, Tensor):
-        # On an accelerator (capturable) reading it would make the host wait in every step.
+        # Reading it from an accelerator (capturable) would make the host wait in every step.
         content = value.tolist() if value.device.type == "cpu" else value.device.type
         return f"tensor({content}, {value.dtype})"
     if isinstance(value, (tuple, list)):

@@ -1,4 +1,4 @@
-"""Norms of tensors of which each rank has a part, or none."""
+"""Norms of tensors that are divided among ranks."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from onecopy.comm.collectives import Collectives
+from onecopy.common.torch_private import norms_of_each
 
 
 def check_defined(order: float, numel: int, what: str) -> None:
-    """Raise where a norm is not defined: one of infinite or negative order of a tensor without elements.
+    """Raise if a norm is not defined: of infinite or negative order, for a tensor without elements.
 
-    torch raises there too. The check is made on the whole tensor's size, so that all ranks come to the same result.
+    torch raises there, too. The size of the whole tensor decides, so that all ranks raise or none.
     """
     if numel == 0 and (math.isinf(order) or order < 0):
         raise RuntimeError(
@@ -24,29 +25,32 @@ def check_defined(order: float, numel: int, what: str) -> None:
 
 
 def local_norms(parts: Sequence[Tensor | None], order: float, device: torch.device) -> Tensor:
-    """The norm of each part on this rank, and for an empty part what leaves the norm of the whole as it is."""
-    neutral = torch.full((), math.inf if order < 0 else 0.0, device=device)
-    norms = [neutral if part is None or not part.numel() else _norm(part.detach(), order) for part in parts]
-    return torch.stack([norm.to(device) for norm in norms]).to(torch.float64)
-
-
-def _norm(part: Tensor, order: float) -> Tensor:
-    # In its own type where that is precise enough, because a conversion takes many times as long as the norm.
-    dtype = torch.float32 if part.dtype.itemsize < 4 else None
-    norm: Tensor = torch.linalg.vector_norm(part, order, dtype=dtype)
-    return norm
+    """The norm of this rank's part of each tensor, as one tensor on ``device``; a neutral value for an empty part."""
+    present = [place for place, part in enumerate(parts) if part is not None and part.numel()]
+    norms = torch.full((len(parts),), math.inf if order < 0 else 0.0, dtype=torch.float64, device=device)
+    by_type: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    for place in present:
+        part = parts[place]
+        assert part is not None
+        by_type.setdefault((part.dtype, part.device), []).append(place)
+    for (dtype, _), places in by_type.items():
+        # In the parts' own dtype where it is precise enough: a conversion takes longer than the norm.
+        same = [part.detach() for part in (parts[place] for place in places) if part is not None]
+        found = norms_of_each(same, order, torch.float32 if dtype.itemsize < 4 else None)
+        norms[torch.tensor(places, device=device)] = torch.stack(found).to(device, torch.float64)
+    return norms
 
 
 def combined_norms(collectives: Collectives, local: Tensor, order: float) -> Tensor:
-    """The norms of the whole tensors, from the norms of each rank's parts; all ranks make this call together."""
+    """The norms of the whole tensors, from the norms of each rank's parts. All ranks make this call together."""
     local = local.to(collectives.control_device)
     if math.isinf(order):
-        # A largest number need not be NaN where one of the numbers is, so NaN is told beside it.
-        unknown = local.isnan()
+        # The maximum of several numbers need not be NaN where one of them is, so NaN has a row of its own.
+        is_nan = local.isnan()
         sign = math.copysign(1.0, order)
-        word = torch.stack([torch.where(unknown, -math.inf, sign * local), unknown.to(local.dtype)])
-        collectives.all_reduce(word, largest=True).wait()
-        return torch.where(word[1] > 0, math.nan, sign * word[0])
-    word = local if order == 0 else local.pow(order)
-    collectives.all_reduce(word).wait()
-    return word if order == 0 else word.pow(1.0 / order)
+        rows = torch.stack([torch.where(is_nan, -math.inf, sign * local), is_nan.to(local.dtype)])
+        collectives.all_reduce(rows, largest=True).wait()
+        return torch.where(rows[1] > 0, math.nan, sign * rows[0])
+    powers = local if order == 0 else local.pow(order)
+    collectives.all_reduce(powers).wait()
+    return powers if order == 0 else powers.pow(1.0 / order)

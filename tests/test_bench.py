@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -14,7 +15,8 @@ import pytest
 from typer.testing import CliRunner
 
 from onecopy.bench import checking, launching, report, running
-from onecopy.bench.models import MODELS, Sizes
+from onecopy.bench.growth import PEER, narrow
+from onecopy.bench.models import MODELS, PARAMETER_SHAPES, Sizes
 from onecopy.bench.page import page
 from onecopy.bench.pictures import draw
 from onecopy.bench.variants import ALONE, THEIRS, VARIANTS, YARDSTICK, chosen
@@ -211,6 +213,33 @@ def test_a_run_becomes_a_page_with_pictures(measured: list[dict[str, Any]], tmp_
         assert expected in text
     names = [line.split("|")[1].strip() for line in text.splitlines() if line.startswith("| onecopy")]
     assert "onecopy, interleaved" in names
+
+
+def test_the_host_time_of_a_step_is_measured_with_the_tensors_of_real_models() -> None:
+    found = {
+        name: (len(shapes), sum(math.prod(shape) for shape in shapes)) for name, shapes in PARAMETER_SHAPES.items()
+    }
+    assert found["GPT-2 small"] == (148, 124_439_808)
+    assert found["ResNet-50"] == (161, 25_557_032)
+    assert found["Llama-like"][0] == 291
+    assert narrow((50257, 768)) == (3141, 48)
+    assert narrow((64, 3, 7, 7)) == (4, 3, 7, 7)
+
+
+@pytest.mark.timeout(180)
+def test_the_host_time_of_a_step_becomes_a_table_and_a_picture(tmp_path: Path) -> None:
+    rows, error = launching.run(2, ["overhead", "--rounds", "1"])
+    assert rows, error
+    columns, cells = report.host_time_columns(rows), report.host_time_rows(rows)
+    assert columns == ["variant", "GPT-2 small, 148 tensors", "ResNet-50, 161 tensors", "Llama-like, 291 tensors"]
+    assert [row[0] for row in cells][2:] == [PEER, "onecopy", "onecopy, bucket views"]
+    assert all(0 < row["seconds"] < row["whole"] for row in report.select(rows, "overhead"))
+    planned = {"kind": "planning", "policy": "element", "parameters": 10, "ranks": 256, "seconds": 0.1}
+    pictures = draw([*rows, planned], tmp_path)
+    assert [picture.name for picture in pictures] == ["bench-growth.svg"]
+    text = page([*rows, planned], "a machine", pictures)
+    assert report.markdown(columns, cells) in text
+    assert "bench-growth.svg" in text
 
 
 def test_a_wrong_model_is_named() -> None:

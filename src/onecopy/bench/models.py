@@ -1,4 +1,4 @@
-"""The models of the benchmark: small GPTs, one with an embedding that is most of it, one deep without such a tensor."""
+"""The models of the benchmark: two small GPTs that are trained, and the parameter shapes of three known models."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 
 class Block(nn.Module):
-    """Attention and a feed-forward layer, each with its norm before it."""
+    """One transformer layer: attention and a feed-forward layer, each after its norm."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -19,7 +19,7 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """One layer."""
+        """Apply the layer."""
         batch, length, width = x.shape
         qkv = self.qkv(self.norm1(x)).view(batch, length, 3, self.heads, width // self.heads)
         q, k, v = qkv.permute(2, 0, 3, 1, 4)
@@ -30,7 +30,10 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """24M parameters with the defaults, 69% of them in the embedding; the head is not tied to it."""
+    """A small GPT whose head is not tied to its embedding.
+
+    With the defaults it has 24M parameters, 69% of them in the embedding.
+    """
 
     def __init__(self, vocabulary: int = 32768, width: int = 512, head: int = 2048, depth: int = 2) -> None:
         super().__init__()
@@ -40,14 +43,14 @@ class GPT(nn.Module):
         self.head = nn.Linear(width, head, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Logits over the head's classes."""
+        """Return logits over the head's classes."""
         logits: Tensor = self.head(self.norm(self.blocks(self.embed(tokens))))
         return logits
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """A model and a batch."""
+    """The sizes of a model and of a batch."""
 
     vocabulary: int = 32768
     width: int = 512
@@ -57,12 +60,12 @@ class Sizes:
     length: int = 64
 
     def make(self) -> GPT:
-        """The model, always from the same seed."""
+        """Construct the model, always from the same seed."""
         torch.manual_seed(0)
         return GPT(self.vocabulary, self.width, self.head, self.depth)
 
     def tokens(self, rank: int, step: int) -> Tensor:
-        """A batch that depends only on the rank and the step."""
+        """Return a batch of tokens that depends only on the rank and the step."""
         generator = torch.Generator().manual_seed(1_000_003 * rank + step)
         return torch.randint(0, self.vocabulary, (self.batch, self.length + 1), generator=generator)
 
@@ -71,10 +74,62 @@ MODELS: dict[str, Sizes] = {
     "reference": Sizes(),
     "deep": Sizes(vocabulary=2048, width=384, head=2048, depth=12, batch=4),
 }
-"""24M parameters with a dominant embedding and small batches; 23M parameters in 12 equal blocks, with larger ones."""
+"""24M parameters with a dominant embedding and small batches; 23M parameters in 12 equal blocks with larger batches."""
+
+Shape = tuple[int, ...]
+
+
+def gpt2_shapes() -> list[Shape]:
+    """Return the parameter shapes of GPT-2 small: 124M elements."""
+    width = 768
+    block: list[Shape] = [
+        *[(width,)] * 2,  # the first norm
+        (width, 3 * width),
+        (3 * width,),
+        (width, width),
+        (width,),
+        *[(width,)] * 2,  # the second norm
+        (width, 4 * width),
+        (4 * width,),
+        (4 * width, width),
+        (width,),
+    ]
+    return [(50257, width), (1024, width), *12 * block, *[(width,)] * 2]
+
+
+def resnet50_shapes() -> list[Shape]:
+    """Return the parameter shapes of ResNet-50: 26M elements."""
+
+    def convolution(inputs: int, outputs: int, kernel: int) -> list[Shape]:
+        return [(outputs, inputs, kernel, kernel), (outputs,), (outputs,)]
+
+    shapes = convolution(3, 64, 7)
+    inputs = 64
+    for width, depth in ((64, 3), (128, 4), (256, 6), (512, 3)):
+        for number in range(depth):
+            shapes += [*convolution(inputs, width, 1), *convolution(width, width, 3), *convolution(width, 4 * width, 1)]
+            if number == 0:
+                shapes += convolution(inputs, 4 * width, 1)  # of the shortcut
+            inputs = 4 * width
+    return [*shapes, (1000, inputs), (1000,)]
+
+
+def llama_shapes() -> list[Shape]:
+    """Return parameter shapes in the order and number of Llama 2 7B, with a hidden size of 1024 instead of 4096."""
+    width, inner, vocabulary = 1024, 2752, 32000
+    block: list[Shape] = [*[(width, width)] * 4, *[(inner, width)] * 2, (width, inner), *[(width,)] * 2]
+    return [(vocabulary, width), *32 * block, (width,), (vocabulary, width)]
+
+
+PARAMETER_SHAPES: dict[str, list[Shape]] = {
+    "GPT-2 small": gpt2_shapes(),
+    "ResNet-50": resnet50_shapes(),
+    "Llama-like": llama_shapes(),
+}
+"""The shapes for which the host time of ``step()`` is measured: 148, 161 and 291 tensors."""
 
 
 def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
-    """Cross-entropy against the next token, folded into the head's classes."""
+    """Return the cross-entropy against the next token, modulo the number of the head's classes."""
     logits = model(tokens[:, :-1])
     return nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten() % logits.shape[-1])

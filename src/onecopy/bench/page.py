@@ -1,4 +1,4 @@
-"""The page of results, written from the rows of a run: no figure that it writes is typed by hand."""
+"""The page of results, written from the rows of a run, so that no figure on it is typed by hand."""
 
 from __future__ import annotations
 
@@ -14,6 +14,9 @@ from onecopy.bench.report import (
     TIME_COLUMNS,
     Row,
     bound,
+    host_time_columns,
+    host_time_models,
+    host_time_rows,
     markdown,
     memory_rows,
     predictions,
@@ -31,68 +34,87 @@ NOISE = 0.02
 
 HEAD = """# Benchmarks
 
-Written by `onecopy bench page` from the rows of `make bench`, on one machine: {machine}. One thread per rank, gloo.
-On a plain loopback communication is work for the same cores that compute, so it says little about clusters; the link,
-a loopback shaped to its rate in a network namespace of its own (MTU 1500), is closer. The reference model is a GPT of
-24M parameters, 69% of them in one embedding, batch 2 x 64 tokens; the deep one has 23M in 12 equal blocks, batch 4 x
-64. AdamW in float32, the same seeds, data and flags everywhere. Peers: `make bench-setup`.
+`onecopy bench page` writes this page from the results of `make bench` on one machine: {machine}. Every rank has one
+thread and uses gloo. On a plain loopback the cores that compute also do the work of communication, so those figures
+say little about clusters. The link is closer to one: it is a loopback in its own network namespace, limited to the
+given rate, with an MTU of 1500. The reference model is a GPT of 24M parameters, 69% of them in one embedding, with a
+batch of 2 x 64 tokens. The deep model has 23M parameters in 12 equal blocks, with a batch of 4 x 64 tokens. All
+variants use AdamW in float32 and the same seeds, data and flags. `make bench-setup` installs the peers.
 """
 
 TIMES = """## Step time and bytes on the wire
 
-Variants take turns, three steps each, of which two are timed, in processes that are started anew every five
-rounds; where memory does not hold all of a table at once, in heats, each with the variants that the others are
-compared with. Ratios are medians of per-round ratios, with quartiles: "x DDP" to "{yardstick}", "x
-torch" to "{theirs}". "backward" and "step" are its parts in ms (stepping inside the backward pass leaves
-nothing for the second). "Idle" is how much of the time the machine's cores had nothing to do: with as many
-ranks as cores, what more overlap could gain at most. "Wire" is what the loopback counted, headers included, in
-units of the model's bytes times (N-1). "Difference" is the largest of any parameter from DDP's after 10 steps.
-FSDP2 and DeepSpeed send 3 units and more here because gloo has no reduce-scatter of its own; on NCCL it is 2 (3
-with resharding). What `sparse_embeddings` gains depends on how few of an embedding's rows a batch uses: here at most
-128 of the reference model's 32,768 on each rank. On two cores a ratio can differ by 0.05 to 0.1 when a whole run is
-repeated: smaller differences say nothing.
+Variants take turns. A turn is three steps, of which the last two are timed. The processes are started anew every five
+rounds. If the variants of a table do not fit into memory together, they run in several heats, and each heat includes
+the variants that the others are compared with.
+
+- "x DDP" and "x torch" are ratios to "{yardstick}" and "{theirs}": medians of the ratios of single rounds.
+  "Quartiles" belong to "x DDP".
+- "backward" and "step" are the two parts of an iteration in ms. A step inside the backward pass leaves nothing for
+  the second.
+- "idle" is the share of time in which the machine's cores had nothing to do. With as many ranks as cores, more
+  overlap cannot gain more than that.
+- "wire" is the bytes that the loopback counted, headers included, in units of the model's bytes times (N-1).
+- "difference" is the largest difference of any parameter from DDP's after 10 steps.
+
+FSDP2 and DeepSpeed send 3 units and more here because gloo has no reduce-scatter of its own. On NCCL they send 2
+units, or 3 with resharding. The gain of `sparse_embeddings` depends on how few rows of an embedding a batch uses:
+here at most 128 of the reference model's 32,768 rows on each rank. On two cores a ratio can differ by 0.05 to 0.1
+when the whole run is repeated. Smaller differences mean nothing.
 """
 
 MODEL = """## The time model
 
-`onecopy.planning.estimate` predicts a step from what was measured without communication, the time of moving the model's
-bytes by itself and the processor time that this takes, in the same run; for machines that are not here, give it theirs.
-Ratios are predicted to measured.
+`onecopy.planning.estimate` predicts the time of a step. Its inputs were measured in the same run: the time of a step
+without communication, the time to move the model's bytes and nothing else, and the processor time that moving takes.
+For another machine, give it that machine's figures. The ratio is predicted to measured time.
 """
 
 MEMORY = """## Memory
 
-Every variant in processes of its own, MB on the rank with the highest peak. Parameters to "other" are what tensors
-hold when `step()` is called, with gradients, and "together" is their sum; "between steps" is what is left after it;
-"peak" adds to that the most that was alive during a step, from torch's memory profiler, activations included. Resident
-size includes the profiler and the libraries. DeepSpeed runs with its defaults, which reserve buckets of up to 2 GB that
-this model never fills: look at its resident size instead.
+Each variant runs in its own processes. Figures are MB on the rank with the highest peak. The columns "parameters" to
+"other" are the bytes of tensors when `step()` is called and gradients exist; "together" is their sum. "Between steps"
+is the same sum after `step()`. "Peak" adds the largest growth during a step to it, activations included, as torch's
+memory profiler reports it. Resident size includes the profiler and the libraries. DeepSpeed runs with its defaults,
+which reserve buckets of up to 2 GB that this model never fills: look at its resident size instead.
 """
 
 SIZES = """### Models of several sizes
 
-The reference model with more blocks, on 2 ranks: memory beside parameters, gradients and state, as it is between steps
+The reference model with more blocks, on 2 ranks: the memory that is not parameters, gradients or state, between steps
 and at the peak of a step (activations included).
 """
 
 SAVING = """## Gathering the state, and saving
 
-Seconds on 2 ranks, medians of 3. Saving is `checkpoint.save` for onecopy, `save_checkpoint` for DeepSpeed,
-torch.distributed.checkpoint for FSDP2, and one `torch.save` file, flushed to the disk, for the others.
+Seconds on 2 ranks, medians of 3. onecopy saves with `checkpoint.save`, DeepSpeed with `save_checkpoint`, FSDP2 with
+torch.distributed.checkpoint. The others write one `torch.save` file and flush it to the disk.
 """
 
 GROWTH = """## Growth
 
-Seconds to plan who owns what, without processes: all owners for `parameter`, one rank's own shards for `element` and
-`bucket`. Then ms of processor time that `step()` takes in whole, waiting left out, and in brackets what of it is not
-spent in AdamW's own `step()`, for many parameters of 64 elements, each after a step of its own and with caches as cold
-as after a backward pass. torch's class calls AdamW's with every parameter that a rank owns, onecopy with one tensor for
-many of them. The first row is AdamW by itself, for as many parameters as one rank owns, each in memory of its own.
+Seconds to plan the layout, in one process. Nothing is communicated for it.
+"""
+
+HOST_TIME = """
+Then the host time of `step()` on 2 ranks: ms of processor time of the calling thread, without waiting. In brackets is
+the part outside of AdamW's own `step()`. The tensors are those of real models, as many as the models have, but every
+dimension of at least 16 is divided by 16, so that arithmetic does not hide the host time. Before each measured step
+the contender makes another step, and the caches are overwritten. Each figure is the least of many rounds. The first
+row is AdamW by itself on every second tensor, about as many as one rank owns.
+"""
+
+WHY = """
+Why: level 1 (`onecopy`, with or without bucket views) and the two overlap hooks all-reduce gradients and then send
+parameters. That is 1.5 times the bytes that DDP sends, and as many as torch's class sends. With as many ranks as
+cores, communication takes processor time from computing, on the link too, and overlap cannot gain more than the idle
+time of the cores. Before anything is sent, `step()` of onecopy checks on every rank for moved parameters and missing
+gradients. torch's class does not check this; without bucket views it sends every parameter in its own message.
 """
 
 
 def page(rows: Sequence[Row], machine: str, pictures: Sequence[Path]) -> str:
-    """The whole page."""
+    """Return the whole page as Markdown."""
     parts = [HEAD.format(machine=machine), *_times(rows), *_pictures(pictures, "frontier", "scaling")]
     parts += _losses(rows)
     parts += [MODEL, *_model(rows)]
@@ -120,14 +142,14 @@ def _times(rows: Sequence[Row]) -> Iterator[str]:
         yield f"### {title_of(run).capitalize()}, {rounds} rounds"
         yield markdown(TIME_COLUMNS, [time_cells(each) for each in summaries(rows, run)])
         yield (
-            "Bound from primitives measured in the same run, for 1/N of the update and the least traffic (computing "
-            "and what moving takes of the cores, or moving, whichever is slower): "
-            f"{1e3 * bound(rows, run):.1f} ms."
+            f"Lower bound: {1e3 * bound(rows, run):.1f} ms. It follows from primitives that were measured in the same "
+            "run, for 1/N of the update and the least traffic. It is the longer of two times: moving the bytes, or "
+            "computing plus the processor time that moving takes."
         )
 
 
 def _losses(rows: Sequence[Row]) -> Iterator[str]:
-    """Every comparison that onecopy loses by more than noise."""
+    """Name every comparison that onecopy loses by more than noise."""
     yield "## Where onecopy loses"
     lines = []
     for run in runs_in(rows):
@@ -140,24 +162,23 @@ def _losses(rows: Sequence[Row]) -> Iterator[str]:
                 lines.append(f"- {title_of(run)}: {each['variant']} takes {each['to_ddp']:.2f} x DDP.")
     for ranks in sorted({row["ranks"] for row in select(rows, "memory")}):
         lines += _memory_losses(rows, ranks)
+    lines += _host_time_losses(rows)
+    yield "\n".join(lines) if lines else "Nowhere beyond noise in this run."
+    yield WHY
+
+
+def _host_time_losses(rows: Sequence[Row]) -> Iterator[str]:
+    """Name every model for which the host time of ``step()`` is longer than that of torch's class with bucket views."""
     overhead = [row for row in select(rows, "overhead") if "tensors" in row]
-    theirs = {row["tensors"]: row for row in overhead if row["variant"] == PEER}
+    peers = {row["model"]: row for row in overhead if row["variant"] == PEER}
     for row in overhead:
         for key, what in {"whole": "`step()`", "seconds": "`step()` beside AdamW's own"}.items():
-            peer = theirs[row["tensors"]][key]
+            peer = peers[row["model"]][key]
             if row["variant"].startswith("onecopy") and row[key] > peer:
-                lines.append(
-                    f"- {what} with {row['tensors']:,} small parameters: {row['variant']} {1e3 * row[key]:.2f} ms, "
-                    f"{PEER} {1e3 * peer:.2f} ms."
+                yield (
+                    f"- Host time of {what}, {row['model']} ({row['tensors']} tensors): {row['variant']} "
+                    f"{1e3 * row[key]:.2f} ms, {PEER} {1e3 * peer:.2f} ms."
                 )
-    yield "\n".join(lines) if lines else "Nowhere beyond noise in this run."
-    yield (
-        "Why: level 1 (`onecopy`, with or without bucket views) and the two overlap hooks all-reduce gradients and "
-        "then send parameters, 1.5 times what DDP sends, as torch's class does. With as many ranks as cores, what "
-        "communication works is taken from computing, on the link too, and overlap can gain no more than the cores "
-        "are idle. Beside AdamW's own, `step()` notices moved parameters and missing gradients on every rank before "
-        "anything is sent; torch's class does not, and without bucket views sends every parameter by itself."
-    )
 
 
 def _memory_losses(rows: Sequence[Row], ranks: int) -> Iterator[str]:
@@ -213,13 +234,6 @@ def _growth(rows: Sequence[Row]) -> Iterator[str]:
         for policy, count in dict.fromkeys((row["policy"], row["parameters"]) for row in planning)
     ]
     yield markdown(("policy", "parameters", *(f"{number:,} ranks" for number in ranks)), cells)
-    overhead = [row for row in select(rows, "overhead") if "tensors" in row]
-    tensors = sorted({row["tensors"] for row in overhead})
-    by_variant: dict[str, list[str]] = {}
-    for row in sorted(select(rows, "alone"), key=lambda row: row["tensors"]):
-        by_variant.setdefault(row["variant"], []).append(f"{1e3 * row['whole']:.2f}")
-    for row in sorted(overhead, key=lambda row: row["tensors"]):
-        text = f"{1e3 * row['whole']:.2f} ({1e3 * row['seconds']:.2f})"
-        by_variant.setdefault(row["variant"], []).append(text)
-    cells = [[variant, *texts] for variant, texts in by_variant.items()]
-    yield markdown(("variant", *(f"{count:,} parameters" for count in tensors)), cells)
+    if host_time_models(rows):
+        yield HOST_TIME
+        yield markdown(host_time_columns(rows), host_time_rows(rows))

@@ -10,7 +10,7 @@ import matplotlib as mpl
 from matplotlib.figure import Figure
 
 from onecopy.bench.memory import KINDS
-from onecopy.bench.report import MB, Row, runs_in, select, summaries, title_of
+from onecopy.bench.report import MB, Row, host_time_models, runs_in, select, summaries, title_of
 from onecopy.bench.variants import YARDSTICK
 
 OURS, OTHERS, MUTED = "#1b6ca8", "#b0b0b0", "#555555"
@@ -32,7 +32,7 @@ def draw(rows: Sequence[Row], folder: Path) -> list[Path]:
             made.append(_save(frontier_picture(rows, run), folder / name))
     if len({run[1] for run in runs_in(rows)}) > 1:
         made.append(_save(scaling_picture(rows), folder / "bench-scaling.svg"))
-    if select(rows, "overhead"):
+    if host_time_models(rows):
         made.append(_save(growth_picture(rows), folder / "bench-growth.svg"))
     return made
 
@@ -145,7 +145,7 @@ def scaling_picture(rows: Sequence[Row]) -> Figure:
 
 
 def growth_picture(rows: Sequence[Row]) -> Figure:
-    """Planning over parameters for the most ranks; the Python of a step over tensors."""
+    """Draw the planning time over the number of parameters, and the host time of ``step()`` for each model."""
     figure = Figure(figsize=(8, 3.2), layout="constrained")
     left, right = figure.subplots(1, 2)
     planning = select(rows, "planning")
@@ -158,20 +158,24 @@ def growth_picture(rows: Sequence[Row]) -> Figure:
             left.plot(*zip(*points, strict=True), "o-", label=policy)
     left.set_ylabel(f"seconds to plan for {ranks:,} ranks")
     left.set_xlabel("parameters")
-    for variant in dict.fromkeys(row["variant"] for row in select(rows, "overhead")):
+    left.set_xscale("log")
+    left.set_yscale("log")
+    models = list(host_time_models(rows))
+    variants = list(dict.fromkeys(row["variant"] for row in select(rows, "overhead") if row.get("model") in models))
+    width = 0.8 / max(1, len(variants))
+    for number, variant in enumerate(variants):
         mine = [row for row in select(rows, "overhead") if row["variant"] == variant]
-        tensors = [row["tensors"] for row in mine]
-        (whole,) = right.plot(tensors, [1e3 * row["whole"] for row in mine], "o-", label=variant)
-        right.plot(tensors, [1e3 * row["seconds"] for row in mine], "--", color=whole.get_color(), linewidth=1)
-    alone = select(rows, "alone")
-    if alone:
-        tensors = [row["tensors"] for row in alone]
-        right.plot(tensors, [1e3 * row["whole"] for row in alone], ":", color="black", label=alone[0]["variant"])
-    right.set_ylabel("ms in step() (dashed: not AdamW's)")
-    right.set_xlabel("parameters (2 ranks)")
+        places = [models.index(row["model"]) + (number - (len(variants) - 1) / 2) * width for row in mine]
+        beside, whole = ([1e3 * row[key] for row in mine] for key in ("seconds", "whole"))
+        colour = f"C{number}"
+        right.bar(places, beside, width, color=colour, label=variant)
+        adamw = [high - low for high, low in zip(whole, beside, strict=True)]
+        right.bar(places, adamw, width, bottom=beside, color=colour, alpha=0.35)
+    right.set_ylabel("ms in step() (pale: AdamW's own)")
+    right.set_xticks(
+        range(len(models)), [f"{name}\n{tensors} tensors" for name, tensors in host_time_models(rows).items()]
+    )
     for axes in (left, right):
-        axes.set_xscale("log")
-        axes.set_yscale("log")
         axes.legend(frameon=False, fontsize=8)
         _plain(axes)
     return figure

@@ -248,6 +248,26 @@ def save_rows(rows: Sequence[Row]) -> list[list[str]]:
     return cells
 
 
+def host_time_models(rows: Sequence[Row]) -> dict[str, int]:
+    """Return the models for which the host time of ``step()`` was measured, each with its number of tensors."""
+    return {row["model"]: row["tensors"] for row in select(rows, "overhead") if "tensors" in row}
+
+
+def host_time_rows(rows: Sequence[Row]) -> list[list[str]]:
+    """Return one row of cells per variant: for each model ms of ``step()``, in brackets those beside AdamW's own."""
+    cells: dict[str, dict[str, str]] = {}
+    for row in (row for row in rows if row["kind"] in ("alone", "overhead") and "tensors" in row):
+        beside = "" if row["kind"] == "alone" else f" ({1e3 * row['seconds']:.2f})"
+        cells.setdefault(row["variant"], {})[row["model"]] = f"{1e3 * row['whole']:.2f}{beside}"
+    models = host_time_models(rows)
+    return [[variant, *(found.get(model, "") for model in models)] for variant, found in cells.items()]
+
+
+def host_time_columns(rows: Sequence[Row]) -> list[str]:
+    """Return the headings for ``host_time_rows``."""
+    return ["variant", *(f"{model}, {tensors} tensors" for model, tensors in host_time_models(rows).items())]
+
+
 def print_tables(rows: Sequence[Row], console: Console) -> None:
     """Everything, for the terminal."""
     for run in runs_in(rows):
@@ -264,14 +284,13 @@ def print_tables(rows: Sequence[Row], console: Console) -> None:
         console.print(_table("memory beside parameters, gradients and state", SIZE_COLUMNS, size_rows(rows)))
     if select(rows, "save"):
         console.print(_table("seconds", ("variant", "gather the state", "save"), save_rows(rows)))
-    for kind, columns in (
-        ("planning", ("policy", "parameters", "ranks", "seconds")),
-        ("alone", ("variant", "tensors", "whole")),
-        ("overhead", ("variant", "tensors", "seconds", "whole")),
-    ):
-        cells = [[_number(row[column]) for column in columns] for row in rows if row["kind"] == kind]
-        if cells:
-            console.print(_table(kind, columns, cells))
+    columns = ("policy", "parameters", "ranks", "seconds")
+    planning = [[_number(row[column]) for column in columns] for row in select(rows, "planning")]
+    if planning:
+        console.print(_table("planning", columns, planning))
+    if host_time_models(rows):
+        title = "ms of processor time in step() (beside AdamW's own)"
+        console.print(_table(title, host_time_columns(rows), host_time_rows(rows)))
 
 
 def _number(value: Any) -> str:

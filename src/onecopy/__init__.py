@@ -1,4 +1,4 @@
-"""onecopy: one copy of the optimizer state across all data-parallel ranks."""
+"""onecopy shards the optimizer state, so that the data-parallel ranks hold one copy of it together."""
 
 from onecopy.data_parallel import MixedPrecision, ShardedDataParallel
 from onecopy.ddp_hooks import (

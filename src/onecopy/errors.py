@@ -1,22 +1,22 @@
-"""Errors that name the rank, the parameter and what to do next.
+"""The error classes for failures that concern several ranks, and for checkpoints.
 
-A mistake in the arguments is a ``TypeError`` or a ``ValueError``, as in torch. The classes here are for what only
-happens between ranks.
+A mistake in the arguments is a ``TypeError`` or a ``ValueError``, as in torch. Every message names the rank, the
+parameter and a remedy where there is one.
 """
 
 from __future__ import annotations
 
 
 class OnecopyError(RuntimeError):
-    """Base of the errors that concern more than one rank."""
+    """The base class of onecopy's errors."""
 
 
 class RanksDisagreeError(OnecopyError):
-    """The ranks were given different parameters, options or gradients, or are at different calls."""
+    """The ranks have different parameters, options or gradients, or are in different calls."""
 
 
 class PeerFailedError(OnecopyError):
-    """Another rank failed; this one stops with it instead of waiting for it forever."""
+    """Another rank failed, and this rank raises too instead of waiting for it forever."""
 
 
 class CheckpointError(OnecopyError):
@@ -24,7 +24,7 @@ class CheckpointError(OnecopyError):
 
 
 class CorruptCheckpointError(CheckpointError):
-    """Files of a checkpoint are damaged, missing, or not what was written."""
+    """Files of a checkpoint are damaged, missing, or different from the files that were written."""
 
 
 class CheckpointMismatchError(CheckpointError, ValueError):

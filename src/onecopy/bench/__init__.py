@@ -1,1 +1,1 @@
-"""The benchmark: every way to train that people would use instead, in one run, with the same seeds and flags."""
+"""The benchmark compares onecopy with its alternatives in one run, with the same seeds and flags."""

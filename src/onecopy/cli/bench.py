@@ -1,4 +1,4 @@
-"""``onecopy bench``: measure, show, draw, record, compare."""
+"""The command ``onecopy bench`` measures variants, and shows, draws, records and compares the results."""
 
 from __future__ import annotations
 
@@ -13,24 +13,40 @@ from onecopy.bench.models import MODELS
 from onecopy.bench.report import machine, print_tables
 from onecopy.bench.variants import VARIANTS, chosen
 
-app = typer.Typer(help="Compare onecopy with everything people would use instead, in one run on this machine.")
+app = typer.Typer(help="Compare onecopy with its alternatives in one run on this machine.")
 
-Rows = Annotated[Path, typer.Argument(help="A file of rows that a run has written.")]
+Rows = Annotated[Path, typer.Argument(help="The file of results that a run has written.")]
 
 
 @app.callback(invoke_without_command=True)
 def bench(
     context: typer.Context,
     ranks: Annotated[str, typer.Option(help="Numbers of ranks, separated by commas.")] = "2,4",
-    variants: Annotated[str, typer.Option(help="Only those whose names contain one of these; use ';' between.")] = "",
-    model: Annotated[str, typer.Option(help=f"One or several of {', '.join(MODELS)}.")] = "reference",
-    link: Annotated[str, typer.Option(help="'loopback' or a rate such as 4gbit, separated by commas.")] = "loopback",
-    rounds: Annotated[int, typer.Option(help="Turns of each variant.")] = 20,
-    parts: Annotated[str, typer.Option(help="What to measure.")] = "time,memory,sizes,growth,save",
-    size: Annotated[list[str] | None, typer.Option(help="A size of the model instead, such as depth=4.")] = None,
-    out: Annotated[Path, typer.Option(help="Where rows go, one JSON object per line.")] = Path("bench.jsonl"),
+    variants: Annotated[
+        str, typer.Option(help="Measure only variants whose names contain one of these texts, separated by ';'.")
+    ] = "",
+    model: Annotated[
+        str, typer.Option(help=f"One or several of these models, separated by commas: {', '.join(MODELS)}.")
+    ] = "reference",
+    link: Annotated[
+        str, typer.Option(help="'loopback', or rates such as 4gbit to which it is limited, separated by commas.")
+    ] = "loopback",
+    rounds: Annotated[int, typer.Option(help="The number of times that each variant is measured.")] = 20,
+    parts: Annotated[
+        str,
+        typer.Option(
+            help="Measurements, separated by commas. time: steps; memory: tensors by kind; sizes: memory of larger "
+            "models; growth: planning, and the host time of step(); save: gathering and saving the state."
+        ),
+    ] = "time,memory,sizes,growth,save",
+    size: Annotated[
+        list[str] | None, typer.Option(help="Change a size of the model, such as depth=4. Can be given several times.")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="The file for the results, one JSON object per line.")] = Path(
+        "bench.jsonl"
+    ),
 ) -> None:
-    """Measure and show; rows are added to a file as they come."""
+    """Measure the variants and print tables. Each result is written to a file as soon as it is measured."""
     if context.invoked_subcommand is not None:
         return
     names = chosen(variants)
@@ -47,9 +63,9 @@ def bench(
         sizes={key: int(value) for key, _, value in (text.partition("=") for text in size or [])},
     )
     console = Console(width=150)
-    told = processor.protect()
-    if told:
-        console.print(told, markup=False, highlight=False)
+    message = processor.protect()
+    if message:
+        console.print(message, markup=False, highlight=False)
     console.print(f"{machine()}; {len(names)} of {len(VARIANTS)} variants")
     out.unlink(missing_ok=True)
     rows = []
@@ -60,7 +76,7 @@ def bench(
             running.write(row, out)
             rows.append(row)
     print_tables(rows, console)
-    console.print(f"rows are in {out}")
+    console.print(f"results are in {out}")
 
 
 @app.command()
@@ -70,8 +86,8 @@ def show(path: Rows) -> None:
 
 
 @app.command()
-def draw(path: Rows, folder: Annotated[Path, typer.Argument(help="Where the pictures go.")]) -> None:
-    """Draw the pictures of an earlier run."""
+def draw(path: Rows, folder: Annotated[Path, typer.Argument(help="The directory for the pictures.")]) -> None:
+    """Draw pictures from the results of an earlier run."""
     from onecopy.bench.pictures import draw as draw_pictures
 
     for made in draw_pictures(running.read(path), folder):
@@ -80,9 +96,11 @@ def draw(path: Rows, folder: Annotated[Path, typer.Argument(help="Where the pict
 
 @app.command()
 def page(
-    paths: Annotated[list[Path], typer.Argument(help="Files of rows, of one machine.")],
-    target: Annotated[Path, typer.Option(help="The page; pictures go beside it.")] = Path("docs/benchmarks.md"),
-    after: Annotated[Path | None, typer.Option(help="A file whose text follows what is written.")] = None,
+    paths: Annotated[list[Path], typer.Argument(help="Files of results, all of one machine.")],
+    target: Annotated[
+        Path, typer.Option(help="The page to write. The pictures are written to the same directory.")
+    ] = Path("docs/benchmarks.md"),
+    after: Annotated[Path | None, typer.Option(help="A file whose text is appended to the page.")] = None,
 ) -> None:
     """Write the page of results and draw its pictures."""
     from onecopy.bench.page import page as page_of
@@ -96,13 +114,13 @@ def page(
 
 @app.command()
 def record(path: Rows, target: Annotated[Path, typer.Argument(help="The file of recorded ratios.")]) -> None:
-    """Keep the ratios of a run, for ``check``."""
+    """Record the ratios of a run, for the command check."""
     checking.record(running.read(path), target)
 
 
 @app.command()
 def check(path: Rows, recorded: Annotated[Path, typer.Argument(help="The file of recorded ratios.")]) -> None:
-    """Fail if a ratio has become worse than the recorded one, beyond noise."""
+    """Fail if a ratio is worse than the recorded one by more than noise."""
     found = checking.losses(running.read(path), recorded)
     for loss in found:
         Console().print(
@@ -111,4 +129,4 @@ def check(path: Rows, recorded: Annotated[Path, typer.Argument(help="The file of
         )
     if found:
         raise typer.Exit(1)
-    Console().print("no loss beyond noise")
+    Console().print("no ratio is worse than the recorded one by more than noise")

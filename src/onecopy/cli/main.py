@@ -19,16 +19,20 @@ from onecopy.checkpoint.manifest import Manifest
 from onecopy.cli.bench import app as bench
 from onecopy.errors import OnecopyError
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, help="One copy of the optimizer state across all ranks.")
-checkpoint = typer.Typer(no_args_is_help=True, help="Look into checkpoints, check them, convert them.")
+app = typer.Typer(
+    no_args_is_help=True, add_completion=False, help="Inspect checkpoints of onecopy, and measure onecopy."
+)
+checkpoint = typer.Typer(no_args_is_help=True, help="Inspect, verify and convert checkpoints.")
 app.add_typer(checkpoint, name="checkpoint")
 app.add_typer(bench, name="bench")
 
-Source = Annotated[Path, typer.Argument(help="A checkpoint, or a directory with several: then the newest.")]
+Source = Annotated[
+    Path, typer.Argument(help="A checkpoint, or a directory with several checkpoints, of which the newest is taken.")
+]
 
 
 class Form(str, Enum):
-    """What to convert to."""
+    """The format that a file is converted to."""
 
     torch = "torch"
     safetensors = "safetensors"
@@ -37,7 +41,7 @@ class Form(str, Enum):
 
 @checkpoint.command()
 def inspect(path: Source) -> None:
-    """Show what is in a checkpoint: names, shapes, types, sizes, and which ranks wrote them."""
+    """Show the names, shapes, types and sizes of all tensors in a checkpoint, and the ranks that wrote them."""
 
     def show() -> None:
         folder = directories.candidates_in(path)[0]
@@ -48,7 +52,7 @@ def inspect(path: Source) -> None:
 
 @checkpoint.command()
 def verify(path: Source) -> None:
-    """Read every byte and compare it with its checksum."""
+    """Read all files of a checkpoint and compare them with their checksums."""
 
     def check() -> None:
         folder = directories.candidates_in(path)[0]
@@ -59,12 +63,20 @@ def verify(path: Source) -> None:
 
 @checkpoint.command()
 def convert(
-    path: Annotated[Path, typer.Argument(help="A checkpoint; for --to native a file written by torch.save.")],
-    target: Annotated[Path, typer.Argument(help="The file to write; for --to native the directory for checkpoints.")],
-    to: Annotated[Form, typer.Option(help="torch: one torch.save file; safetensors: model weights only.")],
-    step: Annotated[int | None, typer.Option(help="For --to native: the number to save under.")] = None,
+    path: Annotated[Path, typer.Argument(help="A checkpoint. With --to native, a file written by torch.save.")],
+    target: Annotated[
+        Path, typer.Argument(help="The file to write. With --to native, the directory that holds the checkpoints.")
+    ],
+    to: Annotated[
+        Form,
+        typer.Option(
+            help="torch: one torch.save file with model and optimizer. safetensors: one file with the model's weights. "
+            "native: a checkpoint of onecopy."
+        ),
+    ],
+    step: Annotated[int | None, typer.Option(help="With --to native: the step number of the new checkpoint.")] = None,
 ) -> None:
-    """Convert to one file that everyone reads, or from one."""
+    """Convert a checkpoint to one file that torch or safetensors can read, or a torch.save file to a checkpoint."""
 
     def run() -> None:
         written = target
@@ -80,7 +92,7 @@ def convert(
 
 
 def _guarded(action: Callable[[], None]) -> None:
-    """Run a command; what a user can do something about is one line, not a traceback."""
+    """Run a command and print an error that the user can correct as one line instead of a traceback."""
     try:
         action()
     except (OnecopyError, OSError, TypeError, ValueError, KeyError, RuntimeError) as error:
@@ -90,8 +102,8 @@ def _guarded(action: Callable[[], None]) -> None:
 
 def _show(console: Console, folder: Path, found: Manifest) -> None:
     total = sum(file.size for file in found.files.values())
-    by = ", ".join(f"{name} {version}" for name, version in found.written_by.items())
-    console.print(f"{folder}: step {found.step}, {_size(total)}, written by {found.world_size} ranks ({by})")
+    versions = ", ".join(f"{name} {version}" for name, version in found.written_by.items())
+    console.print(f"{folder}: step {found.step}, {_size(total)}, written by {found.world_size} ranks ({versions})")
     console.print(f"fingerprint {found.fingerprint}")
     files = Table("file", "bytes", "pieces", title="files")
     for name, file in found.files.items():
@@ -120,5 +132,5 @@ def _size(count: int) -> str:
 
 
 def main() -> None:
-    """The entry point."""
+    """Run the command line interface."""
     app()

@@ -1,4 +1,4 @@
-"""Tensors seen as flat memory, in storage order."""
+"""Flat, one-dimensional views of tensors, in storage order."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
-    """Whether a tensor of this shape fills a contiguous stretch of memory, each element once, in any order."""
+    """Return whether a tensor's elements fill a contiguous range of memory without gaps or overlap, in any order."""
     if 0 in shape:
         return True
     expected = 1
@@ -22,35 +22,35 @@ def is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
 
 
 def flat_view(tensor: Tensor) -> Tensor:
-    """All elements of a dense tensor as one dimension, in the order in which memory holds them, without a copy."""
+    """Return a one-dimensional view of a dense tensor, in storage order."""
     return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
 
 
 def flat_views(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The flat memory of each tensor, without its history."""
+    """Return a detached flat view of each tensor."""
     return [flat_view(tensor.detach()) for tensor in tensors]
 
 
 def flat_like(tensor: Tensor, like: Tensor) -> Tensor:
-    """The elements of ``tensor`` in the order in which ``like`` holds its own; a copy only if the strides differ."""
+    """Return the elements of ``tensor`` in the storage order of ``like``, and copy only if the strides differ."""
     if tensor.stride() != like.stride():
         tensor = torch.empty_strided(like.shape, like.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
     return flat_view(tensor)
 
 
 def as_bytes(flat: Tensor) -> Tensor:
-    """A flat tensor's memory as bytes, so that one message can carry several data types."""
+    """Return a view of a flat tensor as bytes, so that one message can contain several data types."""
     return flat.view(torch.uint8)
 
 
 def to_bytes(tensor: Tensor) -> bytes:
-    """The content of contiguous byte memory."""
+    """Return the content of a contiguous tensor of bytes."""
     host = tensor.cpu()
     return ctypes.string_at(host.data_ptr(), host.numel())
 
 
 def dense_copy(tensor: Tensor) -> Tensor:
-    """The tensor itself if its memory is dense, else a contiguous copy."""
+    """Return the tensor itself if it is dense, else a contiguous copy."""
     if is_dense(tuple(tensor.shape), tensor.stride()):
         return tensor
     return tensor.contiguous()

@@ -1,4 +1,4 @@
-"""Names for the parts of a step in torch's profiler, at no cost while nobody is profiling."""
+"""Named ranges for torch's profiler, which cost next to nothing while no profiler runs."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from torch.profiler import record_function
 
 from onecopy.common.torch_private import is_profiling
 
-_NOTHING = contextlib.nullcontext()
+_NO_RANGE = contextlib.nullcontext()
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
 def profile_range(name: str) -> contextlib.AbstractContextManager[object]:
-    """A part of a step, as a ``with`` block."""
-    return record_function(name) if is_profiling() else _NOTHING
+    """Return a context manager that shows its block under a name in torch's profiler."""
+    return record_function(name) if is_profiling() else _NO_RANGE
 
 
 def profiled(name: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """A part of a step that is a function."""
+    """Return a decorator that shows every call of a function under a name in torch's profiler."""
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
         @functools.wraps(function)

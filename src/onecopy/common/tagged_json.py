@@ -1,7 +1,7 @@
-"""Plain data and tensors to tagged JSON and back, exactly. Nothing is pickled.
+"""Plain data and tensors are encoded as tagged JSON and decoded to equal values of the same types, without pickle.
 
-JSON alone would turn tuples into lists, integer keys into strings and refuse non-finite floats, so every container is
-written with its kind. Tensors are taken out of the tree and travel beside it.
+JSON alone would turn tuples into lists and integer keys into strings, and has no non-finite floats. So every container
+is written with the name of its type. Tensors are replaced by positions in a list and are sent or saved separately.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 _DICTS: dict[str, Callable[..., dict[Any, Any]]] = {"dict": dict, "Counter": Counter, "OrderedDict": OrderedDict}
-"""Kinds of dicts, by the name they are written with."""
+"""The types of dicts that can be encoded, by the names with which they are written."""
 
 
 def encode(value: object, tensors: list[Tensor], where: str) -> Any:
@@ -25,12 +25,12 @@ def encode(value: object, tensors: list[Tensor], where: str) -> Any:
     Args:
         value: None, bool, int, float, str, a tensor, or tuples, lists, dicts and Counters of these.
         tensors: receives the tensors in the order of their positions.
-        where: what the value is, for the error message.
+        where: a description of the value for the error message.
 
     Raises:
-        TypeError: if anything else is inside; the message says where.
+        TypeError: if the value contains another type; the message says where.
     """
-    # Exact types only: a subclass (a named tuple, an IntEnum) would come back as something else.
+    # Exact types only: a subclass (a named tuple, an IntEnum) would be decoded as another type.
     kind = type(value)
     if value is None or kind in (bool, int, str):
         return value
@@ -57,7 +57,7 @@ def encode(value: object, tensors: list[Tensor], where: str) -> Any:
 
 
 def decode(data: Any, tensors: Sequence[Any]) -> Any:
-    """The inverse of :func:`encode`; ``tensors[i]`` stands in for the i-th tensor."""
+    """Return the value that :func:`encode` was given, with ``tensors[i]`` in the place of the i-th tensor."""
     if not isinstance(data, list):
         return data
     kind, content = data
@@ -73,7 +73,7 @@ def decode(data: Any, tensors: Sequence[Any]) -> Any:
 
 
 def map_tensors(value: Any, function: Callable[[Tensor], Any]) -> Any:
-    """A copy of a tree with ``function`` applied to its tensors; other leaves are kept."""
+    """Return a copy of nested containers with ``function`` applied to every tensor in them."""
     if isinstance(value, Tensor):
         return function(value)
     if isinstance(value, dict):
@@ -85,26 +85,26 @@ def map_tensors(value: Any, function: Callable[[Tensor], Any]) -> Any:
 
 
 def copy_tree(value: Any) -> Any:
-    """New containers around the same tensors and other leaves."""
+    """Return a copy of nested containers that contains the same tensors and other leaves."""
     return map_tensors(value, lambda tensor: tensor)
 
 
 def dumps(data: Any) -> bytes:
-    """JSON as bytes."""
+    """Return JSON data as bytes."""
     return json.dumps(data, separators=(",", ":"), allow_nan=False).encode()
 
 
 def loads(text: bytes) -> Any:
-    """JSON from bytes."""
+    """Return the JSON data in some bytes."""
     return json.loads(text)
 
 
 def describe_tensor(tensor: Tensor) -> list[Any]:
-    """What a receiver must know to allocate a tensor: data type, shape, strides."""
+    """Return the data type, shape and strides of a tensor as JSON data, for :func:`empty_from`."""
     return [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), list(tensor.stride())]
 
 
 def empty_from(description: list[Any]) -> Tensor:
-    """A CPU tensor as :func:`describe_tensor` described it, with memory but no values yet."""
+    """Return an uninitialized CPU tensor with the data type, shape and strides of a description."""
     name, shape, stride = description
     return torch.empty_strided(shape, stride, dtype=getattr(torch, name))

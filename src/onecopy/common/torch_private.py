@@ -1,4 +1,4 @@
-"""torch names that are not public, in one place."""
+"""Every use of a torch name that is not public; each function says which feature of torch it wraps."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ from torch.optim import Optimizer
 
 
 def bare_step(optimizer: Optimizer) -> Callable[..., Any]:
-    """The optimizer's ``step`` with its own hooks but without the global ones, which fire for the wrapper already.
+    """Return ``optimizer.step`` with the optimizer's own step hooks but without torch's global step hooks.
 
-    Constructing an optimizer wraps its class's ``step`` to run hooks and marks the wrapper with ``hooked``.
+    The global hooks run for the sharded optimizer already. torch wraps ``step`` of an optimizer's class when the first
+    instance is constructed (``Optimizer.profile_hook_step``), and marks the wrapper with ``hooked``.
     """
     function = type(optimizer).step
     if not getattr(function, "hooked", False):
@@ -44,7 +45,7 @@ def bare_step(optimizer: Optimizer) -> Callable[..., Any]:
 
 
 def run_load_pre_hooks(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """The state dict to load after the registered hooks have seen it."""
+    """Run the hooks of ``Optimizer.register_load_state_dict_pre_hook`` and return the state dict to load."""
     for hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
         result = hook(optimizer, state_dict)
         if result is not None:
@@ -53,22 +54,25 @@ def run_load_pre_hooks(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict
 
 
 def run_load_post_hooks(optimizer: Optimizer) -> None:
-    """Tell the registered hooks that a state dict has been loaded."""
+    """Run the hooks of ``Optimizer.register_load_state_dict_post_hook``."""
     for hook in optimizer._optimizer_load_state_dict_post_hooks.values():
         hook(optimizer)
 
 
 def buffers_of(module: Module) -> list[Tensor]:
-    """What ``module.buffers()`` yields; asked in every forward pass, where that walk of nested generators costs."""
+    """Return the buffers that ``module.buffers()`` yields, faster.
+
+    Every forward pass needs them, and the nested generators of ``module.buffers()`` take too long for that.
+    """
     found: dict[int, Tensor] = {}
     seen = set()
-    waiting = [module]
-    while waiting:
-        here = waiting.pop()
-        if here not in seen:
-            seen.add(here)
-            found.update((id(buffer), buffer) for buffer in here._buffers.values() if buffer is not None)
-            waiting += [child for child in reversed(here._modules.values()) if child is not None]
+    to_visit = [module]
+    while to_visit:
+        visited = to_visit.pop()
+        if visited not in seen:
+            seen.add(visited)
+            found.update((id(buffer), buffer) for buffer in visited._buffers.values() if buffer is not None)
+            to_visit += [child for child in reversed(visited._modules.values()) if child is not None]
     return list(found.values())
 
 
@@ -78,36 +82,39 @@ def norms_of_each(tensors: list[Tensor], order: float, dtype: torch.dtype | None
 
 
 def sparse_parts(gradient: Tensor) -> tuple[Tensor, Tensor]:
-    """The row numbers of an embedding's sparse gradient, as they came and perhaps several times, and the rows."""
+    """Return the row numbers and the rows of an uncoalesced sparse gradient of an embedding.
+
+    ``Tensor.indices()`` and ``Tensor.values()`` refuse an uncoalesced tensor. A row number may occur several times.
+    """
     return gradient._indices()[0], gradient._values()
 
 
 def embedding_backward(gradient: Tensor, numbers: Tensor, count: int) -> Tensor:
-    """A dense gradient of ``count`` rows from the rows that ``numbers`` says, as autograd makes it."""
+    """Return an embedding's dense gradient with ``count`` rows, summed by the operator that autograd uses."""
     dense: Tensor = torch.ops.aten.embedding_dense_backward(gradient, numbers, count, -1, False)
     return dense
 
 
 def in_backward() -> bool:
-    """Whether the calling thread is running a backward pass."""
-    return bool(torch._C._current_graph_task_id() != -1)
+    """Return whether autograd is running a backward pass in the calling thread."""
+    return backward_number() != -1
 
 
 def is_profiling() -> bool:
-    """Whether one of torch's profilers was started from Python (not from outside, or from C++)."""
+    """Return whether one of torch's profilers was started from Python (not from another process, or from C++)."""
     return bool(torch.autograd.profiler._is_profiler_enabled)
 
 
 def backward_number() -> int:
-    """Which backward pass the calling thread is running."""
+    """Return autograd's number of the backward pass in the calling thread, or -1 if there is none."""
     return torch._C._current_graph_task_id()
 
 
 def will_accumulate(node: Any) -> bool:
-    """Whether the running backward pass will run this node, an accumulator of gradients."""
+    """Return whether autograd will run this ``AccumulateGrad`` node in the current backward pass."""
     try:
         return bool(torch._C._will_engine_execute_node(node))
-    except RuntimeError:  # torch refuses the question where torch.autograd.grad() asks for this very leaf
+    except RuntimeError:  # torch raises if torch.autograd.grad() was called for this leaf
         return False
 
 
@@ -131,50 +138,50 @@ def accumulates_into_leaves(nodes: Iterable[Any]) -> bool:
 
 
 def when_backward_ends(function: Callable[[], None]) -> None:
-    """Call ``function`` when the running backward pass has computed all gradients."""
+    """Queue a callback in autograd that runs when the current backward pass has computed all gradients."""
     torch.autograd.Variable._execution_engine.queue_callback(function)
 
 
 def after_backward(function: Callable[[], None]) -> None:
-    """Call ``function`` when the running backward pass ends, after DDP has put reduced gradients into ``.grad``.
+    """Queue a callback in autograd that runs after DDP has copied reduced gradients into ``.grad``.
 
-    DDP queues its own callback when the last bucket is launched, after a hook that calls this; so this one queues the
-    function from inside a callback, which puts it behind DDP's.
+    DDP queues its own callback when it launches the last bucket, which is after the communication hook that calls this
+    function. So ``function`` is queued from inside a callback, which puts it behind DDP's.
     """
     engine = torch.autograd.Variable._execution_engine
     engine.queue_callback(lambda: engine.queue_callback(function))
 
 
 def is_managed_by_fsdp(tensor: Tensor) -> bool:
-    """Whether a parameter is one that FSDP made, or one that it has flattened."""
+    """Return whether a parameter is FSDP1's ``FlatParameter`` or has been flattened into one."""
     return type(tensor).__name__ == "FlatParameter" or getattr(tensor, "_fsdp_flattened", False)
 
 
 def version_of(tensor: Tensor) -> int:
-    """How often a tensor was changed in place, as autograd counts it."""
+    """Return autograd's version counter of a tensor, which counts changes in place."""
     return tensor._version
 
 
 def timeout_of(process_group: dist.ProcessGroup, device: torch.device) -> timedelta:
-    """How long the group's backend for a device waits for a collective."""
+    """Return the timeout of the process group's backend for a device."""
     timeout: timedelta = process_group._get_backend(device).options._timeout
     return timeout
 
 
 def params_of_reducer(ddp: DistributedDataParallel) -> list[int]:
-    """The identities of the parameters that DDP reduces, in its reducer's order."""
+    """Return the ``id()`` of each parameter that DDP's reducer reduces, in the reducer's order."""
     params, _ = ddp._build_params_for_reducer()
     return [id(param) for param in params]
 
 
 def locally_used(ddp: DistributedDataParallel, params: list[int]) -> set[int]:
-    """Which of them this rank's last backward pass used, as DDP tells the other ranks."""
+    """Return the parameters that this rank's last backward pass used, from the local used map of DDP's reducer."""
     used = ddp.reducer._get_local_used_map()
     return {param for param, flag in zip(params, used.tolist(), strict=True) if flag}
 
 
 def in_join_context(joinable: Joinable) -> bool:
-    """Whether a joinable was last entered into a join context that handles uneven inputs."""
+    """Return whether a ``Joinable`` was last entered into a ``Join`` context with ``enable=True``."""
     return bool(joinable._join_config.enable)
 
 
@@ -200,25 +207,26 @@ def accumulates(model: object) -> bool:
 
 
 def number_of_groups() -> int:
-    """How many process groups this process is in, by which torch names the next one."""
+    """Return the number of process groups of this process, from which torch derives the next group's name."""
     return len(dist.distributed_c10d._world.pg_names)
 
 
 def counts_calls() -> bool:
-    """Whether TORCH_DISTRIBUTED_DEBUG=DETAIL is in force."""
+    """Return whether TORCH_DISTRIBUTED_DEBUG is DETAIL, with which torch compares the order of collectives."""
     return bool(dist.get_debug_level() == dist.DebugLevel.DETAIL)  # type: ignore[attr-defined]
 
 
 def debug_enabled() -> bool:
-    """Whether TORCH_DISTRIBUTED_DEBUG asks for more than the default."""
+    """Return whether TORCH_DISTRIBUTED_DEBUG is INFO or DETAIL."""
     return bool(dist.get_debug_level() != dist.DebugLevel.OFF)  # type: ignore[attr-defined]
 
 
 @functools.cache
 def register_as_torch_zero(cls: type) -> None:
-    """Make ``isinstance(x, torch.distributed.optim.ZeroRedundancyOptimizer)`` true for ``cls``, as frameworks test.
+    """Register ``cls`` as a virtual subclass of torch's ``ZeroRedundancyOptimizer``, so that ``isinstance`` is true.
 
-    Importing torch's module compiles TorchScript and warns that this is deprecated, which is not the user's doing.
+    Frameworks test for torch's class. Importing it compiles TorchScript and warns that this is deprecated. The user did
+    not cause that warning, so it is suppressed.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -240,7 +248,7 @@ SCALING = (
     aten._foreach_div_.Scalar,
     aten._foreach_div_.Tensor,
 )
-"""Operations in place that treat all elements alike."""
+"""Operators that change a tensor in place and treat all elements alike."""
 
 ALIASING = (aten.detach.default, aten.alias.default)
 NEW_EMPTY = aten.new_empty.default
@@ -249,13 +257,13 @@ NORM = aten.linalg_vector_norm.default
 FOREACH_NORM = aten._foreach_norm.Scalar
 
 no_torch_function = torch._C._disabled_torch_function_impl
-"""Says that a tensor subclass looks at operations only where they are dispatched."""
+"""The ``__torch_function__`` of tensor subclasses that only define ``__torch_dispatch__``."""
 
 T = TypeVar("T", bound=Tensor)
 
 
 def tensor_without_memory(cls: type[T], like: Tensor, device: torch.device | None = None) -> T:
-    """An instance of a tensor subclass that has shape, strides, type and device, and nothing else."""
+    """Return an instance of a wrapper subclass of ``Tensor``, with shape, strides, data type and device but no data."""
     made: T = Tensor._make_wrapper_subclass(
         cls, like.shape, strides=like.stride(), dtype=like.dtype, device=device or like.device
     )
@@ -263,6 +271,6 @@ def tensor_without_memory(cls: type[T], like: Tensor, device: torch.device | Non
 
 
 def uncompiled(module: torch.nn.Module) -> torch.nn.Module:
-    """The module that ``torch.compile`` was given, or the module itself."""
+    """Return the module that was given to ``torch.compile``, or the module itself if it is not compiled."""
     inner = getattr(module, "_orig_mod", None)
     return inner if isinstance(inner, torch.nn.Module) else module

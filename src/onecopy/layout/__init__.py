@@ -1,4 +1,4 @@
-"""Who owns what: pure values and functions, computed before anything is sent."""
+"""Which rank owns which range of which parameter: pure values and functions that communicate nothing."""
 
 from onecopy.layout.bucket_plans import BucketPlan, plan_buckets
 from onecopy.layout.policies import OwnerFunction, ShardBy, even_range, extend

@@ -1,8 +1,8 @@
 """The ``bucket`` policy: parameters lie in flat buckets, and every bucket is divided among all ranks.
 
-A rank's part of a bucket is one contiguous range, so that gradients are reduced from it and parameters shared into it
-where they are. If parameters may be cut, the ranges are equal; otherwise parameters are whole, and lie in the order of
-their owners.
+A rank owns one contiguous range of each bucket, so that a bucket's gradients can be reduce-scattered and its parameters
+shared in place. If parameters may be cut, the ranges are equally long. Otherwise every parameter has one owner, and
+the parameters of a bucket are ordered by owner.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from onecopy.layout.policies import by_parameter
 from onecopy.layout.shards import CUT_MULTIPLE, Layout, ParamSpec, Shard
 
 LAST_BYTES = 1 << 20
-"""The last buckets get smaller, down to this: their gradients come last, with no computation left to hide behind."""
+"""The least size of the last buckets. They are small because no computation is left to hide their reduction."""
 
 
 @dataclass(frozen=True, slots=True)
 class BucketPlan:
-    """One bucket: its parameters in the order in which they lie, and which range of it belongs to which rank.
+    """The parameters of one bucket with their offsets, and the range of the bucket that each rank owns.
 
     Attributes:
-        params: indices of the parameters.
-        offsets: where each begins, in elements.
-        bounds: rank r owns ``[bounds[r], bounds[r + 1])``; the last one is the bucket's size.
+        params: indices of the parameters, in the order of their offsets.
+        offsets: the offset of each parameter in the bucket, in elements.
+        bounds: rank r owns ``[bounds[r], bounds[r + 1])``; the last bound is the bucket's size.
     """
 
     params: tuple[int, ...]
@@ -34,21 +34,21 @@ class BucketPlan:
 
     @property
     def longest(self) -> int:
-        """The size of the largest range."""
+        """The number of elements of the longest range."""
         return max(stop - start for start, stop in pairwise(self.bounds))
 
     @property
     def numel(self) -> int:
-        """How many elements it has, gaps between parameters included."""
+        """The number of elements of the bucket, gaps between parameters included."""
         return self.bounds[-1]
 
     @property
     def equal(self) -> bool:
-        """Whether the ranges, the last ones padded, are equally long: what a backend's reduce-scatter takes."""
+        """Whether all ranges are equally long once the bucket is padded, as a backend's reduce-scatter requires."""
         return all(bound == min(rank * self.longest, self.numel) for rank, bound in enumerate(self.bounds))
 
     def range_of(self, group_rank: int) -> tuple[int, int]:
-        """What one rank owns."""
+        """The start and the end of the range that one rank owns."""
         return self.bounds[group_rank], self.bounds[group_rank + 1]
 
 
@@ -58,22 +58,24 @@ def plan_buckets(
     world_size: int,
     splittable: bool,
     bucket_bytes: int,
-    apart: Collection[int] = (),
+    own_bucket: Collection[int] = (),
 ) -> tuple[Layout, tuple[BucketPlan, ...]]:
-    """Fill buckets with parameters of one kind in the given order, and divide them.
+    """Put parameters into buckets in the given order, and divide every bucket among the ranks.
+
+    All parameters of a bucket have the same data type and device.
 
     Args:
         specs: all parameters of one optimizer.
-        order: their indices, those whose gradients come first in front.
+        order: their indices, in the order in which the backward pass computes their gradients.
         world_size: the number of ranks.
         splittable: whether a parameter may be cut.
-        bucket_bytes: a bucket is closed with this size, the last ones earlier; one parameter alone may be larger.
-        apart: indices of parameters that get a bucket of their own whatever their size.
+        bucket_bytes: a bucket is closed at this size, the last ones earlier. A single parameter may be larger.
+        own_bucket: indices of parameters that get their own bucket whatever their size.
 
     Returns:
-        The layout, and the buckets in the order in which they are full.
+        The layout, and the buckets in the order in which their gradients are complete.
     """
-    members = _fill(specs, order, bucket_bytes, apart)
+    members = _fill(specs, order, bucket_bytes, own_bucket)
     owners = {}
     if not splittable:
         owners = {shard.param: shard.owner for shard in by_parameter(specs, [0] * world_size, splittable=False)}
@@ -87,24 +89,25 @@ def plan_buckets(
 
 
 def _part(end: int, world_size: int) -> int:
-    """The size of every rank's range but the last ones'."""
+    """Return the size of a rank's range; only the last ranges may be shorter."""
     return -(-end // (CUT_MULTIPLE * world_size)) * CUT_MULTIPLE
 
 
 def _fill(
-    specs: Sequence[ParamSpec], order: Sequence[int], bucket_bytes: int, apart: Collection[int] = ()
+    specs: Sequence[ParamSpec], order: Sequence[int], bucket_bytes: int, own_bucket: Collection[int] = ()
 ) -> list[list[int]]:
-    """Which parameters share a bucket. A parameter that is large enough has one of its own, and so has one ``apart``.
+    """Return the parameters of each bucket.
 
-    A bucket is large enough with half of all that is not in one yet, if that is less than ``bucket_bytes``.
+    A bucket is closed at ``bucket_bytes``, or at half of the bytes that are in no closed bucket yet if that is less. A
+    parameter of that size gets its own bucket, and so does each of ``own_bucket``.
     """
     full: list[list[int]] = []
     open_: dict[tuple[object, int], list[int]] = {}
     sizes: dict[tuple[object, int], int] = {}
-    left = sum(specs[index].nbytes for index in order if index not in apart)
+    left = sum(specs[index].nbytes for index in order if index not in own_bucket)
     for index in order:
         spec = specs[index]
-        if index in apart:
+        if index in own_bucket:
             full.append([index])
             continue
         kind = (spec.dtype, spec.device_ordinal)
@@ -119,7 +122,7 @@ def _fill(
             left -= sizes[kind]
             full.append(open_.pop(kind))
             sizes.pop(kind)
-    # Those that are small lie together, because they travel together.
+    # Small parameters are neighbours, because their ranges are packed into common messages.
     return [sorted(params, key=lambda index: -specs[index].numel) for params in full + list(open_.values())]
 
 
@@ -144,7 +147,7 @@ def _whole_plan(
 
 
 def _lay_out(specs: Sequence[ParamSpec], params: Sequence[int]) -> tuple[list[int], int]:
-    """Where each parameter begins, on multiples of ``CUT_MULTIPLE``, and where the last one ends."""
+    """Return the offset of each parameter, a multiple of ``CUT_MULTIPLE``, and the end of the last parameter."""
     offsets, end = [], 0
     for index in params:
         start = -(-end // CUT_MULTIPLE) * CUT_MULTIPLE

@@ -1,7 +1,7 @@
-"""Partition policies: from parameter specs and a number of ranks to shards.
+"""Partition policies compute shards from parameter specs and a number of ranks.
 
-Every policy places the new parameters of one group given what the ranks already hold, so that a group added later
-moves nothing. Ties go to the lowest rank, and parameters of equal size keep their order.
+Every policy assigns the new parameters of one group and takes into account how many elements each rank owns already. A
+group that is added later moves no shard. Ties go to the lowest rank, and parameters of equal size keep their order.
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ from itertools import groupby
 from onecopy.layout.shards import CUT_MULTIPLE, Layout, ParamSpec, Shard
 
 OwnerFunction = Callable[[Sequence[ParamSpec], int], Iterable["int | Sequence[Shard]"]]
-"""From specs and world size to one entry per parameter: its owner's group rank, or the shards it is cut into."""
+"""A function of specs and world size that returns for each parameter its owner's group rank, or its shards."""
 
 ShardBy = str | OwnerFunction
 
 TOLERANCE = 0.01
-"""A rank may hold this much more than the mean before a parameter is cut."""
+"""The part of the mean by which a rank may own more than the mean before a parameter is cut."""
 
 SLACK = 1000
-"""... and never less than this many elements, so that small models stay whole."""
+"""The number of elements by which a rank may always own more than the mean, so that small models are not cut."""
 
 
 def extend(
     layout: Layout | None, specs: Sequence[ParamSpec], world_size: int, shard_by: ShardBy, splittable: bool
 ) -> Layout:
-    """Return ``layout`` with ``specs`` placed too; what it already places stays where it is.
+    """Return a layout with the shards of ``layout`` and with shards for the parameters of ``specs``.
 
     Args:
-        layout: what is placed already, or None.
+        layout: the layout to extend, or None.
         specs: the new parameters, in order, with indices that follow the layout's.
         world_size: the number of ranks.
         shard_by: ``"parameter"``, ``"element"`` or a function.
@@ -56,27 +56,27 @@ def extend(
 
 
 def by_parameter(specs: Sequence[ParamSpec], loads: Sequence[int], splittable: bool) -> list[Shard]:
-    """Largest first to the least-loaded rank; cut only what fits nowhere.
+    """Assign the largest parameter first, each to the least-loaded rank, and cut parameters that fit on no rank.
 
-    A parameter that would push even the least-loaded rank over the cap is set aside and then poured, range by range,
-    into the room that is left. What is at most ``SLACK`` elements always fits, so only large parameters are cut.
+    A parameter that would bring even the least-loaded rank over the limit is cut at the end, and its ranges fill the
+    ranks up to a common level. A parameter of at most ``SLACK`` elements always fits, so only large ones are cut.
     """
-    cap = _cap(specs, loads)
+    limit = _limit(specs, loads)
     heap = [(load, group_rank) for group_rank, load in enumerate(loads)]
     heapq.heapify(heap)
-    shards, aside = [], []
+    shards, to_cut = [], []
     for spec in sorted(specs, key=lambda spec: -spec.numel):
         load, group_rank = heap[0]
-        if splittable and load + spec.numel > cap and spec.numel > CUT_MULTIPLE and len(loads) > 1:
-            aside.append(spec)
+        if splittable and load + spec.numel > limit and spec.numel > CUT_MULTIPLE and len(loads) > 1:
+            to_cut.append(spec)
             continue
         heapq.heapreplace(heap, (load + spec.numel, group_rank))
         shards.append(Shard(spec.index, 0, spec.numel, group_rank))
-    return shards + _pour(aside, sorted(heap, key=lambda entry: entry[1]))
+    return shards + _cut_to_fill(to_cut, sorted(heap, key=lambda entry: entry[1]))
 
 
 def by_element(specs: Sequence[ParamSpec], loads: Sequence[int], splittable: bool) -> list[Shard]:
-    """Cut every parameter into even ranges, one per rank; tiny ones go whole to the least-loaded rank."""
+    """Cut every parameter into even ranges, one per rank, and assign tiny ones whole to the least-loaded rank."""
     world_size = len(loads)
     if not splittable:
         raise ValueError(
@@ -105,11 +105,12 @@ def by_element(specs: Sequence[ParamSpec], loads: Sequence[int], splittable: boo
 
 
 def even_range(numel: int, world_size: int, dealt: int, group_rank: int) -> tuple[int, int]:
-    """One rank's range when ``numel`` elements are cut evenly, in closed form.
+    """Return one rank's range of a parameter with ``numel`` elements that is cut evenly.
 
-    Units of ``CUT_MULTIPLE`` elements are dealt to the ranks in turn, beginning where the ``dealt`` elements of earlier
-    parameters left off. A rank that got a parameter's short last unit is the next one's first, so that neither the
-    units left over nor the short ones collect on one rank. Ranges lie in turn order, with the short unit at the end.
+    Units of ``CUT_MULTIPLE`` elements are dealt to the ranks in turn. The first turn follows from ``dealt``, the number
+    of elements of all earlier parameters: the rank that got the short last unit of one parameter comes first for the
+    next parameter. So neither extra units nor short units collect on one rank. Ranges lie in the order of the turns,
+    with the short unit at the end.
     """
     units = -(-numel // CUT_MULTIPLE)
     base, extra = divmod(units, world_size)
@@ -120,13 +121,14 @@ def even_range(numel: int, world_size: int, dealt: int, group_rank: int) -> tupl
     return min(start * CUT_MULTIPLE, numel), min(stop * CUT_MULTIPLE, numel)
 
 
-def _cap(specs: Sequence[ParamSpec], loads: Sequence[int]) -> float:
+def _limit(specs: Sequence[ParamSpec], loads: Sequence[int]) -> float:
+    """Return the number of elements above which a rank owns too many."""
     mean = (sum(loads) + sum(spec.numel for spec in specs)) / len(loads)
     return mean + max(mean * TOLERANCE, SLACK)
 
 
-def _pour(specs: Sequence[ParamSpec], loads: Sequence[tuple[int, int]]) -> list[Shard]:
-    """Cut ``specs`` into the ranks' free room, filled up to one common level."""
+def _cut_to_fill(specs: Sequence[ParamSpec], loads: Sequence[tuple[int, int]]) -> list[Shard]:
+    """Cut parameters so that their ranges fill the ranks up to one common number of elements."""
     if not specs:
         return []
     level = _level(sum(_round_up(spec.numel) for spec in specs), sorted(load for load, _ in loads))
@@ -140,14 +142,14 @@ def _pour(specs: Sequence[ParamSpec], loads: Sequence[tuple[int, int]]) -> list[
                 group_rank, free = room.pop(0)
             stop = min(start + free, spec.numel)
             shards.append(Shard(spec.index, start, stop, group_rank))
-            # A parameter's last piece may be shorter than a unit; the room it leaves is given up, not split.
+            # A parameter's last range may be shorter than a unit. The rest of that unit stays empty.
             free -= _round_up(stop - start)
             start = stop
     return shards
 
 
 def _level(volume: int, loads: Sequence[int]) -> int:
-    """How high the ranks stand once ``volume`` has been poured over ``loads`` (ascending)."""
+    """Return the common level of the ranks that get ``volume`` further elements; ``loads`` are ascending."""
     below = 0
     for count, load in enumerate(loads, start=1):
         below += load

@@ -1,6 +1,6 @@
-"""Who owns what, as plain values: ``ParamSpec``, ``Shard`` and ``Layout``.
+"""``ParamSpec``, ``Shard`` and ``Layout``: plain values that say which rank owns which range of each parameter.
 
-Nothing here touches a process group or a tensor's data, so all of it can be computed and tested without processes.
+Nothing here uses a process group or a tensor's data.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from math import prod
 import torch
 
 CUT_MULTIPLE = 64
-"""Cuts fall on multiples of this many elements, so that vectorised kernels round a piece as they round the whole."""
+"""Cuts are at multiples of this many elements, so that vectorised kernels round a shard as they round the whole."""
 
 
 @dataclass(frozen=True, slots=True)
 class ParamSpec:
-    """What the layout needs to know of one parameter.
+    """The properties of one parameter from which a layout is computed.
 
     Attributes:
         index: position among all parameters of the optimizer.
-        name: how errors and tables call it.
+        name: its name in errors and tables.
         shape: its shape.
         stride: its strides, in elements; ranges are counted in storage order.
         dtype: its data type.
-        group: the parameter group it belongs to.
-        device_ordinal: which of the rank's devices it lives on, counted in order of appearance.
+        group: the index of its parameter group.
+        device_ordinal: the index of its device among the rank's devices, in order of appearance.
     """
 
     index: int
@@ -44,11 +44,11 @@ class ParamSpec:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole parameter."""
+        """The number of bytes of the whole parameter."""
         return self.numel * self.dtype.itemsize
 
     def describe(self) -> str:
-        """One line with everything that must be the same on all ranks."""
+        """Return one line with all properties that must be the same on all ranks."""
         return (
             f"shape {self.shape}, {str(self.dtype).removeprefix('torch.')}, strides {self.stride}, "
             f"group {self.group}, device {self.device_ordinal}"
@@ -66,7 +66,7 @@ class Shard:
 
     @property
     def numel(self) -> int:
-        """How many elements the shard has."""
+        """The number of elements of the shard."""
         return self.stop - self.start
 
 
@@ -104,7 +104,7 @@ class Layout:
 
     @property
     def elements_per_rank(self) -> tuple[int, ...]:
-        """How many elements each rank owns."""
+        """The number of elements that each rank owns."""
         totals = [0] * self.world_size
         for shard in self.shards:
             totals[shard.owner] += shard.numel
@@ -112,7 +112,7 @@ class Layout:
 
     @property
     def bytes_per_rank(self) -> tuple[int, ...]:
-        """How many bytes of parameters each rank owns."""
+        """The number of bytes of parameters that each rank owns."""
         totals = [0] * self.world_size
         for shard in self.shards:
             totals[shard.owner] += shard.numel * self.params[shard.param].dtype.itemsize
@@ -120,12 +120,12 @@ class Layout:
 
     @property
     def imbalance(self) -> float:
-        """The largest rank's elements over the mean (1.0 is perfect)."""
+        """The largest number of elements that a rank owns, divided by the mean (1.0 is perfect)."""
         totals = self.elements_per_rank
         return max(totals) * self.world_size / sum(totals) if sum(totals) else 1.0
 
     def digest(self) -> int:
-        """A number that equal layouts share and different ones almost certainly do not."""
+        """Return a hash of the layout, by which ranks compare their layouts."""
         text = hashlib.blake2b(digest_size=7)
         text.update(str(self.world_size).encode())
         for spec in self.params:
@@ -163,7 +163,7 @@ class Layout:
 
 
 def _check_cover(params: Sequence[ParamSpec], shards: Sequence[Shard], world_size: int) -> None:
-    """Raise unless the shards cover every parameter exactly once, in order, with legal owners and cuts."""
+    """Raise ``ValueError`` unless the shards cover every parameter once, in order, with legal owners and cuts."""
     if world_size < 1:
         raise ValueError(f"world_size must be at least 1, got {world_size}")
     position = 0
@@ -180,9 +180,9 @@ def _check_cover(params: Sequence[ParamSpec], shards: Sequence[Shard], world_siz
                 )
             if shard.owner in owners:
                 raise ValueError(f"parameter {spec.name!r} gives rank {shard.owner} more than one range")
-            second_of_none = spec.numel == 0 and bool(owners)
-            empty = shard.stop <= shard.start and spec.numel > 0
-            if shard.start != expected or shard.stop < shard.start or empty or second_of_none:
+            # An empty parameter has exactly one shard, which is empty. Any other shard has elements.
+            wrong_size = bool(owners) if spec.numel == 0 else shard.stop <= shard.start
+            if shard.start != expected or shard.stop < shard.start or wrong_size:
                 raise ValueError(
                     f"parameter {spec.name!r} with {spec.numel} elements is not covered exactly once: "
                     f"range [{shard.start}, {shard.stop}) follows element {expected}"

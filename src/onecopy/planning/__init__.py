@@ -1,1 +1,1 @@
-"""Memory, traffic and step time on machines that are not here."""
+"""Estimates of memory, traffic and step time for machines that are not available."""

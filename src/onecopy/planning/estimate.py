@@ -1,8 +1,8 @@
-"""How long a step takes and how much memory a rank needs, on machines that are not here: pure arithmetic.
+"""Estimates of the time of a step, its traffic and the memory of a rank, computed without running anything.
 
-Traffic is exact. Time is a model: what is reduced hides behind the backward pass, but for the last bucket, and what is
-shared behind the next forward pass or the update, where the way of training allows it. What communication takes of the
-cores that compute hides behind nothing.
+Traffic is exact. Time is a model with three assumptions. The backward pass hides the reduction of all buckets but the
+last. The update or the next forward pass hides the sharing of parameters if the way of training allows it. Nothing hides
+the processor time that communication takes from the cores that compute.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from enum import Enum
 from onecopy.comm import limits
 
 CONTENTION = 1.12
-"""How much longer everything takes as soon as sending and computing share cores and caches at all (measured here)."""
+"""The factor by which all work takes longer if communication and computing share cores and caches (measured)."""
 
 FORWARD = 1 / 3
-"""The forward pass's part of a forward and a backward pass."""
+"""The part of the time of a forward and a backward pass that the forward pass takes."""
 
 
 class Way(Enum):
-    """A way of training."""
+    """A way of training: which wrapper and which optimizer class a script uses."""
 
     DDP = "DDP"
     TORCH = "torch's class"
@@ -32,16 +32,16 @@ class Way(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What is trained.
+    """A model in training: its sizes, and its times on one rank without communication.
 
     Attributes:
-        elements: the number of parameters.
-        largest: elements of the largest parameter, which is taken to be reduced last, as an embedding is.
-        bytes_per_element: of a parameter and of its gradient.
-        state_bytes: of the optimizer's state for one parameter (Adam in float32: 8).
-        compute: seconds that a forward and a backward pass take on one rank.
-        update: seconds that updating all parameters takes on one rank.
-        bucket_bytes: of a bucket, at least.
+        elements: the number of elements of all parameters.
+        largest: the number of elements of the largest parameter. It is assumed to be reduced last, as an embedding is.
+        bytes_per_element: bytes of one element of a parameter, and of its gradient.
+        state_bytes: bytes of optimizer state per element (8 for Adam in float32).
+        compute: seconds of a forward and a backward pass on one rank.
+        update: seconds of the update of all parameters on one rank.
+        bucket_bytes: the least size of a bucket in bytes.
     """
 
     elements: int
@@ -54,20 +54,20 @@ class Job:
 
     @property
     def model_bytes(self) -> int:
-        """Of all parameters."""
+        """The bytes of all parameters."""
         return self.elements * self.bytes_per_element
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What it is trained on.
+    """The ranks and the network between them.
 
     Attributes:
         ranks: the number of ranks.
         bandwidth: bytes that a rank can send in a second while it receives as many.
         latency: seconds before the first byte of a message arrives.
-        busy: the part of the time of sending that it takes from the cores that compute, 0 to 1: with gloo and no more
-            cores than ranks what its threads work, else 0.
+        busy: the part of the communication time, 0 to 1, in which communication keeps a core from computing. It is the
+            processor time of gloo's threads if there are no more cores than ranks, and 0 otherwise.
     """
 
     ranks: int
@@ -77,47 +77,48 @@ class Machine:
 
 
 def sent_bytes(way: Way, job: Job, machine: Machine) -> tuple[float, float]:
-    """What one rank sends in a step: to reduce gradients, and to share parameters."""
-    part = job.model_bytes * (machine.ranks - 1) / machine.ranks
-    reduced = 2 * part if way in (Way.DDP, Way.TORCH, Way.LEVEL_ONE) else part
-    return reduced, 0.0 if way is Way.DDP else part
+    """Return the bytes that one rank sends in a step to reduce gradients, and to share parameters."""
+    once = job.model_bytes * (machine.ranks - 1) / machine.ranks
+    reduced = 2 * once if way in (Way.DDP, Way.TORCH, Way.LEVEL_ONE) else once
+    return reduced, 0.0 if way is Way.DDP else once
 
 
 def step_seconds(way: Way, job: Job, machine: Machine) -> float:
-    """The time of one step."""
-    reduced, shared = (
+    """Return the seconds of one step: forward pass, backward pass, reduction, update and sharing."""
+    reducing, sharing = (
         (bytes_ / machine.bandwidth + (job.model_bytes / job.bucket_bytes) * machine.latency if bytes_ else 0.0)
         for bytes_ in sent_bytes(way, job, machine)
     )
     update = job.update if way is Way.DDP else job.update / machine.ranks
     forward, backward = FORWARD * job.compute, (1 - FORWARD) * job.compute
-    worked = job.compute + update + machine.busy * (reduced + shared)
+    processor_time = job.compute + update + machine.busy * (reducing + sharing)
     if machine.busy:
-        worked *= CONTENTION
-    reduced, shared = (1 - machine.busy) * reduced, (1 - machine.busy) * shared
-    last = max(job.bucket_bytes, job.largest * job.bytes_per_element) / job.model_bytes
-    late = max(reduced - backward, min(1.0, last) * reduced)
-    if way in (Way.SHARDED, Way.SHARDED_OVERLAP):  # buckets are updated while others are on their way
-        shared = max(0.0, shared - update - (forward if way is Way.SHARDED_OVERLAP else 0.0))
-    return worked + late + shared
+        processor_time *= CONTENTION
+    reducing, sharing = (1 - machine.busy) * reducing, (1 - machine.busy) * sharing
+    last_bucket = max(job.bucket_bytes, job.largest * job.bytes_per_element) / job.model_bytes
+    exposed_reducing = max(reducing - backward, min(1.0, last_bucket) * reducing)
+    exposed_sharing = sharing
+    if way in (Way.SHARDED, Way.SHARDED_OVERLAP):  # one bucket is updated while another is in flight
+        exposed_sharing = max(0.0, sharing - update - (forward if way is Way.SHARDED_OVERLAP else 0.0))
+    return processor_time + exposed_reducing + exposed_sharing
 
 
 def memory_bytes(way: Way, job: Job, machine: Machine) -> dict[str, float]:
-    """Bytes of tensors on the largest rank by kind, activations not counted."""
-    whole, share = float(job.model_bytes), 1 / machine.ranks
-    # torch's class does not cut parameters: the rank with the largest one may hold more than its share.
-    state_share = {
+    """Return the bytes of tensors on the rank with the most of them, by kind, without activations."""
+    whole, fraction = float(job.model_bytes), 1 / machine.ranks
+    # torch's class does not cut parameters, so the rank that owns the largest one may own more than the mean.
+    state_fraction = {
         Way.DDP: 1.0,
-        Way.TORCH: max(share, job.largest / job.elements),
-    }.get(way, share)
+        Way.TORCH: max(fraction, job.largest / job.elements),
+    }.get(way, fraction)
     sharded = way in (Way.SHARDED, Way.SHARDED_OVERLAP)
-    # Whole gradients that are on their way, and what other ranks send but one, which arrives where the sum will be;
-    # for what is long there is room for a part of it.
-    under_way = max(2 * job.bucket_bytes, job.largest * job.bytes_per_element)
-    arriving = min(under_way * max(0, machine.ranks - 2) * share, limits.STAGED_BYTES)
+    # Buffers hold whole gradients of the buckets in flight, and the messages of all other ranks but one, whose messages
+    # are received in place. The buffer for messages is bounded: long messages are received in parts.
+    in_flight = max(2 * job.bucket_bytes, job.largest * job.bytes_per_element)
+    received = min(in_flight * max(0, machine.ranks - 2) * fraction, limits.STAGED_BYTES)
     return {
         "parameters": whole,
-        "gradients": whole * (share if sharded else 1.0),
-        "state": job.elements * job.state_bytes * state_share,
-        "buffers": under_way + arriving if sharded else 0.0,
+        "gradients": whole * (fraction if sharded else 1.0),
+        "state": job.elements * job.state_bytes * state_fraction,
+        "buffers": in_flight + received if sharded else 0.0,
     }

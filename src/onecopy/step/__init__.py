@@ -1,1 +1,1 @@
-"""One optimizer step on sharded state: update what this rank owns, confirm, share the updated parameters."""
+"""One optimizer step on sharded state: update the shards that this rank owns, confirm, share the parameters."""

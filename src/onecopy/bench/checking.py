@@ -1,4 +1,4 @@
-"""A guard against getting slower: ratios of a short run compared with recorded ones. Absolute times never count."""
+"""A check against losses of speed: it compares the ratios of a short run with recorded ratios, never absolute times."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from pathlib import Path
 from onecopy.bench.report import Row, runs_in, summaries, title_of
 
 MARGIN = 0.03
-"""How much worse a ratio may be beyond its own quartiles before it counts as a loss."""
+"""A ratio may exceed the recorded upper quartile by this much before it counts as a loss."""
 
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """A ratio to DDP that has grown beyond noise."""
+    """A ratio to DDP that has grown by more than noise."""
 
     run: str
     variant: str
@@ -25,7 +25,7 @@ class Loss:
 
 
 def ratios_of(rows: Sequence[Row]) -> dict[str, dict[str, list[float]]]:
-    """For each run and variant of ours the median ratio to DDP, with its quartiles, and bytes on the wire."""
+    """Return for each run and each variant of onecopy the median ratio to DDP, its quartiles, and bytes on the wire."""
     return {
         title_of(run): {
             each["variant"]: [each["to_ddp"], *each["quartiles"], each["wire"] or 0.0]
@@ -37,12 +37,12 @@ def ratios_of(rows: Sequence[Row]) -> dict[str, dict[str, list[float]]]:
 
 
 def record(rows: Sequence[Row], path: Path) -> None:
-    """Keep the ratios of a run."""
+    """Write the ratios of a run to a file."""
     path.write_text(json.dumps(ratios_of(rows), indent=1) + "\n")
 
 
 def losses(rows: Sequence[Row], path: Path) -> list[Loss]:
-    """Where a run is worse than what was recorded, by more than the quartiles of both and a margin."""
+    """Return the ratios of a run that are worse than the recorded ones by more than both quartiles and a margin."""
     recorded = json.loads(path.read_text())
     found = []
     for run, variants in ratios_of(rows).items():
@@ -51,7 +51,7 @@ def losses(rows: Sequence[Row], path: Path) -> list[Loss]:
             if before is None:
                 continue
             limit = max(before[0], before[2]) + MARGIN
-            # Slower only if even the lower quartile of now is above the upper quartile of then.
+            # It is slower only if even its lower quartile is above the recorded upper quartile.
             if low > limit:
                 found.append(Loss(run, variant, before[0], now, limit))
             if before[3] and wire > before[3] * 1.02:

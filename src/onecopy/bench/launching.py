@@ -1,6 +1,6 @@
-"""Starts ranks with torchrun: in a network namespace of their own if the machine allows it, on a shaped link if asked.
+"""Start ranks with torchrun, in their own network namespace if the machine allows it.
 
-In such a namespace the loopback's counters count this run alone, and ``tc`` can limit its rate, as a real link would.
+In such a namespace the loopback's counters count only this run, and ``tc`` can limit its rate like that of a real link.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from typing import Any
 from onecopy.bench.processor import ending
 
 COUNTED = "ONECOPY_BENCH_COUNTED"
-"""Set in the ranks if the loopback belongs to them alone."""
+"""The environment variable that tells the ranks that they are in their own network namespace."""
 
 KILLED = re.compile(r"rank +: (\d+) .*\n.*exitcode.*\n.*\n.*Signal \d+ \((SIG\w+)\) received")
-"""What torchrun's summary says of a rank that a signal has ended."""
+"""Matches the part of torchrun's summary about a rank that a signal has killed."""
 
 
 @functools.cache
 def has_namespaces() -> bool:
-    """Whether this machine lets us make a network namespace."""
+    """Return whether this machine allows us to create a network namespace."""
     probe = ["unshare", "--net", "--map-root-user", "sh", "-c", "ip link set lo up"]
     try:
         return subprocess.run(probe, capture_output=True, check=False).returncode == 0  # noqa: S603 - our own command
@@ -37,7 +37,7 @@ def has_namespaces() -> bool:
 
 
 def run(ranks: int, arguments: Sequence[str], link: str | None = None) -> tuple[list[dict[str, Any]], str]:
-    """Run the worker on so many ranks; return the rows that they wrote, and what was printed if there are none."""
+    """Run the worker on a number of ranks and return the rows that they wrote, and a line about a failure."""
     with tempfile.TemporaryDirectory() as folder:
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
         worker = [f"--nproc-per-node={ranks}", "-m", "onecopy.bench.worker", *arguments, "--folder", folder]
@@ -64,9 +64,10 @@ def run(ranks: int, arguments: Sequence[str], link: str | None = None) -> tuple[
 
 
 def failure(text: str, code: int) -> str:
-    """What went wrong, in one line, of what torchrun and its ranks have said and of torchrun's exit code.
+    """Return one line about a failure, from the output and the exit code of torchrun.
 
-    Ranks that signals have killed come first: errors of the others follow from that. SIGTERM is torchrun's own.
+    Ranks that were killed by signals come first, because the errors of the other ranks follow from them. SIGTERM is
+    ignored, because torchrun itself sends it.
     """
     killed = sorted((int(rank), name) for rank, name in KILLED.findall(text) if name != "SIGTERM")
     deaths = [f"rank {rank} was killed by {name}" for rank, name in killed]
@@ -86,7 +87,7 @@ def _prepare(link: str | None) -> str:
 
 
 def loopback_bytes() -> int:
-    """What has been sent over this namespace's loopback so far, headers included."""
+    """Return the number of bytes sent over the loopback of this network namespace so far, headers included."""
     for line in Path("/proc/net/dev").read_text().splitlines():
         name, _, numbers = line.partition(":")
         if name.strip() == "lo":
@@ -95,13 +96,13 @@ def loopback_bytes() -> int:
 
 
 def idle_seconds() -> float:
-    """For how long this machine's cores have had nothing to do, added up."""
+    """Return the idle time of all cores of this machine so far, added up."""
     idle, waiting_for_disks = Path("/proc/stat").read_text().split("\n", 1)[0].split()[4:6]
     return (int(idle) + int(waiting_for_disks)) / os.sysconf("SC_CLK_TCK")
 
 
 def free_bytes() -> int:
-    """Memory that processes can have."""
+    """Return the bytes of memory that are available to processes."""
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024

@@ -1,4 +1,4 @@
-"""Bytes of tensors on one rank when a step begins, between steps and at the peak; each variant in its own processes."""
+"""Measure the bytes of tensors on one rank at the call of ``step()``, between steps and at the peak of a step."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ KINDS = ("parameters", "gradients", "state", "other")
 
 
 def measure(name: str, sizes: Sizes) -> dict[str, Any]:
-    """Train a few steps and count: when ``step()`` is called, so that gradients are there, and after it."""
+    """Train a variant for a few steps and measure its memory at the call of ``step()``, after it, and at the peak."""
     trained = {**VARIANTS, **MEMORY_ONLY}[name](sizes.make())
     for number in range(3):
         iterate(trained, sizes, number)
@@ -30,7 +30,7 @@ def measure(name: str, sizes: Sizes) -> dict[str, Any]:
 
     def step() -> None:
         iterate(trained, sizes, 3)
-        trained.finish()  # torch's profiler crashes if a collective outlives it
+        trained.finish()  # torch's profiler crashes if it ends before a collective
 
     growth = peak_growth(step)
     between = sum(by_kind(trained).values())
@@ -51,7 +51,7 @@ def measure(name: str, sizes: Sizes) -> dict[str, Any]:
 
 
 def by_kind(trained: Trained) -> dict[str, int]:
-    """What tensors hold now. What a variant does not count among its own is "other"."""
+    """Return the bytes of all tensors by kind; tensors that are no parameter, gradient or state are "other"."""
     gc.collect()
     everything = storages(thing for thing in gc.get_objects() if isinstance(thing, Tensor))
     params = storages(trained.model.parameters())
@@ -65,26 +65,26 @@ def by_kind(trained: Trained) -> dict[str, int]:
     return dict(zip(KINDS, found, strict=True))
 
 
-def held_by(tensor: Tensor) -> Tensor:
-    """What a rank really holds of a tensor."""
+def local_part(tensor: Tensor) -> Tensor:
+    """Return the local part of a tensor that is sharded among ranks, or the tensor itself."""
     inner = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    held: Tensor = getattr(inner, "local", inner)  # ShardGrad
-    return held
+    local: Tensor = getattr(inner, "local", inner)  # a sharded gradient of ours
+    return local
 
 
 def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
-    """Bytes of distinct memory, by address."""
+    """Return the bytes of each distinct storage of some tensors, by address."""
     found = {}
     for tensor in tensors:
-        with contextlib.suppress(RuntimeError, NotImplementedError):  # no memory of its own
-            storage = held_by(tensor).untyped_storage()
+        with contextlib.suppress(RuntimeError, NotImplementedError):  # the tensor has no storage
+            storage = local_part(tensor).untyped_storage()
             found[storage.data_ptr()] = storage.nbytes()
     found.pop(0, None)
     return found
 
 
 def peak_growth(run: Callable[[], object]) -> int:
-    """By how many bytes the tensors alive during ``run`` exceed those before it, at most."""
+    """Return the largest number of bytes by which tensors grow during ``run``."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         run()
     events = [event for event in recorded.profiler.kineto_results.events() if event.name() == "[memory]"]

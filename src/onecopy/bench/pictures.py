@@ -1,4 +1,4 @@
-"""Pictures of a run: memory by kind, step time against memory, scaling over ranks, growth."""
+"""Draw pictures of a run: memory by kind, step time over memory, scaling over ranks, planning and host time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ COLOURS = {"parameters": "#4c78a8", "gradients": "#f2a541", "state": "#72b7a1", 
 
 
 def draw(rows: Sequence[Row], folder: Path) -> list[Path]:
-    """All pictures that the rows allow, as SVG; return their paths."""
+    """Draw all pictures for which there are rows, as SVG, and return their paths."""
     mpl.rcParams.update({"font.size": 9, "svg.hashsalt": "onecopy", "svg.fonttype": "none"})
     folder.mkdir(parents=True, exist_ok=True)
     made = [
@@ -43,7 +43,7 @@ def _save(figure: Figure, path: Path) -> Path:
 
 
 def _largest(rows: Sequence[Row], ranks: int, model: str | None = None) -> dict[str, Row]:
-    """For each variant the rank with the highest peak."""
+    """Return for each variant the row of the rank with the highest peak."""
     found: dict[str, Row] = {}
     for row in select(rows, "memory"):
         if row["ranks"] != ranks or row.get("error") or (model is not None and row["model"] != model):
@@ -54,7 +54,7 @@ def _largest(rows: Sequence[Row], ranks: int, model: str | None = None) -> dict[
 
 
 def memory_picture(rows: Sequence[Row], ranks: int) -> Figure:
-    """Bytes per rank, stacked by kind when a step begins, and what there is beside that at the peak."""
+    """Draw for each variant the memory by kind at the call of ``step()``, and its growth to the peak."""
     found = _largest(rows, ranks)
     names = list(reversed(found))
     figure = Figure(figsize=(8, 0.36 * len(names) + 1.3), layout="constrained")
@@ -87,7 +87,7 @@ def memory_picture(rows: Sequence[Row], ranks: int) -> Figure:
 
 
 def frontier_picture(rows: Sequence[Row], run: tuple[str, int, str]) -> Figure:
-    """Step time against peak memory: what a user chooses from."""
+    """Draw the step time of each variant over its peak memory."""
     memory = _largest(rows, run[1], run[0])
     points = [
         (memory[each["variant"]]["peak"] / MB, each["to_ddp"], each["variant"])
@@ -114,8 +114,8 @@ def frontier_picture(rows: Sequence[Row], run: tuple[str, int, str]) -> Figure:
 
 
 def scaling_picture(rows: Sequence[Row]) -> Figure:
-    """Ratio to DDP, and state per rank, over the number of ranks."""
-    # Wide lines first: where several have the same values all of them are seen.
+    """Draw the step time relative to DDP, and the state per rank, over the number of ranks."""
+    # Wide lines come first, so that all lines are visible where their values are equal.
     chosen = {
         "FSDP2, no resharding": ("#b0b0b0", 6.0),
         "torch's class, bucket views, fused": ("#d1495b", 2.0),

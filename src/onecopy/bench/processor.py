@@ -1,11 +1,11 @@
-"""Whether torch's own bf16 matmul works on this processor, and a setting for processors on which it does not.
+"""Test whether torch's bf16 matmul works on this processor, and set an environment variable if it does not.
 
-Some virtual machines have an Intel processor that advertises AMX although the hypervisor has not enabled it. There
-oneDNN, which torch multiplies bf16 matrices with, runs into an illegal instruction: SIGILL ends the process. With
+Some virtual machines have an Intel processor that advertises AMX although the hypervisor has not enabled it. torch
+multiplies bf16 matrices with oneDNN, which then executes an illegal instruction, and SIGILL kills the process. With
 ``ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16`` in the environment oneDNN does not use AMX.
 
-``python src/onecopy/bench/processor.py COMMAND...`` runs a command with that setting if it is needed; the Makefile
-starts its scripts so. Only the standard library is imported here, so that this costs next to nothing elsewhere.
+``python src/onecopy/bench/processor.py COMMAND...`` runs a command with that variable if it is needed. The Makefile
+starts its scripts in this way. This module imports only the standard library, so that it starts quickly.
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ matrix @ matrix
 torch.nn.Linear(256, 256, dtype=torch.bfloat16)(matrix).sum().backward()
 """,
 ]
-"""A process that dies where the matmul does; matrices are large enough for oneDNN to choose AMX."""
+"""The command of a process that multiplies bf16 matrices which are large enough for oneDNN to choose AMX."""
 
 CPUINFO = Path("/proc/cpuinfo")
 
 BEYOND = ("amx", "avx10", "avx512_fp16")
-"""How the flags begin of everything beyond ``VALUE`` that oneDNN uses."""
+"""Prefixes of processor flags for instructions that oneDNN uses and that ``VALUE`` rules out."""
 
 
 def protect() -> str:
-    """Set the variable for this process and those it starts, if torch's bf16 matmul needs it here.
+    """Set the variable for this process and its children if torch's bf16 matmul needs it on this processor.
 
-    A process of its own tries the matmul first; it imports torch, which takes about two seconds. That is left out if
-    the variable is set already, or if Linux lists no instructions of the processor that the variable would rule out:
-    then it can change nothing. The flags of AVX10 and AVX512_FP16, which processors with AMX have as well, count too:
-    Linux may leave AMX out of its list although the processor itself still names it to oneDNN.
+    Another process tries the matmul first. It imports torch, which takes about two seconds. It is not started if the
+    variable is set already, or if Linux lists no instructions of the processor that the variable rules out, because
+    then the variable changes nothing. The flags of AVX10 and AVX512_FP16 count too. Processors with AMX have them, and
+    Linux may omit AMX from its list although the processor still reports it to oneDNN.
 
     oneDNN reads the variable when it is first used, not when torch is imported.
 
     Returns:
-        What is to be told to the user; empty if the matmul works or was not tried.
+        A message for the user; empty if the matmul works or was not tried.
     """
     if VARIABLE in os.environ or not _has_more_than_the_variable_allows():
         return ""
@@ -64,13 +64,15 @@ def protect() -> str:
             f"the process {ending(code)}: {error}"
         )
     os.environ[VARIABLE] = VALUE
-    told = f"torch's bf16 matmul dies with {ending(code).split()[-1]} on this processor: {VARIABLE}={VALUE} is set"
+    message = f"torch's bf16 matmul dies with {ending(code).split()[-1]} on this processor: {VARIABLE}={VALUE} is set"
     code, error = _probe()
-    return f"{told}, but with it, too, the process {ending(code)}" + (f": {error}" if error else "") if code else told
+    if code:
+        message += f", but with it, too, the process {ending(code)}" + (f": {error}" if error else "")
+    return message
 
 
 def ending(code: int | None) -> str:
-    """How a process ended whose exit code this is, as ``subprocess`` and ``multiprocessing`` give it.
+    """Return in words how a process ended, from its exit code in ``subprocess`` or ``multiprocessing``.
 
     Returns:
         ``"was killed by SIGILL"``, ``"exited with code 3"`` or, for ``None``, ``"has not ended"``.
@@ -91,18 +93,18 @@ def _has_more_than_the_variable_allows() -> bool:
 
 
 def _probe() -> tuple[int, str]:
-    """The exit code of the probe, and the last line of what it said."""
+    """Run the probe, and return its exit code and the last line of its error output."""
     done = subprocess.run(PROBE, capture_output=True, text=True, check=False)  # noqa: S603 - our own command
     return done.returncode, (done.stderr.strip().splitlines() or [""])[-1]
 
 
 def main(command: list[str]) -> None:
-    """Become this command, with the variable set if it is needed."""
+    """Replace this process by a command, with the variable set if it is needed."""
     if not command:
         raise SystemExit("usage: processor.py COMMAND...")
-    told = protect()
-    if told:
-        logger.warning("%s", told)
+    message = protect()
+    if message:
+        logger.warning("%s", message)
     os.execvp(command[0], command)  # noqa: S606 - the user's own command
 
 

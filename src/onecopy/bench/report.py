@@ -1,4 +1,4 @@
-"""Rows of a run into tables: for the terminal, and as Markdown for the page."""
+"""Make tables from the rows of a run, for the terminal and as Markdown."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MB = 1e6
 
 
 def machine() -> str:
-    """This machine in one line."""
+    """Return a description of this machine in one line."""
     memory = 0
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemTotal:"):
@@ -36,26 +36,26 @@ def machine() -> str:
 
 
 def runs_in(rows: Iterable[Row]) -> list[tuple[str, int, str]]:
-    """Model, number of ranks and link of each timed run."""
+    """Return the model, the number of ranks and the link of each timed run."""
     found = dict.fromkeys((row["model"], row["ranks"], row["link"]) for row in rows if row["kind"] == "time")
     return list(found)
 
 
 def select(rows: Iterable[Row], kind: str, run: tuple[str, int, str] | None = None) -> list[Row]:
-    """Rows of one kind, of one run."""
+    """Return the rows of one kind, of one run or of all runs."""
     return [
         row for row in rows if row["kind"] == kind and (run is None or (row["model"], row["ranks"], row["link"]) == run)
     ]
 
 
 def elements_of(sizes: dict[str, int]) -> list[int]:
-    """Elements of each parameter of a model."""
+    """Return the number of elements of each parameter of a model."""
     with torch.device("meta"):
         return [param.numel() for param in Sizes(**sizes).make().parameters()]
 
 
 def summaries(rows: Sequence[Row], run: tuple[str, int, str]) -> list[Row]:
-    """One row per variant of a timed run: ratios within its heat, parts, wire, difference."""
+    """Return one row per variant of a timed run: times, ratios within its heat, idle time, wire, difference."""
     found = []
     timed = select(rows, "time", run)
     by_heat: dict[int, dict[str, Row]] = {}
@@ -91,9 +91,9 @@ def summaries(rows: Sequence[Row], run: tuple[str, int, str]) -> list[Row]:
 
 
 def bound(rows: Sequence[Row], run: tuple[str, int, str]) -> float:
-    """Seconds that a way with 1/N of the update can hardly beat, from what was measured in the same run.
+    """Return a lower bound of the seconds of a step with 1/N of the update, from measurements of the same run.
 
-    What moving takes of the cores that compute adds to computing; of that and moving the slower decides.
+    It is the longer of two times: moving the bytes, or computing plus the processor time that moving takes.
     """
     alone = next(row for row in select(rows, "time", run) if row["variant"] == ALONE)
     moved, busy = moving(rows, run, ("reduce to owners", "share"))
@@ -101,18 +101,18 @@ def bound(rows: Sequence[Row], run: tuple[str, int, str]) -> float:
     return float(max(computed + busy * moved, moved))
 
 
-def primitive(rows: Sequence[Row], run: tuple[str, int, str], name: str, what: str = "seconds") -> float:
-    """The median time of a primitive in a run, or what a rank ``worked`` for it."""
-    found = [seconds for row in select(rows, "primitive", run) if row["name"] == name for seconds in row[what]]
+def primitive(rows: Sequence[Row], run: tuple[str, int, str], name: str, key: str = "seconds") -> float:
+    """Return the median time of a primitive in a run, or with the key ``worked`` its median processor time."""
+    found = [seconds for row in select(rows, "primitive", run) if row["name"] == name for seconds in row[key]]
     return float(statistics.median(found))
 
 
 def moving(rows: Sequence[Row], run: tuple[str, int, str], names: Sequence[str]) -> tuple[float, float]:
-    """The seconds of some primitives, and the part of them in which they kept this machine's cores from computing."""
+    """Return the seconds of some primitives, and the part of them in which they keep the cores from computing."""
     seconds = sum(primitive(rows, run, name) for name in names)
     cores = os.cpu_count() or 1
     if run[1] < cores:
-        return seconds, 0.0  # gloo's threads have cores of their own
+        return seconds, 0.0  # gloo's threads run on cores that no rank computes on
     worked = sum(primitive(rows, run, name, "worked") for name in names)
     return seconds, min(1.0, worked * run[1] / cores / seconds)
 
@@ -128,7 +128,7 @@ WAYS = {
 
 
 def predictions(rows: Sequence[Row], run: tuple[str, int, str]) -> list[Row]:
-    """The time model's step times next to the measured ones; its inputs are what was measured without communication."""
+    """Return the step times that the time model predicts, next to the measured ones."""
     alone = next(row for row in select(rows, "time", run) if row["variant"] == ALONE)
     counts = elements_of(alone["sizes"])
     job = Job(sum(counts), max(counts), statistics.median(alone["backward"]), statistics.median(alone["step"]))
@@ -149,13 +149,13 @@ def predictions(rows: Sequence[Row], run: tuple[str, int, str]) -> list[Row]:
 
 
 def title_of(run: tuple[str, int, str]) -> str:
-    """A run in words."""
+    """Return a description of a run."""
     model, ranks, link = run
     return f"{model} model, {ranks} ranks, {link or 'plain loopback'}"
 
 
 def time_cells(summary: Row) -> list[str]:
-    """One variant's cells in the table of a timed run."""
+    """Return the cells of one variant in the table of a timed run."""
     if summary["error"]:
         return [summary["variant"], summary["error"]]
     low, high = summary["quartiles"]
@@ -191,7 +191,7 @@ MEMORY_KINDS = ("parameters", "gradients", "state", "other")
 
 
 def memory_rows(rows: Sequence[Row], ranks: int) -> list[list[str]]:
-    """For each variant MB by kind on the rank with the highest peak, and how uneven the state is."""
+    """Return cells for each variant: MB by kind on the rank with the highest peak, and the imbalance of the state."""
     found: dict[str, list[Row]] = {}
     for row in rows:
         if row["kind"] == "memory" and row["ranks"] == ranks:
@@ -204,10 +204,10 @@ def memory_rows(rows: Sequence[Row], ranks: int) -> list[list[str]]:
         largest = max(each, key=lambda row: row["peak"])
         states = [row["state"] for row in each]
         together = sum(largest[kind] for kind in MEMORY_KINDS)
-        held = [*(largest[kind] for kind in MEMORY_KINDS), together, largest["between"], largest["peak"]]
-        kinds = [f"{bytes_ / MB:.1f}" for bytes_ in held]
-        uneven = max(states) * len(states) / sum(states) if sum(states) else 1.0
-        cells.append([variant, *kinds, f"{largest['resident'] / MB:.0f}", f"{uneven:.3f}"])
+        sizes = [*(largest[kind] for kind in MEMORY_KINDS), together, largest["between"], largest["peak"]]
+        kinds = [f"{bytes_ / MB:.1f}" for bytes_ in sizes]
+        imbalance = max(states) * len(states) / sum(states) if sum(states) else 1.0
+        cells.append([variant, *kinds, f"{largest['resident'] / MB:.0f}", f"{imbalance:.3f}"])
     return cells
 
 
@@ -215,7 +215,7 @@ SIZE_COLUMNS = ("variant", "parameters", "between steps MB", "% of the model", "
 
 
 def size_rows(rows: Sequence[Row]) -> list[list[str]]:
-    """For each variant and size, on the largest rank: memory beside parameters, gradients and state."""
+    """Return cells for each variant and model size: memory other than parameters, gradients and state."""
     found: dict[tuple[str, int], Row] = {}
     for row in select(rows, "size"):
         if row.get("error"):
@@ -237,7 +237,7 @@ def size_rows(rows: Sequence[Row]) -> list[list[str]]:
 
 
 def save_rows(rows: Sequence[Row]) -> list[list[str]]:
-    """For each variant the seconds to gather the state, and to save."""
+    """Return cells for each variant: the seconds to gather the state, and to save."""
     cells = []
     for row in select(rows, "save"):
         if row["error"]:
@@ -269,10 +269,10 @@ def host_time_columns(rows: Sequence[Row]) -> list[str]:
 
 
 def print_tables(rows: Sequence[Row], console: Console) -> None:
-    """Everything, for the terminal."""
+    """Print all tables for which there are rows."""
     for run in runs_in(rows):
         console.print(_table(title_of(run), TIME_COLUMNS, [time_cells(each) for each in summaries(rows, run)]))
-        console.print(f"bound from primitives: {1e3 * bound(rows, run):.1f} ms")
+        console.print(f"lower bound from primitives: {1e3 * bound(rows, run):.1f} ms")
         model = [
             [each["variant"], f"{1e3 * each['measured']:.1f}", f"{1e3 * each['predicted']:.1f}", f"{each['off']:.2f}"]
             for each in predictions(rows, run)
@@ -307,6 +307,6 @@ def _table(title: str, columns: Sequence[str], cells: Iterable[Sequence[str]]) -
 
 
 def markdown(columns: Sequence[str], cells: Iterable[Sequence[str]]) -> str:
-    """A table as Markdown."""
+    """Return a table as Markdown."""
     lines = [columns, ["---"] * len(columns), *(list(row) + [""] * (len(columns) - len(row)) for row in cells)]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)

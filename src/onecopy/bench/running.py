@@ -1,4 +1,4 @@
-"""A whole benchmark: which measurements are made, in which processes, and what becomes of the rows."""
+"""Run a whole benchmark: start the processes of every measurement, and yield its results as rows."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from onecopy.bench.report import Row, elements_of
 from onecopy.bench.variants import ALONE, MEMORY_ONLY, THEIRS, YARDSTICK
 
 ALWAYS = (ALONE, YARDSTICK, THEIRS)
-"""Variants that run in every heat, because the others are compared with them."""
+"""Variants that run in every heat, because the other variants are compared with them."""
 
 GROWN = ("onecopy", "onecopy, bucket views", "onecopy, ShardedDataParallel")
 """Variants whose memory is measured for models of several sizes."""
 
 ROUNDS_PER_LAUNCH = 5
-"""Then the ranks are started anew, so that nothing peculiar to one launch decides."""
+"""The number of rounds after which the ranks are started anew, so that chance effects of one launch average out."""
 
-WARMED_UP = 3
-"""Steps before the clock is used; more in the first launch, which compares parameters."""
+WARM_UP_STEPS = 3
+"""Steps before the first timed step; the first launch makes more, because it compares parameters."""
 
 BYTES_PER_ELEMENT = 16
-"""What a variant needs on a rank, on the average: parameters, gradients, state, buffers."""
+"""The average memory of a variant on a rank, per element: parameters, gradients, state, buffers."""
 
 
 HOST_TIME_ROUNDS = 5
@@ -35,7 +35,7 @@ HOST_TIME_ROUNDS = 5
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What to measure."""
+    """The variants, numbers of ranks, models and links of a benchmark, and the parts that are measured."""
 
     names: Sequence[str]
     ranks: Sequence[int] = (2, 4)
@@ -46,16 +46,16 @@ class Plan:
     sizes: dict[str, int] = field(default_factory=dict)
 
     def sizes_of(self, model: str) -> Sizes:
-        """A model's sizes, with those that were given instead."""
+        """Return the sizes of a model, with the user's changes."""
         return Sizes(**{**asdict(MODELS[model]), **self.sizes})
 
     def name_of(self, model: str) -> str:
-        """What a model is called in rows: another name where it has other sizes."""
+        """Return the name of a model in rows, which includes the user's changes of its sizes."""
         return f"{model} ({', '.join(f'{key} {size}' for key, size in self.sizes.items())})" if self.sizes else model
 
 
 def heats(names: Sequence[str], ranks: int, sizes: Sizes) -> list[list[str]]:
-    """The variants in as many groups as memory asks for; each has those that all are compared with."""
+    """Divide the variants into heats that fit into memory; each heat includes the variants of ``ALWAYS``."""
     each = BYTES_PER_ELEMENT * sum(elements_of(asdict(sizes))) * ranks
     room = max(len(ALWAYS) + 1, int(0.85 * launching.free_bytes() / each))
     others = [name for name in names if name not in ALWAYS]
@@ -65,7 +65,7 @@ def heats(names: Sequence[str], ranks: int, sizes: Sizes) -> list[list[str]]:
 
 
 def run(plan: Plan, tell: Callable[[str], object]) -> Iterator[Row]:
-    """Measure everything, one row after the other; ``tell`` hears what comes next."""
+    """Run all measurements and yield their rows; ``tell`` is called with a description of each before it starts."""
     if "time" in plan.parts:
         yield from _times(plan, tell)
     if "memory" in plan.parts:
@@ -108,8 +108,8 @@ def _times(plan: Plan, tell: Callable[[str], object]) -> Iterator[Row]:
                     for start in range(0, plan.rounds, ROUNDS_PER_LAUNCH):
                         tell(f"step times: {heat}, round {start + 1}/{plan.rounds}")
                         rounds = ["--rounds", str(min(ROUNDS_PER_LAUNCH, plan.rounds - start))]
-                        warmth = ["--warm-up", str(WARMED_UP)] if start else []
-                        arguments = ["time", *_about(plan, model, names), *rounds, *warmth]
+                        warm_up = ["--warm-up", str(WARM_UP_STEPS)] if start else []
+                        arguments = ["time", *_about(plan, model, names), *rounds, *warm_up]
                         rows, error = launching.run(ranks, arguments, link or None)
                         launches.append(rows or [_failed("failed heat", ", ".join(names), ranks, error)])
                     for row in merged(launches):
@@ -117,9 +117,9 @@ def _times(plan: Plan, tell: Callable[[str], object]) -> Iterator[Row]:
 
 
 def merged(launches: Sequence[Sequence[Row]]) -> list[Row]:
-    """One row for what several launches have measured of the same thing: lists one after the other, the rest as first.
+    """Merge the rows of several launches into one row per variant or primitive.
 
-    An error in any of them is the whole's.
+    Lists are concatenated. Other values are those of the first launch. An error in any launch is kept.
     """
     found: dict[tuple[str, str], Row] = {}
     for row in (row for rows in launches for row in rows):
@@ -142,7 +142,7 @@ def _memories(plan: Plan, tell: Callable[[str], object]) -> Iterator[Row]:
 
 
 def _grown(plan: Plan, tell: Callable[[str], object]) -> Iterator[Row]:
-    """Memory of models of growing depth."""
+    """Measure the memory of models of growing depth."""
     sizes = plan.sizes_of(plan.models[0])
     for depth in (sizes.depth, 4 * sizes.depth, 16 * sizes.depth):
         grown = replace(plan, sizes={**plan.sizes, "depth": depth})
@@ -154,11 +154,11 @@ def _grown(plan: Plan, tell: Callable[[str], object]) -> Iterator[Row]:
 
 
 def read(path: Path) -> list[Row]:
-    """The rows of an earlier run."""
+    """Read the rows of an earlier run."""
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def write(row: dict[str, Any], path: Path) -> None:
-    """Add a row to a file."""
+    """Append a row to a file."""
     with path.open("a") as file:
         file.write(json.dumps(row) + "\n")

@@ -1,4 +1,4 @@
-"""How long each variant takes to gather its optimizer's state, and to save a run."""
+"""Measure the time that each variant takes to gather the optimizer's state, and to save model and optimizer."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ FOLDER = "onecopy-bench-saving"
 
 
 def measure(names: Sequence[str], sizes: Sizes, rounds: int, root: Path) -> list[dict[str, Any]]:
-    """Each variant in turn, ``rounds`` times; made anew every time, because all of them at once need much memory."""
+    """Measure each variant in turn, ``rounds`` times.
+
+    A variant is constructed anew in every round, because all variants together need too much memory.
+    """
     found: dict[str, dict[str, list[float]]] = {name: {"consolidate": [], "save": []} for name in names}
     errors: dict[str, str] = {}
     for number in range(rounds):
@@ -59,7 +62,7 @@ def measure(names: Sequence[str], sizes: Sizes, rounds: int, root: Path) -> list
 
 
 def timed(action: Callable[[], object]) -> float:
-    """Seconds until all ranks are done."""
+    """Return the seconds until all ranks have finished an action."""
     dist.barrier()
     start = time.perf_counter()
     action()
@@ -68,7 +71,7 @@ def timed(action: Callable[[], object]) -> float:
 
 
 def gather(optimizer: Any) -> None:
-    """Gather the whole state on rank 0, with any class that can."""
+    """Gather the whole state on rank 0, with any class that has ``consolidate_state_dict``."""
     if type(optimizer).__module__.startswith("fairscale"):
         optimizer.consolidate_state_dict(recipient_rank=0)
     else:
@@ -76,7 +79,7 @@ def gather(optimizer: Any) -> None:
 
 
 def save(name: str, trained: Trained, folder: Path) -> None:
-    """Save model and optimizer the way that a variant's users do."""
+    """Save model and optimizer in the usual way of a variant."""
     if isinstance(trained.optimizer, ZeroRedundancyOptimizer):
         checkpoint.save(folder, 1, model=trained.model, optimizer=trained.optimizer)
     elif name.startswith("DeepSpeed"):

@@ -1,4 +1,4 @@
-"""Step times of many variants in one run, taking turns, with bytes on the wire and the primitives beneath them."""
+"""Measure the step times of many variants that take turns, their bytes on the wire, and communication by itself."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from onecopy.comm.collectives import Collectives
 from onecopy.comm.pairwise_exchange import PairwiseExchange, message_lengths, sum_into
 
 TIMED = 2
-"""Steps that are timed in a turn."""
+"""The number of timed steps in a turn."""
 
 COMPARED = 10
-"""Steps after which parameters are compared with those of DDP."""
+"""The number of steps after which parameters are compared with DDP's."""
 
 
 @dataclass(slots=True)
 class Timed:
-    """A variant and what was measured of it."""
+    """A variant and its measurements."""
 
     name: str
     trained: Trained | None = None
@@ -43,7 +43,7 @@ class Timed:
 
 
 def iterate(trained: Trained, sizes: Sizes, number: int) -> tuple[float, float]:
-    """One iteration; when its forward and backward, and its step, have ended."""
+    """Run one iteration, and return the times at which its backward pass and its step ended."""
     tokens = sizes.tokens(dist.get_rank(), number)
     trained.zero()
     trained.forward_backward(tokens)
@@ -53,9 +53,9 @@ def iterate(trained: Trained, sizes: Sizes, number: int) -> tuple[float, float]:
 
 
 def turn(timed: Timed, sizes: Sizes, number: int) -> None:
-    """A few steps in a row, with the clock around all but the first and the byte counter around all.
+    """Run a few steps in a row: all but the first are timed, and the bytes of all are counted.
 
-    What a step leaves under way for the next one (``overlap_forward``) is thus paid for inside the timed steps.
+    So communication that a step leaves in flight for the next one (``overlap_forward``) is inside the timed steps.
     """
     assert timed.trained is not None
     dist.barrier()
@@ -77,7 +77,7 @@ def turn(timed: Timed, sizes: Sizes, number: int) -> None:
 
 
 def prepare(names: Sequence[str], sizes: Sizes, warm_up: int) -> list[Timed]:
-    """Make all variants from the same weights, train each a little, and compare it with DDP."""
+    """Construct all variants from the same weights, train each for ``warm_up`` steps, and compare it with DDP."""
     origin = sizes.make()
     found = []
     reference: list[torch.Tensor] = []
@@ -99,12 +99,12 @@ def prepare(names: Sequence[str], sizes: Sizes, warm_up: int) -> list[Timed]:
 
 
 def measure(names: Sequence[str], sizes: Sizes, rounds: int, warm_up: int = COMPARED) -> list[dict[str, Any]]:
-    """All variants in turns; rows for this rank's own report."""
+    """Measure all variants in turns, and return the rows of this rank."""
     everything = prepare(names, sizes, warm_up)
     running = [timed for timed in everything if timed.trained is not None]
     before = primitives(sizes)
     for number in range(rounds):
-        for position in _any_order(len(running)):
+        for position in _random_order(len(running)):
             turn(running[position], sizes, 10 + number)
     after = primitives(sizes)
     counted = bool(os.environ.get(COUNTED))
@@ -134,17 +134,18 @@ def measure(names: Sequence[str], sizes: Sizes, rounds: int, warm_up: int = COMP
     return rows
 
 
-def _any_order(count: int) -> list[int]:
-    """Another order in every round, the same on all ranks, so that no variant always follows the same neighbour."""
+def _random_order(count: int) -> list[int]:
+    """Return a random order that is the same on all ranks, so that no variant always follows the same other one."""
     order = torch.randperm(count, generator=torch.Generator().manual_seed(time.time_ns()))
     dist.broadcast(order, 0)
     return order.tolist()
 
 
 def primitives(sizes: Sizes, repeats: int = 5) -> dict[str, list[tuple[float, float]]]:
-    """What moving the model's bytes costs by itself: all-reduced whole, reduced to its owners, and shared by them.
+    """Measure communication by itself: an all-reduce, a reduce-scatter and a sharing of the model's bytes.
 
-    Seconds, and seconds of processor time of all of this rank's threads.
+    Returns:
+        For each of them pairs of seconds and of processor time of all threads of this rank.
     """
     collectives = Collectives()
     ranks = collectives.world_size
@@ -160,14 +161,14 @@ def primitives(sizes: Sizes, repeats: int = 5) -> dict[str, list[tuple[float, fl
             work.wait()
 
     def reduce() -> None:
-        messages, homes = [part.split(lengths) for part in parts], mine.split(lengths)
+        messages, outputs = [part.split(lengths) for part in parts], mine.split(lengths)
         exchange = PairwiseExchange(
-            collectives, messages, lengths, mine.dtype, mine.device, pool, tag, homes, in_turns=True
+            collectives, messages, lengths, mine.dtype, mine.device, pool, tag, outputs, in_turns=True
         )
         own = messages[collectives.group_rank]
-        for home, values, rows in zip(homes, own, exchange.arrivals(), strict=True):
+        for output, values, rows in zip(outputs, own, exchange.arrivals(), strict=True):
             rows.insert(collectives.group_rank, values)
-            sum_into(home, rows, 0.5)
+            sum_into(output, rows, 0.5)
         exchange.end()
 
     actions: dict[str, Callable[[], object]] = {
@@ -179,14 +180,14 @@ def primitives(sizes: Sizes, repeats: int = 5) -> dict[str, list[tuple[float, fl
     for name, action in actions.items():
         for _ in range(1 + repeats):
             dist.barrier()
-            start, worked = time.perf_counter(), time.process_time()
+            start, processor_start = time.perf_counter(), time.process_time()
             action()
-            found.setdefault(name, []).append((time.perf_counter() - start, time.process_time() - worked))
+            found.setdefault(name, []).append((time.perf_counter() - start, time.process_time() - processor_start))
         del found[name][0]
     return found
 
 
 def ratios(one: Sequence[float], other: Sequence[float]) -> tuple[float, float, float]:
-    """Lower quartile, median and upper quartile of the ratios of two variants, round by round."""
+    """Return the lower quartile, median and upper quartile of the ratios of two variants, round by round."""
     low, middle, high = statistics.quantiles([a / b for a, b in zip(one, other, strict=True)], n=4)
     return low, middle, high

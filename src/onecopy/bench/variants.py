@@ -1,4 +1,4 @@
-"""Every way to train that is compared, made from one model with the same options."""
+"""The variants that the benchmark compares, each constructed from the same model with the same options."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ ALONE = "no communication"
 
 
 def nothing() -> None:
-    """Nothing is left under way after a step."""
+    """Do nothing: the ``finish`` of variants that have no communication in flight after a step."""
 
 
 @dataclass(slots=True)
 class Trained:
-    """A model that can be stepped, and where to look for what it holds.
+    """A variant in training: the functions of one iteration, and its tensors.
 
-    ``zero``, ``forward_backward`` and ``step`` are the parts of one iteration; ``finish`` ends what it has left.
-    ``gradients`` are those that are not in ``param.grad``.
+    ``zero``, ``forward_backward`` and ``step`` are the parts of one iteration. ``finish`` waits for communication that
+    is in flight after it. ``gradients`` returns gradients that are not in ``param.grad``.
     """
 
     model: nn.Module
@@ -52,7 +52,7 @@ Make = Callable[[GPT], Trained]
 
 
 def ordinary(model: nn.Module, optimizer: Optimizer, state: Callable[[], Iterable[Any]]) -> Trained:
-    """The usual loop."""
+    """Return a variant with the usual training loop."""
 
     def forward_backward(tokens: Tensor) -> None:
         loss_of(model, tokens).backward()
@@ -69,13 +69,13 @@ def ordinary(model: nn.Module, optimizer: Optimizer, state: Callable[[], Iterabl
 
 
 def alone(model: GPT) -> Trained:
-    """What computing costs by itself: every rank for itself, with a whole update."""
+    """Train every rank by itself with a whole update, so that only computing is measured."""
     optimizer = AdamW(model.parameters(), lr=LR, fused=True)
     return ordinary(model, optimizer, lambda: optimizer.state.values())
 
 
 def ddp(views: bool = False, foreach: bool | None = None, fused: bool | None = None) -> Make:
-    """DDP with the plain optimizer."""
+    """Return a constructor of DDP with the plain optimizer."""
 
     def make(model: GPT) -> Trained:
         wrapped = DistributedDataParallel(model, gradient_as_bucket_view=views)
@@ -86,11 +86,11 @@ def ddp(views: bool = False, foreach: bool | None = None, fused: bool | None = N
 
 
 def torch_zero(views: bool, fused: bool) -> Make:
-    """torch.distributed.optim's class."""
+    """Return a constructor of DDP with torch's ``ZeroRedundancyOptimizer``."""
 
     def make(model: GPT) -> Trained:
         with warnings.catch_warnings():
-            # Importing it compiles TorchScript, which warns that TorchScript is deprecated. Nothing of ours.
+            # Importing it compiles TorchScript, which warns that TorchScript is deprecated.
             warnings.simplefilter("ignore", DeprecationWarning)
             from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
         wrapped = DistributedDataParallel(model, gradient_as_bucket_view=views)
@@ -101,7 +101,7 @@ def torch_zero(views: bool, fused: bool) -> Make:
 
 
 def level_one(hook: str = "", views: bool = False, shard_by: Any = "parameter") -> Make:
-    """Level 1 with DDP, and one of the hooks."""
+    """Return a constructor of DDP with onecopy's ``ZeroRedundancyOptimizer``, and with one of its hooks if asked."""
 
     def make(model: GPT) -> Trained:
         wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
@@ -127,7 +127,7 @@ def level_one(hook: str = "", views: bool = False, shard_by: Any = "parameter") 
 
 
 def sharded(overlap_forward: bool = False, sparse: bool = False, bf16: bool = False) -> Make:
-    """Our ShardedDataParallel."""
+    """Return a constructor of onecopy's ``ShardedDataParallel``."""
 
     def make(model: GPT) -> Trained:
         zero = ZeroRedundancyOptimizer(model.parameters(), AdamW, lr=LR, fused=True)
@@ -148,7 +148,7 @@ def sharded(overlap_forward: bool = False, sparse: bool = False, bf16: bool = Fa
 
 
 def fsdp2(reshard: bool) -> Make:
-    """FSDP2, a group for each block, the embedding and the head."""
+    """Return a constructor of FSDP2 with ``fully_shard`` on each block, the embedding, the head and the model."""
 
     def make(model: GPT) -> Trained:
         from torch.distributed.fsdp import fully_shard
@@ -165,7 +165,7 @@ def fsdp2(reshard: bool) -> Make:
 
 
 def deepspeed(stage: int) -> Make:
-    """DeepSpeed's engine, with clipping switched off, which it does at 1.0 by default."""
+    """Return a constructor of DeepSpeed's engine without gradient clipping, which is at 1.0 by default."""
 
     def make(model: GPT) -> Trained:
         import deepspeed
@@ -201,7 +201,10 @@ def deepspeed(stage: int) -> Make:
 
 
 def fairscale(sharded_ddp: bool) -> Make:
-    """OSS with DDP, or with its own wrapper, whose gradients must be zeroed through the model."""
+    """Return a constructor of fairscale's OSS with DDP or with fairscale's own wrapper.
+
+    Gradients of fairscale's wrapper must be zeroed through the model.
+    """
 
     def make(model: GPT) -> Trained:
         from fairscale.nn.data_parallel import ShardedDataParallel as ShardedDDP
@@ -246,17 +249,20 @@ VARIANTS: dict[str, Make] = {
 }
 
 MEMORY_ONLY: dict[str, Make] = {"onecopy, ShardedDataParallel, bf16 + masters": sharded(bf16=True)}
-"""Not comparable in time: bf16 on a CPU."""
+"""Variants of which only the memory is measured, because bf16 is slow on a CPU."""
 
 
 def chosen(pattern: str) -> list[str]:
-    """Variants whose names contain one of some texts, separated by semicolons, beside those all are compared with."""
+    """Return the variants whose names contain one of the texts in ``pattern``, which are separated by semicolons.
+
+    The variants that all others are compared with are always included.
+    """
     texts = [text.strip() for text in pattern.split(";") if text.strip()]
     always = (ALONE, YARDSTICK, THEIRS)
     return [name for name in VARIANTS if not texts or name in always or any(text in name for text in texts)]
 
 
 def difference(one: Iterable[Tensor], other: Iterable[Tensor]) -> float:
-    """The largest difference between two models' parameters."""
+    """Return the largest difference between the parameters of two models."""
     pairs = zip(one, other, strict=True)
     return max((a.detach().float() - b.detach().float()).abs().max().item() for a, b in pairs)

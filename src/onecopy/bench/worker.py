@@ -1,4 +1,4 @@
-"""One rank of a measurement: ``torchrun -m onecopy.bench.worker KIND ...`` writes rows of JSON into a folder."""
+"""One rank of a measurement, started by ``torchrun -m onecopy.bench.worker KIND ...``; it writes rows as JSON."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from onecopy.bench.models import Sizes
 
 
 def main() -> None:
-    """Measure, and write what was found; the clock of rank 0 counts."""
+    """Measure, and write the rows of rank 0 to a file; for memory, the rows of every rank."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("kind", choices=["time", "memory", "overhead", "save"])
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--names", default="[]", help="variants, as JSON")
     parser.add_argument("--sizes", default="{}", help="the model's sizes, as JSON")
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--warm-up", type=int, default=timing.COMPARED, help="steps before the clock is used")
+    parser.add_argument("--warm-up", type=int, default=timing.COMPARED, help="steps before the first timed step")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)

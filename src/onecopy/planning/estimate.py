@@ -1,8 +1,8 @@
 """Estimates of the time of a step, its traffic and the memory of a rank, computed without running anything.
 
 Traffic is exact. Time is a model with three assumptions. The backward pass hides the reduction of all buckets but the
-last. The update or the next forward pass hides the sharing of parameters if the way of training allows it. Nothing hides
-the processor time that communication takes from the cores that compute.
+last. The update or the next forward pass hides the sharing of parameters if the way of training allows it. Nothing
+hides the processor time that communication takes from the cores that compute.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""How long saving and loading a run takes: onecopy, torch's class, torch.distributed.checkpoint, DeepSpeed, the disk.
+"""Measure the time of saving and loading with onecopy, torch's class, torch.distributed.checkpoint and DeepSpeed.
 
-AdamW with one copy of the model on each of two gloo processes. In each round every contender is made, saves, loads and
-is let go, one after the other. The limit is a plain write of the same bytes, half of them by each rank, with one fsync;
-for loading, a plain read of them. Files that were just written are read from the system's cache by all of them.
+The optimizer is AdamW, with a copy of the model on each of two gloo processes. In each round every contender is
+constructed, saves, loads and is freed, one after the other. The limit is a plain write of the same bytes, half of them
+by each rank, with one fsync, and a plain read of them. All contenders read their new files from the system's cache.
 
-What each of them promises differs: onecopy and torch.distributed.checkpoint flush to the disk, torch.save does not;
-only onecopy has checksums, which it checks when loading.
+Their guarantees differ: onecopy and torch.distributed.checkpoint flush to the disk, torch.save does not. Only onecopy
+has checksums, which it verifies when it loads.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from onecopy import ZeroRedundancyOptimizer, checkpoint
 from onecopy.bench.models import GPT
 
 with warnings.catch_warnings():
-    # Importing torch's class compiles TorchScript, which warns that TorchScript is deprecated. Nothing of ours.
+    # Importing torch's class compiles TorchScript, which warns that TorchScript is deprecated.
     warnings.simplefilter("ignore", DeprecationWarning)
     from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
 
@@ -48,7 +48,7 @@ SIZES: dict[str, dict[str, int]] = {"25M": {}, "200M": {"width": 1024, "depth": 
 
 
 class Timer:
-    """Seconds of each part, the slowest rank's."""
+    """Measures the seconds of each part on the slowest rank."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -64,7 +64,7 @@ class Timer:
 
 
 def model_with_gradients(size: str) -> nn.Module:
-    """The model, the same on all ranks, with something in every gradient."""
+    """Return a model that is the same on all ranks, with a gradient for every parameter."""
     torch.manual_seed(0)
     model = GPT(**SIZES[size])
     for param in model.parameters():
@@ -73,7 +73,7 @@ def model_with_gradients(size: str) -> nn.Module:
 
 
 def stepped(optimizer: Any) -> Any:
-    """One step gives every parameter its state."""
+    """Make one step, which creates the state of every parameter, and return the optimizer."""
     optimizer.step()
     optimizer.zero_grad()
     return optimizer
@@ -194,12 +194,12 @@ RUNS: dict[str, Callable[[str, Path, Timer], None]] = {
 
 
 def bytes_in(folder: Path) -> int:
-    """What was written."""
+    """Return the number of bytes of all files in a folder."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 def measure(names: Sequence[str], size: str, rounds: int, root: Path) -> dict[str, dict[str, Any]]:
-    """All contenders in turns; an error takes a contender out, with its text."""
+    """Measure all contenders in turns; a contender that raises is not run again, and its error is reported."""
     found: dict[str, dict[str, Any]] = {name: {} for name in names}
     for number in range(rounds):
         for name in names:
@@ -226,7 +226,7 @@ def measure(names: Sequence[str], size: str, rounds: int, root: Path) -> dict[st
 
 
 def main() -> None:
-    """Print a table, and one JSON line per contender."""
+    """Print a table, and one line of JSON for each contender."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--size", choices=SIZES, default="25M")
     parser.add_argument("--rounds", type=int, default=3)

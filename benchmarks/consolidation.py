@@ -1,10 +1,10 @@
-"""How long gathering the optimizer state takes, and how much memory: torch's class and onecopy, in the same run.
+"""Measure the time and the memory of gathering the optimizer state, with torch's class and onecopy in the same run.
 
-AdamW over 25M parameters, two gloo processes. Each round consolidates once with torch's class and once with onecopy,
-from the same values, and compares what they return.
+The state is AdamW's for 25M parameters on two gloo processes. Each round consolidates once with torch's class and once
+with onecopy, from the same values, and compares the results.
 
-Peak extra memory is the highest resident set size that a thread saw (it looks every 2 ms) minus the size just before.
-It includes the result itself: on rank 0, the whole state.
+Peak extra memory is the highest resident set size, sampled every 2 ms by a thread, minus the size just before. It
+includes the result itself: on rank 0, the whole state.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from torch.optim import AdamW
 import onecopy
 
 with warnings.catch_warnings():
-    # Importing torch's class compiles TorchScript, which warns that TorchScript is deprecated. Nothing of ours.
+    # Importing torch's class compiles TorchScript, which warns that TorchScript is deprecated.
     warnings.simplefilter("ignore", DeprecationWarning)
     from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
 
@@ -42,7 +42,7 @@ PAGE = os.sysconf("SC_PAGE_SIZE")
 
 @dataclass
 class Contender:
-    """One of the two classes, and what was measured of it on this rank."""
+    """One of the two classes, and its measurements on this rank."""
 
     name: str
     optimizer: Any
@@ -78,7 +78,7 @@ class PeakMemory:
 
     @property
     def extra_bytes(self) -> int:
-        """How far it rose above where it was at the start."""
+        """The growth of the resident set size from the start to the peak."""
         return self._peak - self._start
 
     def _watch(self) -> None:
@@ -88,7 +88,7 @@ class PeakMemory:
 
 
 def resident_bytes() -> int:
-    """This process's resident set size."""
+    """Return the resident set size of this process."""
     with open("/proc/self/statm") as statm:
         return int(statm.read().split()[1]) * PAGE
 
@@ -102,14 +102,14 @@ def release_free_memory() -> None:
 
 
 def make_params() -> list[Tensor]:
-    """25M parameters: an embedding, matrices as in a transformer, and vectors."""
+    """Return 25M parameters: an embedding, matrices as in a transformer, and vectors."""
     shapes = [(24576, 512), *[(512, 2048), (512,), (512, 512)] * 9, (512, 1024), (512, 512), (1024,)]
     generator = torch.Generator().manual_seed(0)
     return [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
 
 
 def make_contender(name: str, optimizer_class: type) -> Contender:
-    """One step gives every parameter its state."""
+    """Construct an optimizer and make one step, which creates the state of every parameter."""
     params = make_params()
     optimizer = optimizer_class(params, AdamW, lr=1e-3)
     for param in params:
@@ -120,15 +120,15 @@ def make_contender(name: str, optimizer_class: type) -> Contender:
 
 
 def check_equal(first: dict[int, dict[str, Tensor]], second: dict[int, dict[str, Tensor]]) -> None:
-    """Raise unless both returned the same state, bit by bit."""
+    """Raise ``AssertionError`` unless both states are equal bit by bit."""
     assert first.keys() == second.keys()
     for index, state in first.items():
         assert state.keys() == second[index].keys()
         assert all(torch.equal(value, second[index][key]) for key, value in state.items()), index
 
 
-def forget_result(optimizer: Any) -> None:
-    """Let go of the gathered state, so that each round starts from the same memory."""
+def free_result(optimizer: Any) -> None:
+    """Free the gathered state, so that each round starts from the same memory."""
     optimizer.step()  # without gradients: nothing changes, but a consolidation is stale after a step
     if "_all_state_dicts" in vars(optimizer):
         optimizer._all_state_dicts.clear()  # torch's class would keep it until the next consolidation
@@ -145,8 +145,8 @@ def main() -> int:
         expected, got = torch_zero.consolidate(), ours.consolidate()
         check_equal(expected, got)
         del expected, got
-        forget_result(torch_zero.optimizer)
-        forget_result(ours.optimizer)
+        free_result(torch_zero.optimizer)
+        free_result(ours.optimizer)
 
     console = Console(quiet=rank != 0)
     elements = sum(ours.optimizer.layout.elements_per_rank)

@@ -1,9 +1,9 @@
-"""Kill one rank in the middle of a save, again and again: what was saved before must stay, nothing may load in part.
+"""Kill one rank during a save, many times: older checkpoints must stay intact, and no checkpoint may load in part.
 
-Each rank dies of SIGKILL before, during or after every change to the file system and every vote, with 2, 3 and 4 ranks,
-saving in the foreground and in the background. After each kill the other ranks must end by themselves, and fresh ranks
-check every checkpoint, load the newest, compare it bit by bit with an undisturbed run, go on and save. A count below
-the number of different kills takes an even sample of them; see ``tests/faults_worker.py``.
+SIGKILL ends each rank before, during and after every change to the file system and every vote, with 2, 3 and 4 ranks,
+in blocking and in background saves. After each kill the other ranks must end by themselves. Then new ranks check
+every checkpoint, load the newest, compare it bit by bit with an undisturbed run, train on and save. A count below the
+number of different kills takes an even sample of them; see ``tests/faults_worker.py``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ COLUMNS = ("ranks", "save", "kills", "old", "new", "hangs", "partial loads", "cl
 
 
 def rows(outcomes: list[Outcome]) -> list[list[str]]:
-    """One line for each number of ranks and mode, and one for all."""
+    """Return one row for each number of ranks and kind of save, and one for all of them."""
     kinds = [(size, blocking) for size in WORLD_SIZES for blocking in (True, False)]
     lines = []
     for size, blocking in kinds:
@@ -47,10 +47,10 @@ def figures(part: list[Outcome]) -> list[str]:
 
 
 def main() -> int:
-    """Return 1 if anything was not as it must be."""
+    """Return 1 if a kill did damage."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("count", type=int, nargs="?", default=200, help="how many kills")
-    parser.add_argument("--seed", type=int, default=0, help="of the sample and of the delays")
+    parser.add_argument("count", type=int, nargs="?", default=200, help="the number of kills")
+    parser.add_argument("--seed", type=int, default=0, help="the seed of the sample and of the delays")
     arguments = parser.parse_args()
     if arguments.count < 1:
         parser.error("nothing to do")
@@ -70,16 +70,15 @@ def main() -> int:
     for line in rows(outcomes):
         table.add_row(*line, end_section=line[1] == "background")
     console.print(table)
-    console.print("old, new: the newest checkpoint after the kill is the one before, or that of the save (committed).")
-    console.print("cleared: the next save worked and left nothing of the dead one.")
+    console.print("old, new: the newest checkpoint after the kill is the one before the save, or that of the save.")
+    console.print("cleared: the next save succeeded and removed the files of the interrupted one.")
     points = Counter(outcome.point for outcome in outcomes)
     console.print("Where: " + ", ".join(f"{name} {count}" for name, count in points.most_common()))
     failed = [outcome for outcome in outcomes if outcome.problems]
     for outcome in failed:
         console.print(f"{outcome.kill} ({outcome.point}): " + "; ".join(outcome.problems), markup=False)
     console.print(
-        f"{len(outcomes) - len(failed)} of {len(outcomes)} kills left everything as it must be; "
-        f"{time.perf_counter() - start:.0f} s"
+        f"{len(outcomes) - len(failed)} of {len(outcomes)} kills did no damage; {time.perf_counter() - start:.0f} s"
     )
     return int(bool(failed))
 

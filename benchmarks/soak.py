@@ -1,16 +1,16 @@
-"""Train for a long time with every DDP hook, at random speeds, beside plain DDP: nothing may hang or differ.
+"""Train with every DDP hook for a long time, with random delays, and compare with plain DDP.
 
-Each configuration (hook, number of ranks, bucket size) runs in gloo processes of its own. Ranks sleep for up to 5 ms
-at random: before they reduce a bucket, before they hand on what was reduced, before and after ``step()``. So that
-nothing else keeps them in step, ten iterations run at a time, then plain DDP with the plain optimizer (without delays)
-runs the same ten. The parameters after each iteration must be
+Each configuration (hook, number of ranks, bucket size) runs in its own gloo processes. Ranks sleep for up to 5 ms at
+random: before they reduce a bucket, before they return the reduced bucket, before and after ``step()``. Ten iterations
+run at a time, so that nothing else synchronizes the ranks. Then plain DDP with the plain optimizer runs the same ten
+iterations without delays. The parameters after each iteration must be
 
 - equal on all ranks, bit by bit;
 - equal to plain DDP's, bit by bit. With the overlap hooks, DDP runs the same ``allreduce_hook``. The reduce-scatter
-  hook adds in another order, so on more than two ranks it may be ``TOLERANCE`` away; one update more or less would
-  change parameters by about a hundred times that.
+  hook sums in another order, so on more than two ranks a difference of ``TOLERANCE`` is allowed. One update more or
+  less would change parameters by about a hundred times that.
 
-A configuration that does not answer in time is reported as a hang, and where its threads are is printed.
+A configuration that does not answer in time is reported as a hang, and the stacks of its threads are printed.
 """
 
 # No `from __future__ import annotations` here: DDP reads a hook's annotations and wants the real types.
@@ -54,14 +54,14 @@ TOLERANCE = 1e-4
 BLOCK = 10
 LONGEST_DELAY = 0.005
 COLLECTIVE_LIMIT = 60.0
-"""Seconds after which gloo gives up on a collective, so that a hang comes with a traceback where it can."""
+"""The timeout of gloo's collectives in seconds, so that most hangs end with a traceback."""
 
 HOOKS = ("hook_with_zero_step", "hook_with_zero_step_interleaved", "reduce_scatter_hook")
 
 
 @dataclass(frozen=True, slots=True)
 class Buckets:
-    """How DDP groups gradients. It regroups them after the first pass, unless it looks for unused parameters."""
+    """DDP's bucket size. DDP rebuilds its buckets after the first pass, unless it looks for unused parameters."""
 
     name: str
     cap_mb: float
@@ -73,7 +73,7 @@ BUCKETS = (Buckets("tiny", 0.001, True), Buckets("regrouped", 0.008, False), Buc
 
 @dataclass(frozen=True, slots=True)
 class Configuration:
-    """What is run, and for how long."""
+    """A hook, a number of ranks and a bucket size, and the number of iterations."""
 
     hook: str
     world_size: int
@@ -83,27 +83,27 @@ class Configuration:
 
     @property
     def scatters(self) -> bool:
-        """Whether gradients go to their owners only."""
+        """Whether gradients are reduced only to their owners."""
         return self.hook == "reduce_scatter_hook"
 
     @property
     def tolerance(self) -> float:
-        """How far parameters may be from plain DDP's."""
+        """The largest allowed difference from plain DDP's parameters."""
         return TOLERANCE if self.scatters and self.world_size > 2 else 0.0
 
     @property
     def limit(self) -> float:
-        """Seconds it may take."""
+        """The time limit in seconds."""
         return COLLECTIVE_LIMIT + 30.0 + 0.6 * self.count
 
     def __str__(self) -> str:
-        """What ``--only`` is compared with."""
+        """Return the description that ``--only`` is compared with."""
         return f"{self.hook} {self.world_size} ranks {self.buckets.name}"
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a rank saw."""
+    """The result of one rank."""
 
     buckets: int
     difference: float
@@ -111,7 +111,7 @@ class Outcome:
 
 
 class Model(nn.Module):
-    """An embedding, a branch that a forward pass may leave out, and parameters large enough to be cut."""
+    """A model with an embedding, a branch that a forward pass may skip, and parameters that are large enough to cut."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -122,7 +122,7 @@ class Model(nn.Module):
         self.head = nn.Linear(32, 64)
 
     def forward(self, tokens: Tensor, with_branch: bool) -> Tensor:
-        """Logits of the next token."""
+        """Return the logits of the next token."""
         hidden = torch.tanh(self.body(self.embedding(tokens)))
         if with_branch:
             hidden = hidden + torch.tanh(self.branch(hidden))
@@ -130,7 +130,7 @@ class Model(nn.Module):
         return logits
 
     def groups(self) -> list[dict[str, Any]]:
-        """Parameter groups with different options."""
+        """Return parameter groups with different options."""
         params = dict(self.named_parameters())
         embedding = [params.pop("embedding.weight")]
         return [
@@ -141,18 +141,18 @@ class Model(nn.Module):
 
 
 class Delays:
-    """This rank's own random pauses."""
+    """The random delays of this rank."""
 
     def __init__(self, seed: int, rank: int) -> None:
         self._random = random.Random(f"delays {seed} {rank}")
 
     def pause(self) -> None:
-        """Sleep, or half of the time do not."""
+        """Sleep for a random time; in half of the calls, do not sleep."""
         time.sleep(max(0.0, self._random.uniform(-LONGEST_DELAY, LONGEST_DELAY)))
 
 
 class Run:
-    """A model in training. ``pause`` is called around its steps."""
+    """A model in training; ``pause`` is called before and after each step."""
 
     def __init__(
         self,
@@ -168,7 +168,7 @@ class Run:
         self._pause = pause
 
     def iterate(self, number: int) -> Tensor:
-        """Train on one batch; return all parameters."""
+        """Train on one batch and return all parameters."""
         generator = torch.Generator().manual_seed(
             zlib.crc32(f"batch {self._configuration.seed} {number} {dist.get_rank()}".encode())
         )
@@ -197,7 +197,7 @@ def make_ddp(model: nn.Module, configuration: Configuration) -> DistributedDataP
 def register_hook(
     name: str, ddp: DistributedDataParallel, optimizer: Any, pause: Callable[[], None], seen: set[int]
 ) -> None:
-    """Register a hook that pauses around every bucket's reduction and notes how many buckets there are."""
+    """Register a hook that pauses before and after every bucket's reduction and records the bucket's index."""
 
     def delayed(hook: Callable[[Any, Any], Future[Any]]) -> Callable[[Any, Any], Future[Any]]:
         def with_pauses(state: Any, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]
@@ -210,11 +210,11 @@ def register_hook(
         return with_pauses
 
     def reduced_late(state: Any, bucket: Any) -> Future[Any]:
-        def hand_on(future: Future[Any]) -> Any:
+        def return_late(future: Future[Any]) -> Any:
             pause()
             return future.value()
 
-        return allreduce_hook(state, bucket).then(hand_on)
+        return allreduce_hook(state, bucket).then(return_late)
 
     if name == "reduce_scatter_hook":
         ddp.register_comm_hook(optimizer, delayed(onecopy.reduce_scatter_hook))
@@ -223,7 +223,7 @@ def register_hook(
 
 
 def train(configuration: Configuration) -> Outcome:
-    """One rank's life."""
+    """Train one rank with the hook and with plain DDP, and compare the parameters after each iteration."""
     torch.manual_seed(configuration.seed)
     model = Model()
     plain_model = copy.deepcopy(model)
@@ -262,7 +262,7 @@ def train(configuration: Configuration) -> Outcome:
 
 
 def check_equal_everywhere(rows: Tensor, first: int) -> None:
-    """Raise on all ranks if they differ in a row."""
+    """Raise ``AssertionError`` on all ranks if the ranks differ in a row."""
     mine = torch.tensor([zlib.crc32(row.numpy().tobytes()) for row in rows])
     everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(everyone, mine)
@@ -272,7 +272,7 @@ def check_equal_everywhere(rows: Tensor, first: int) -> None:
 
 
 def serve(pipe: Connection, configuration: Configuration, rank: int, store: str) -> None:
-    """What each process runs; it answers with an outcome or with a traceback."""
+    """Run one rank in its process, and send its outcome or a traceback to the parent process."""
     warnings.simplefilter("error")
     torch.set_num_threads(1)
     faulthandler.dump_traceback_later(configuration.limit - 5.0)
@@ -293,9 +293,9 @@ def serve(pipe: Connection, configuration: Configuration, rank: int, store: str)
 
 
 def run(configuration: Configuration) -> tuple[list[Outcome], dict[int, str]]:
-    """Run a configuration; return every rank's outcome, and what went wrong on which."""
+    """Run a configuration and return the outcomes of all ranks, and the problems by rank."""
     context = multiprocessing.get_context("forkserver")
-    # Imports that take seconds happen once, in the process that the others are forked from.
+    # Imports that take seconds happen once, in the server process that the ranks are forked from.
     context.set_forkserver_preload(["onecopy", "rich.live", "torch.distributed.optim", "torch._dynamo"])
     pipes: dict[Any, int] = {}
     processes = []
@@ -319,7 +319,7 @@ def run(configuration: Configuration) -> tuple[list[Outcome], dict[int, str]]:
 
 
 def collect(pipes: dict[Any, int], processes: list[Any], limit: float) -> tuple[list[Outcome], dict[int, str]]:
-    """Every rank's answer, as far as it comes in time."""
+    """Return the answers of all ranks that arrive in time, and the problems by rank."""
     outcomes: list[Outcome] = []
     problems: dict[int, str] = {}
     waiting = dict(pipes)
@@ -340,7 +340,7 @@ def collect(pipes: dict[Any, int], processes: list[Any], limit: float) -> tuple[
                 outcomes.append(answer)
             else:
                 problems[rank] = answer
-                # The others wait for this one: give them as long as a collective takes to give up, not more.
+                # The other ranks wait for this one: give them the timeout of a collective, not more.
                 deadline = min(deadline, time.monotonic() + COLLECTIVE_LIMIT + 5.0)
     for rank in waiting.values():
         problems[rank] = f"hang: no answer within {limit:.0f} s"
@@ -348,7 +348,7 @@ def collect(pipes: dict[Any, int], processes: list[Any], limit: float) -> tuple[
 
 
 def choose(count: int, seed: int, only: str) -> list[Configuration]:
-    """The configurations whose description contains ``only``."""
+    """Return the configurations whose description contains ``only``."""
     everything = [
         Configuration(hook, world_size, buckets, count, seed)
         for hook in HOOKS
@@ -362,8 +362,10 @@ def main() -> int:
     """Return 1 if a configuration hung, failed or differed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("count", type=int, nargs="?", default=500, help="iterations of each configuration")
-    parser.add_argument("--seed", type=int, default=0, help="of the values, the batches and the delays")
-    parser.add_argument("--only", default="", help="run what contains this, such as 'reduce_scatter_hook 3 ranks'")
+    parser.add_argument("--seed", type=int, default=0, help="the seed of the values, the batches and the delays")
+    parser.add_argument(
+        "--only", default="", help="run configurations that contain this text, such as 'reduce_scatter_hook 3 ranks'"
+    )
     arguments = parser.parse_args()
     configurations = choose(arguments.count, arguments.seed, arguments.only)
     if arguments.count < 1 or not configurations:
@@ -397,7 +399,7 @@ def main() -> int:
 
 
 def row(configuration: Configuration, outcomes: list[Outcome], problems: dict[int, str]) -> list[str]:
-    """A configuration's line of the table."""
+    """Return the row of a configuration in the table."""
     hung = any("hang:" in problem or "imed out" in problem for problem in problems.values())
     result = "[bold red]hang" if hung else "[bold red]failed" if problems else "[green]ok"
     buckets = max((outcome.buckets for outcome in outcomes), default=0)

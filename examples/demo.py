@@ -1,10 +1,10 @@
-"""One small language model, trained three times from the same weights and data.
+"""Train one small language model three times, from the same weights and with the same data.
 
 The three runs differ in one line, the optimizer:
 
 1. plain DDP with ``torch.optim.AdamW``: every rank holds the whole optimizer state;
 2. ``torch.distributed.optim.ZeroRedundancyOptimizer``: each rank holds the state of some parameters;
-3. ``onecopy.ZeroRedundancyOptimizer``: each rank holds an even share.
+3. ``onecopy.ZeroRedundancyOptimizer``: each rank holds an equal part of the state.
 
 Start it with ``make demo``, or with ``torchrun --standalone --nproc-per-node 2 examples/demo.py``.
 """
@@ -31,7 +31,7 @@ from torch.optim import AdamW, Optimizer
 import onecopy
 
 with warnings.catch_warnings():
-    # Importing torch's class compiles TorchScript, which warns that TorchScript is deprecated. Nothing of ours.
+    # Importing torch's class compiles TorchScript, which warns that TorchScript is deprecated.
     warnings.simplefilter("ignore", DeprecationWarning)
     from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
 
@@ -40,7 +40,7 @@ ROUNDS, WARM_UP = 40, 10
 
 
 class LittleGPT(nn.Module):
-    """Two transformer blocks under a large embedding that is also the output layer: 1.4M parameters."""
+    """A GPT with two blocks and a large embedding that is also the output layer: 1.4M parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class LittleGPT(nn.Module):
         nn.init.normal_(self.tokens.weight, std=0.05)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """The logits of each next token."""
+        """Return the logits of each next token."""
         mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1])
         hidden = self.tokens(tokens) + self.positions.weight
         hidden = self.norm(self.blocks(hidden, mask=mask, is_causal=True))
@@ -61,7 +61,7 @@ class LittleGPT(nn.Module):
 
 @dataclass
 class Run:
-    """One of the three trainings, and what was measured in it."""
+    """One of the three trainings, and its measurements."""
 
     name: str
     model: DistributedDataParallel
@@ -71,8 +71,8 @@ class Run:
     sent: list[int] = field(default_factory=list)
 
     def train_step(self, tokens: Tensor) -> None:
-        """Forward, backward and step on one batch, with a clock and a byte counter around them."""
-        dist.barrier()  # so that no rank's time includes another's delay in the run before
+        """Train on one batch, and measure the time and the bytes sent."""
+        dist.barrier()  # so that no rank's time includes another rank's delay in the run before
         sent, start = bytes_sent(), time.perf_counter()
         self.optimizer.zero_grad()
         logits = self.model(tokens[:, :-1])
@@ -84,17 +84,17 @@ class Run:
         self.losses.append(loss.item())
 
     def state_bytes(self) -> int:
-        """The optimizer state that this rank really holds."""
+        """Return the bytes of optimizer state on this rank."""
         inner = getattr(self.optimizer, "optim", self.optimizer)
         return sum(value.nbytes for state in inner.state.values() for value in state.values())
 
     def largest_difference(self, other: Run) -> float:
-        """How far this rank's parameters are from another run's."""
+        """Return the largest difference between this run's parameters and another run's."""
         pairs = zip(self.model.parameters(), other.model.parameters(), strict=True)
         return max(float((mine - theirs).detach().abs().max()) for mine, theirs in pairs)
 
     def measurements(self, reference: Run) -> list[float]:
-        """What the table shows of this rank."""
+        """Return this rank's figures for the table."""
         return [
             self.state_bytes(),
             statistics.mean(self.sent[WARM_UP:]),
@@ -104,9 +104,10 @@ class Run:
 
 
 def bytes_sent() -> int:
-    """Bytes this process has written to TCP connections, as the Linux kernel counts them per socket; 0 elsewhere.
+    """Return the bytes that this process has written to TCP connections; 0 if the system is not Linux.
 
-    That is everything gloo sends, its own headers included. The offsets are those of ``struct tcp_info``.
+    These are all bytes that gloo sends, its own headers included. The Linux kernel counts them per socket. The offsets
+    are those of ``struct tcp_info``.
     """
     total = 0
     for descriptor in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
@@ -119,7 +120,7 @@ def bytes_sent() -> int:
         except OSError:
             continue  # not a TCP connection
         finally:
-            connection.detach()  # it is gloo's to close
+            connection.detach()  # gloo closes it
         if len(info) >= 216:
             (not_sent_yet,) = struct.unpack_from("=I", info, 144)
             sent, sent_again = struct.unpack_from("=QQ", info, 200)
@@ -141,13 +142,13 @@ def make_run(name: str) -> Run:
 
 
 def make_batch(generator: torch.Generator) -> Tensor:
-    """Token sequences in which each token decides the next, so that there is something to learn."""
+    """Return token sequences in which each token determines the next one, so that the model can learn them."""
     first = torch.randint(97, (BATCH, 1), generator=generator)
     return (first + 31 * torch.arange(LENGTH + 1)) % 97
 
 
 def show(console: Console, runs: list[Run], rows: Tensor) -> None:
-    """``rows[run][rank]`` holds the measurements."""
+    """Print the table; ``rows[run][rank]`` contains the measurements."""
     table = Table(title=f"{ROUNDS} steps each, in turns; the first {WARM_UP} are not counted")
     for column in ("run", "rank", "state", "sent/step*", "median step", "max |Δ| to DDP"):
         table.add_column(column, justify="left" if column == "run" else "right")
@@ -161,7 +162,7 @@ def show(console: Console, runs: list[Run], rows: Tensor) -> None:
     console.print("  " + ", ".join(f"{run.losses[-1]:.6f} ({run.name})" for run in runs))
     ours = runs[-1].optimizer
     assert isinstance(ours, onecopy.ZeroRedundancyOptimizer)
-    console.print("\nWho owns what with onecopy, print(optimizer.layout):")
+    console.print("\nThe layout with onecopy, print(optimizer.layout):")
     console.print(str(ours.layout), highlight=False)
 
 
@@ -171,7 +172,7 @@ def main() -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     console = Console(quiet=rank != 0)
     runs = [make_run(name) for name in ("plain DDP", "torch's class", "onecopy")]
-    generator = torch.Generator().manual_seed(rank)  # each rank has data of its own
+    generator = torch.Generator().manual_seed(rank)  # each rank has different data
     columns = (TextColumn("training three times"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as progress:
         task = progress.add_task("", total=ROUNDS * len(runs))

@@ -1,12 +1,13 @@
-"""A training that can be stopped at any moment and started again with the same command, on any number of ranks.
+"""Train so that the run can be stopped at any time and resumed with the same command, on any number of ranks.
 
 Start it, kill it, start it again::
 
     torchrun --standalone --nproc-per-node 2 examples/resume.py --root checkpoints
 
-Every few steps a checkpoint is written in the background. On start the newest one is loaded, if there is one, and
-training goes on from it. With as many ranks as before the result is the same bit by bit, dropout included. With more
-or fewer the same samples make up each batch, but sums are rounded otherwise and each rank draws its dropout anew.
+Every few steps a checkpoint is written in the background. At the start the newest checkpoint is loaded, if there is
+one, and training continues from it. With as many ranks as before the result is the same bit by bit, dropout included.
+With another number of ranks each batch consists of the same samples, but sums are rounded differently and each rank
+draws new dropout masks.
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ BATCH = 12  # samples of all ranks together
 
 
 def batch_of(step: int) -> tuple[Tensor, Tensor]:
-    """This rank's samples of a step; all ranks together have the same ones however many they are."""
+    """Return this rank's samples of a step; all ranks together have the same samples, whatever their number."""
     inputs = torch.randn(BATCH, 16, generator=torch.Generator().manual_seed(step))
     mine = inputs[dist.get_rank() :: dist.get_world_size()]
     return mine, mine.sin().sum(1, keepdim=True)
 
 
 def digest_of(model: nn.Module) -> str:
-    """A short text that is another one if a single bit of the parameters is."""
+    """Return a hash of the model's parameters."""
     text = hashlib.sha256()
     for param in model.parameters():
         text.update(param.detach().numpy().tobytes())
@@ -46,7 +47,7 @@ def digest_of(model: nn.Module) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--root", type=Path, required=True, help="where checkpoints and losses go")
+    parser.add_argument("--root", type=Path, required=True, help="the directory for checkpoints and losses")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--save-every", type=int, default=4)
     parser.add_argument("--dropout", type=float, default=0.1)
@@ -61,7 +62,7 @@ def main() -> None:
     )
     optimizer = ZeroRedundancyOptimizer(model.parameters(), AdamW, lr=1e-2)
     scheduler = CosineAnnealingLR(optimizer, T_max=arguments.steps)
-    torch.manual_seed(1 + rank)  # dropout of its own on every rank
+    torch.manual_seed(1 + rank)  # different dropout on every rank
 
     first, losses = 0, []
     loaded = checkpoint.load(arguments.root, model=model, optimizer=optimizer, missing_ok=True)

@@ -119,13 +119,13 @@ def will_accumulate(node: Any) -> bool:
 
 
 def accumulates_into_leaves(nodes: Iterable[Any]) -> bool:
-    """Whether the running pass puts gradients into leaves behind these nodes, as ``backward()`` does.
+    """Return whether autograd's current pass accumulates gradients into leaves that these graph nodes depend on.
 
-    ``torch.autograd.grad()`` puts them into none.
+    ``backward()`` does. ``torch.autograd.grad()`` does not.
     """
-    waiting, seen = list(nodes), set()
-    while waiting:
-        node = waiting.pop()
+    to_visit, seen = list(nodes), set()
+    while to_visit:
+        node = to_visit.pop()
         if node in seen:
             continue
         seen.add(node)
@@ -133,7 +133,7 @@ def accumulates_into_leaves(nodes: Iterable[Any]) -> bool:
             if will_accumulate(node):
                 return True
         else:
-            waiting += [each for each, _ in node.next_functions if each is not None]
+            to_visit += [each for each, _ in node.next_functions if each is not None]
     return False
 
 
@@ -186,9 +186,9 @@ def in_join_context(joinable: Joinable) -> bool:
 
 
 def joinables_of_caller() -> list[Joinable]:
-    """What is in the join context that is being constructed, if a constructor of one is among the callers.
+    """Return all joinables of the ``Join`` context whose constructor is among the callers, or an empty list.
 
-    Each joinable is asked for its hook there, and not told of the others.
+    That constructor asks each joinable for its join hook, but does not pass the other joinables to it.
     """
     frame = sys._getframe(1)
     while frame.f_back is not None:
@@ -199,9 +199,10 @@ def joinables_of_caller() -> list[Joinable]:
 
 
 def accumulates(model: object) -> bool:
-    """Whether the last pass of a model ran under ``no_sync()``; of a rank that has joined, the other ranks' last pass.
+    """Return whether the last pass of a DDP model ran under ``no_sync()``.
 
-    DDP notes it so that its next forward pass sends no buffers.
+    On a rank that has joined, it is the last pass of the other ranks. DDP stores this in
+    ``require_forward_param_sync``, so that its next forward pass sends no buffers.
     """
     return not getattr(model, "require_forward_param_sync", True)
 

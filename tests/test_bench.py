@@ -19,7 +19,7 @@ from onecopy.bench.growth import PEER, narrow
 from onecopy.bench.models import MODELS, PARAMETER_SHAPES, Sizes
 from onecopy.bench.page import page
 from onecopy.bench.pictures import draw
-from onecopy.bench.variants import ALONE, THEIRS, VARIANTS, YARDSTICK, chosen
+from onecopy.bench.variants import ALONE, ALWAYS, THEIRS, VARIANTS, YARDSTICK, chosen
 from onecopy.cli.main import app
 from onecopy.planning import estimate
 from onecopy.planning.estimate import Job, Machine, Way
@@ -103,7 +103,7 @@ def test_heats_fit_into_memory_and_each_has_what_others_are_compared_with(monkey
     monkeypatch.setattr(launching, "free_bytes", lambda: 20 << 30)
     found = running.heats(names, 4, sizes)
     assert len(found) > 1
-    assert all(set(running.ALWAYS) <= set(heat) for heat in found)
+    assert all(set(ALWAYS) <= set(heat) for heat in found)
     assert {name for heat in found for name in heat} == set(names)
     monkeypatch.setattr(launching, "free_bytes", lambda: 500 << 30)
     assert len(running.heats(names, 4, sizes)) == 1

@@ -99,9 +99,9 @@ def narrow(shape: Shape) -> Shape:
 def step_overhead(rounds: int) -> list[dict[str, Any]]:
     """Measure the processor time of ``step()`` on two ranks, whole and beside AdamW's own ``step()``.
 
-    The tensors are those of real models, as many as the models have, but each of them is narrow. With the real shapes,
-    AdamW's arithmetic and the copies of the messages would hide the host time that is measured here. A consequence is
-    that nearly all tensors are small enough to be packed into common messages.
+    There are as many tensors as in real models, but each is narrow. With the real shapes, AdamW's arithmetic and the
+    copies of the messages would hide the host time that is measured here. A consequence is that nearly all tensors are
+    small enough to be packed into common messages.
 
     Every figure is the least of all rounds, because noise only ever adds to processor time.
     """

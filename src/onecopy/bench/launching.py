@@ -80,6 +80,7 @@ def failure(text: str, code: int) -> str:
 
 
 def _prepare(link: str | None) -> str:
+    """Return the shell command that sets up the loopback of a new network namespace."""
     if not link:
         return "ip link set lo up"
     shape = f"tc qdisc add dev lo root tbf rate {shlex.quote(link)} burst 256kb latency 100ms"

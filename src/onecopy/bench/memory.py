@@ -53,14 +53,14 @@ def measure(name: str, sizes: Sizes) -> dict[str, Any]:
 def by_kind(trained: Trained) -> dict[str, int]:
     """Return the bytes of all tensors by kind; tensors that are no parameter, gradient or state are "other"."""
     gc.collect()
-    everything = storages(thing for thing in gc.get_objects() if isinstance(thing, Tensor))
+    all_tensors = storages(value for value in gc.get_objects() if isinstance(value, Tensor))
     params = storages(trained.model.parameters())
     grads = storages(param.grad for param in trained.model.parameters() if param.grad is not None)
     grads |= storages(tensors_in(list(trained.gradients())))
     state = storages(tensors_in(list(trained.state())))
     state = {address: size for address, size in state.items() if address not in params}
     known = params.keys() | grads.keys() | state.keys()
-    other = sum(size for address, size in everything.items() if address not in known)
+    other = sum(size for address, size in all_tensors.items() if address not in known)
     found = [*(sum(kind.values()) for kind in (params, grads, state)), other]
     return dict(zip(KINDS, found, strict=True))
 

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from onecopy.bench.growth import PEER
+from onecopy.bench.memory import KINDS
 from onecopy.bench.report import (
     MB,
     MEMORY_COLUMNS,
-    MEMORY_KINDS,
     SIZE_COLUMNS,
     TIME_COLUMNS,
     Row,
@@ -98,10 +98,10 @@ Seconds to plan the layout, in one process. Nothing is communicated for it.
 
 HOST_TIME = """
 Then the host time of `step()` on 2 ranks: ms of processor time of the calling thread, without waiting. In brackets is
-the part outside of AdamW's own `step()`. The tensors are those of real models, as many as the models have, but every
-dimension of at least 16 is divided by 16, so that arithmetic does not hide the host time. Before each measured step
-the contender makes another step, and the caches are overwritten. Each figure is the least of many rounds. The first
-row is AdamW by itself on every second tensor, about as many as one rank owns.
+the part outside of AdamW's own `step()`. There are as many tensors as in the real models, but every dimension of at
+least 16 is divided by 16, so that arithmetic does not hide the host time. Before each measured step the contender
+makes another step, and the caches are overwritten. Each figure is the least of many rounds. The first row is AdamW by
+itself on every second tensor, about as many as one rank owns.
 """
 
 WHY = """
@@ -130,12 +130,14 @@ def page(rows: Sequence[Row], machine: str, pictures: Sequence[Path]) -> str:
 
 
 def _pictures(pictures: Sequence[Path], *kinds: str) -> Iterator[str]:
+    """Yield links to the pictures of some kinds."""
     for picture in pictures:
         if any(kind in picture.stem for kind in kinds):
             yield f"![{picture.stem.removeprefix('bench-').replace('-', ' ')}]({picture.name})"
 
 
 def _times(rows: Sequence[Row]) -> Iterator[str]:
+    """Yield a table of step times for each run."""
     yield TIMES.format(yardstick=YARDSTICK, theirs=THEIRS)
     for run in runs_in(rows):
         rounds = len(next(row for row in select(rows, "time", run) if row["seconds"])["seconds"])
@@ -172,35 +174,37 @@ def _host_time_losses(rows: Sequence[Row]) -> Iterator[str]:
     overhead = [row for row in select(rows, "overhead") if "tensors" in row]
     peers = {row["model"]: row for row in overhead if row["variant"] == PEER}
     for row in overhead:
-        for key, what in {"whole": "`step()`", "seconds": "`step()` beside AdamW's own"}.items():
+        for key, text in {"whole": "`step()`", "seconds": "`step()` beside AdamW's own"}.items():
             peer = peers[row["model"]][key]
             if row["variant"].startswith("onecopy") and row[key] > peer:
                 yield (
-                    f"- Host time of {what}, {row['model']} ({row['tensors']} tensors): {row['variant']} "
+                    f"- Host time of {text}, {row['model']} ({row['tensors']} tensors): {row['variant']} "
                     f"{1e3 * row[key]:.2f} ms, {PEER} {1e3 * peer:.2f} ms."
                 )
 
 
 def _memory_losses(rows: Sequence[Row], ranks: int) -> Iterator[str]:
+    """Name every variant that needs less memory than ``ShardedDataParallel``."""
     ours = "onecopy, ShardedDataParallel"
     for when, kinds in {
         "at the peak of a step": ("peak",),
-        "when step() is called": MEMORY_KINDS,
+        "when step() is called": KINDS,
         "between steps": ("between",),
     }.items():
-        held: dict[str, float] = {}
+        largest: dict[str, float] = {}
         for row in select(rows, "memory"):
             if row["ranks"] == ranks and not row.get("error"):
-                held[row["variant"]] = max(sum(row[kind] for kind in kinds), held.get(row["variant"], 0.0))
-        for name, bytes_ in held.items():
-            if ours in held and bytes_ < held[ours] and not name.startswith(ours):
+                largest[row["variant"]] = max(sum(row[kind] for kind in kinds), largest.get(row["variant"], 0.0))
+        for name, bytes_ in largest.items():
+            if ours in largest and bytes_ < largest[ours] and not name.startswith(ours):
                 yield (
-                    f"- Memory {when} with {ranks} ranks: ShardedDataParallel {held[ours] / MB:.0f} MB, {name} "
+                    f"- Memory {when} with {ranks} ranks: ShardedDataParallel {largest[ours] / MB:.0f} MB, {name} "
                     f"{bytes_ / MB:.0f} MB."
                 )
 
 
 def _model(rows: Sequence[Row]) -> Iterator[str]:
+    """Yield the table of predicted step times."""
     cells = [
         [
             title_of(run),
@@ -216,6 +220,7 @@ def _model(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def _memory(rows: Sequence[Row]) -> Iterator[str]:
+    """Yield a table of memory for each number of ranks."""
     for ranks in sorted({row["ranks"] for row in select(rows, "memory")}):
         yield f"### {ranks} ranks"
         yield markdown(MEMORY_COLUMNS, memory_rows(rows, ranks))
@@ -226,6 +231,7 @@ def _seconds(value: float | None) -> str:
 
 
 def _growth(rows: Sequence[Row]) -> Iterator[str]:
+    """Yield the tables of planning times and of the host time of ``step()``."""
     planning = select(rows, "planning")
     ranks = sorted({row["ranks"] for row in planning})
     seconds = {(row["policy"], row["parameters"], row["ranks"]): row["seconds"] for row in planning}

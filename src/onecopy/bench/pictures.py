@@ -182,5 +182,6 @@ def growth_picture(rows: Sequence[Row]) -> Figure:
 
 
 def _plain(axes: Any) -> None:
+    """Remove the frame at the top and on the right."""
     axes.spines[["top", "right"]].set_visible(False)
     axes.tick_params(length=2)

@@ -84,6 +84,7 @@ def ending(code: int | None) -> str:
 
 
 def _has_more_than_the_variable_allows() -> bool:
+    """Return whether Linux lists an instruction set of ``BEYOND``, or lists nothing."""
     try:
         lines = CPUINFO.read_text().splitlines()
     except OSError:

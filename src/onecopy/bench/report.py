@@ -13,6 +13,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from onecopy.bench.memory import KINDS
 from onecopy.bench.models import Sizes
 from onecopy.bench.timing import ratios
 from onecopy.bench.variants import ALONE, THEIRS, YARDSTICK
@@ -187,7 +188,6 @@ MEMORY_COLUMNS = (
     "resident",
     "max/mean state",
 )
-MEMORY_KINDS = ("parameters", "gradients", "state", "other")
 
 
 def memory_rows(rows: Sequence[Row], ranks: int) -> list[list[str]]:
@@ -203,8 +203,8 @@ def memory_rows(rows: Sequence[Row], ranks: int) -> list[list[str]]:
             continue
         largest = max(each, key=lambda row: row["peak"])
         states = [row["state"] for row in each]
-        together = sum(largest[kind] for kind in MEMORY_KINDS)
-        sizes = [*(largest[kind] for kind in MEMORY_KINDS), together, largest["between"], largest["peak"]]
+        together = sum(largest[kind] for kind in KINDS)
+        sizes = [*(largest[kind] for kind in KINDS), together, largest["between"], largest["peak"]]
         kinds = [f"{bytes_ / MB:.1f}" for bytes_ in sizes]
         imbalance = max(states) * len(states) / sum(states) if sum(states) else 1.0
         cells.append([variant, *kinds, f"{largest['resident'] / MB:.0f}", f"{imbalance:.3f}"])
@@ -254,7 +254,7 @@ def host_time_models(rows: Sequence[Row]) -> dict[str, int]:
 
 
 def host_time_rows(rows: Sequence[Row]) -> list[list[str]]:
-    """Return one row of cells per variant: for each model ms of ``step()``, in brackets those beside AdamW's own."""
+    """Return cells for each variant: for each model ms of ``step()``, and in brackets ms beside AdamW's own."""
     cells: dict[str, dict[str, str]] = {}
     for row in (row for row in rows if row["kind"] in ("alone", "overhead") and "tensors" in row):
         beside = "" if row["kind"] == "alone" else f" ({1e3 * row['seconds']:.2f})"
@@ -294,10 +294,12 @@ def print_tables(rows: Sequence[Row], console: Console) -> None:
 
 
 def _number(value: Any) -> str:
+    """Return the text of a cell."""
     return f"{value:.5f}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def _table(title: str, columns: Sequence[str], cells: Iterable[Sequence[str]]) -> Table:
+    """Return a table for the terminal."""
     table = Table(title=title)
     for column in columns:
         table.add_column(column, justify="left" if column in ("variant", "policy") else "right")

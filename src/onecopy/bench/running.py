@@ -11,10 +11,7 @@ from typing import Any
 from onecopy.bench import growth, launching
 from onecopy.bench.models import MODELS, Sizes
 from onecopy.bench.report import Row, elements_of
-from onecopy.bench.variants import ALONE, MEMORY_ONLY, THEIRS, YARDSTICK
-
-ALWAYS = (ALONE, YARDSTICK, THEIRS)
-"""Variants that run in every heat, because the other variants are compared with them."""
+from onecopy.bench.variants import ALONE, ALWAYS, MEMORY_ONLY
 
 GROWN = ("onecopy", "onecopy, bucket views", "onecopy, ShardedDataParallel")
 """Variants whose memory is measured for models of several sizes."""
@@ -89,14 +86,17 @@ def run(plan: Plan, tell: Callable[[str], object]) -> Iterator[Row]:
 
 
 def _about(plan: Plan, model: str, names: Sequence[str]) -> list[str]:
+    """Return the worker's arguments for some variants and the sizes of a model."""
     return ["--names", json.dumps(list(names)), "--sizes", json.dumps(asdict(plan.sizes_of(model)))]
 
 
 def _failed(kind: str, variant: str, ranks: int, error: str) -> Row:
+    """Return the row of a measurement that failed."""
     return {"kind": kind, "variant": variant, "ranks": ranks, "error": error or "no output", "failed": True}
 
 
 def _times(plan: Plan, tell: Callable[[str], object]) -> Iterator[Row]:
+    """Measure step times for every model, link and number of ranks."""
     for model in plan.models:
         for link in plan.links:
             for ranks in plan.ranks:
@@ -119,7 +119,7 @@ def _times(plan: Plan, tell: Callable[[str], object]) -> Iterator[Row]:
 def merged(launches: Sequence[Sequence[Row]]) -> list[Row]:
     """Merge the rows of several launches into one row per variant or primitive.
 
-    Lists are concatenated. Other values are those of the first launch. An error in any launch is kept.
+    Lists are concatenated. Other values are taken from the first launch, and the error from the first that failed.
     """
     found: dict[tuple[str, str], Row] = {}
     for row in (row for rows in launches for row in rows):
@@ -131,6 +131,7 @@ def merged(launches: Sequence[Sequence[Row]]) -> list[Row]:
 
 
 def _memories(plan: Plan, tell: Callable[[str], object]) -> Iterator[Row]:
+    """Measure the memory of every variant, each in its own processes."""
     model = plan.models[0]
     names = [name for name in plan.names if name != ALONE] + list(MEMORY_ONLY)
     for ranks in plan.ranks:

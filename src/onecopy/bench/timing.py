@@ -100,8 +100,8 @@ def prepare(names: Sequence[str], sizes: Sizes, warm_up: int) -> list[Timed]:
 
 def measure(names: Sequence[str], sizes: Sizes, rounds: int, warm_up: int = COMPARED) -> list[dict[str, Any]]:
     """Measure all variants in turns, and return the rows of this rank."""
-    everything = prepare(names, sizes, warm_up)
-    running = [timed for timed in everything if timed.trained is not None]
+    prepared = prepare(names, sizes, warm_up)
+    running = [timed for timed in prepared if timed.trained is not None]
     before = primitives(sizes)
     for number in range(rounds):
         for position in _random_order(len(running)):
@@ -120,7 +120,7 @@ def measure(names: Sequence[str], sizes: Sizes, rounds: int, warm_up: int = COMP
             "idle": timed.idle,
             "wire": timed.wire if counted else [],
         }
-        for timed in everything
+        for timed in prepared
     ]
     rows += [
         {

@@ -101,6 +101,7 @@ def _guarded(action: Callable[[], None]) -> None:
 
 
 def _show(console: Console, folder: Path, found: Manifest) -> None:
+    """Print the tables of files and tensors of a checkpoint."""
     total = sum(file.size for file in found.files.values())
     versions = ", ".join(f"{name} {version}" for name, version in found.written_by.items())
     console.print(f"{folder}: step {found.step}, {_size(total)}, written by {found.world_size} ranks ({versions})")
@@ -123,6 +124,7 @@ def _show(console: Console, folder: Path, found: Manifest) -> None:
 
 
 def _size(count: int) -> str:
+    """Return a number of bytes with a unit."""
     amount = float(count)
     for unit in ("bytes", "KB", "MB", "GB"):
         if amount < 1000 or unit == "GB":

@@ -213,7 +213,7 @@ def number_of_groups() -> int:
 
 
 def counts_calls() -> bool:
-    """Return whether TORCH_DISTRIBUTED_DEBUG is DETAIL, with which torch compares the order of collectives."""
+    """Return whether TORCH_DISTRIBUTED_DEBUG is DETAIL, with which torch counts calls and compares the counts."""
     return bool(dist.get_debug_level() == dist.DebugLevel.DETAIL)  # type: ignore[attr-defined]
 
 

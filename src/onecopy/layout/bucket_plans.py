@@ -127,6 +127,7 @@ def _fill(
 
 
 def _even_plan(specs: Sequence[ParamSpec], params: Sequence[int], world_size: int) -> BucketPlan:
+    """Plan a bucket that is divided into equally long ranges."""
     offsets, end = _lay_out(specs, params)
     part = _part(end, world_size)
     bounds = [min(rank * part, end) for rank in range(world_size + 1)]
@@ -136,6 +137,7 @@ def _even_plan(specs: Sequence[ParamSpec], params: Sequence[int], world_size: in
 def _whole_plan(
     specs: Sequence[ParamSpec], params: Sequence[int], owners: dict[int, int], world_size: int
 ) -> BucketPlan:
+    """Plan a bucket whose parameters each have one owner."""
     ordered = sorted(params, key=lambda index: owners[index])
     offsets, end = _lay_out(specs, ordered)
     bounds = [
@@ -157,6 +159,7 @@ def _lay_out(specs: Sequence[ParamSpec], params: Sequence[int]) -> tuple[list[in
 
 
 def _shards(specs: Sequence[ParamSpec], plan: BucketPlan, world_size: int) -> list[Shard]:
+    """Return the shards of all parameters of a bucket."""
     shards = []
     for index, offset in zip(plan.params, plan.offsets, strict=True):
         numel = specs[index].numel

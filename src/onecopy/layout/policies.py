@@ -164,6 +164,7 @@ def _round_up(numel: int) -> int:
 
 
 def _by_function(function: OwnerFunction, specs: Sequence[ParamSpec], world_size: int, splittable: bool) -> list[Shard]:
+    """Return the shards that a user's function assigns, after checking its answer."""
     answer = function(specs, world_size)
     if not isinstance(answer, Iterable):
         raise ValueError(f"the shard_by function must return one owner per parameter, got {answer!r}")

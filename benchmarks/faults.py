@@ -1,9 +1,9 @@
 """Kill one rank in the middle of a save, again and again: what was saved before must stay, nothing may load in part.
 
-Each rank dies of SIGKILL before, during or after every change to the file system and every vote, with 2, 3 and 4 ranks,
-saving in the foreground and in the background. After each kill the other ranks must end by themselves, and fresh ranks
-check every checkpoint, load the newest, compare it bit by bit with an undisturbed run, go on and save. A count below
-the number of different kills takes an even sample of them; see ``tests/faults_worker.py``.
+Each rank dies of SIGKILL before, during or after every change to the file system and every exchange among the ranks,
+with 2, 3 and 4 ranks, saving in the foreground and in the background. After each kill the other ranks must end by
+themselves, and fresh ranks check every checkpoint, load the newest, compare it bit by bit with an undisturbed run, go
+on and save. A count below the number of different kills takes an even sample of them; see ``tests/faults_worker.py``.
 """
 
 from __future__ import annotations

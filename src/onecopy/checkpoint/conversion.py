@@ -93,7 +93,7 @@ def to_safetensors(source: str | os.PathLike[str], target: str | os.PathLike[str
 def from_torch(source: str | os.PathLike[str], root: str | os.PathLike[str], step: int | None = None) -> Path:
     """Convert a ``torch.save`` file to a checkpoint, for example one with a consolidated state dict of torch's ZeRO.
 
-    The file holds a dict with ``model`` and ``optimizer`` state dicts (or one of them), or one such state dict itself.
+    The file has a dict with ``model`` and ``optimizer`` state dicts (or one of them), or one such state dict itself.
     The names of an optimizer's parameters are its groups' ``param_names``. Without them parameters are saved, and later
     loaded, by position.
 

@@ -50,7 +50,7 @@ def get_optimizer_state_dict(
 
     Args:
         model: the model.
-        optimizers: its optimizers; torch's function handles those that are not sharded.
+        optimizers: its optimizers; torch's function handles the plain ones.
         submodules: not supported.
         options: torch's options; ``ignore_frozen_params`` is not supported.
     """
@@ -96,9 +96,9 @@ def set_optimizer_state_dict(
 
     Args:
         model: the model.
-        optimizers: its optimizers; torch's function handles those that are not sharded.
-        optim_state_dict: the full state (on every rank, or with ``broadcast_from_rank0`` on rank 0), or shards like
-            those of this optimizer.
+        optimizers: its optimizers; torch's function handles the plain ones.
+        optim_state_dict: the full state (on every rank, or with ``broadcast_from_rank0`` on rank 0), or this
+            optimizer's shards.
         options: torch's options.
     """
     options = options or StateDictOptions()
@@ -220,9 +220,11 @@ def _options_for(view: OptimizerView, groups: Sequence[Mapping[str, Any]]) -> li
         if missing:
             raise CheckpointMismatchError(f"the state dict has no parameter {missing[0]!r} of group {position}")
         saved = by_name[names[0]] if names else {}
-        odd = [name for name in names if by_name[name] is not saved]
-        if odd:
-            raise CheckpointMismatchError(f"{names[0]!r} and {odd[0]!r} are in different groups of the state dict")
+        misplaced = [name for name in names if by_name[name] is not saved]
+        if misplaced:
+            raise CheckpointMismatchError(
+                f"{names[0]!r} and {misplaced[0]!r} are in different groups of the state dict"
+            )
         found.append(options_of(dict(saved)))
     return tagged_json.copy_tree(found)  # type: ignore[no-any-return]
 

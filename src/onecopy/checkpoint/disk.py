@@ -129,7 +129,7 @@ def is_locked(path: Path) -> bool:
         return True  # its process has just renamed or removed it
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:  # locked, or on a file system that cannot tell
+    except OSError:  # locked, or on a file system without locks
         return True
     finally:
         os.close(descriptor)

@@ -127,7 +127,7 @@ def plan_model(manifest: Manifest, model: nn.Module, views: Sequence[OptimizerVi
     if strict and (plan.missing or plan.unexpected):
         raise CheckpointMismatchError(
             f"the checkpoint is of another model: it lacks {plan.missing[:5]} and has {plan.unexpected[:5]}, which the "
-            "model does not; strict=False loads what both have"
+            "model does not; strict=False loads the names that both have"
         )
     live = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers(remove_duplicate=False))
     # A tied parameter has several names; an optimizer uses the first.
@@ -245,10 +245,10 @@ def _match_groups(saved: SavedOptimizer, names: Sequence[str], view: OptimizerVi
         same = [other for other, members in left.items() if members == mine]
         if not same:
             where = {name: other for other, saved_group in enumerate(saved.groups) for name in saved_group["params"]}
-            odd = next((name for name in sorted(mine) if where[name] != position), next(iter(mine), ""))
+            misplaced = next((name for name in sorted(mine) if where[name] != position), next(iter(mine), ""))
             raise CheckpointMismatchError(
-                f"the parameters are grouped otherwise: {odd!r} is in group {position}, but in the checkpoint it is in "
-                f"group {where.get(odd)}, with other parameters"
+                f"the parameters are grouped otherwise: {misplaced!r} is in group {position}, but in the checkpoint "
+                f"it is in group {where.get(misplaced)}, with other parameters"
             )
         found.append(position if position in same else same[0])
         del left[found[-1]]

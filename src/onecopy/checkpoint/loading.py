@@ -182,7 +182,7 @@ def _fill(
     model: nn.Module | None,
     ranks: Ranks,
 ) -> Loaded:
-    """Read everything into place, on all ranks together; ``tensors`` are those that were read whole before."""
+    """Read everything into place, on all ranks together; ``tensors`` were read whole before."""
     optimizers = [each.view.optimizer for each in plan.optimizers]
     _refuse_steps(optimizers, folder)
     with ranks.fail_together(CALL):
@@ -205,6 +205,7 @@ def _fill(
 def _fill_model_and_optimizers(
     plan: _LoadPlan, reader: Reader, tensors: Mapping[str, Tensor], model: nn.Module | None, rank: int
 ) -> None:
+    """Read all tensors into place, and load the options and the remaining entries."""
     with torch.no_grad(), bar("loading", plan.nbytes, rank) as advance:
         for copy in plan.copies:
             copy.run(reader, plan.manifest)

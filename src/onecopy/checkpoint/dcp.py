@@ -73,8 +73,7 @@ def get_optimizer_state_dict(
             found["state"].update(part.get("state", {}))
             found["param_groups"] += part.get("param_groups", [])
     with FailTogether(_collectives_of(given), GET):
-        if failure.error is not None:
-            raise failure.error
+        failure.raise_if_any()
         if options.full_state_dict and options.cpu_offload and not found["param_groups"]:
             found = {}
         elif options.flatten_optimizer_state_dict:

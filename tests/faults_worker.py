@@ -45,6 +45,7 @@ from onecopy import checkpoint
 from onecopy.bench.processor import ending
 from onecopy.checkpoint import disk
 from onecopy.checkpoint.ranks import Ranks
+from onecopy.comm.agreement import FailTogether
 from onecopy.common.torch_private import register_as_torch_zero
 from onecopy.errors import OnecopyError
 
@@ -58,7 +59,9 @@ LONGEST_DELAY = 0.002
 """Seconds that a rank may sleep at each of its points, so that the same kill meets the others at different places."""
 
 CHANGES = ("make_directory", "create", "write", "flush", "flush_directory", "rename", "remove")
-VOTES = ("agree", "gather")
+EXCHANGES = ((Ranks, "fail_together"), (FailTogether, "__exit__"), (Ranks, "gather_json"))
+"""The beginning and the end of a block that fails on all ranks together, and a gathering of data."""
+
 DIVISIBLE = ("write", "remove")
 """What can be half done when a process dies."""
 
@@ -69,7 +72,7 @@ BEFORE, AFTER = 4, 6
 
 
 class Injector:
-    """Counts the points of a save: each change to the file system, each vote. At one of them it acts.
+    """Counts the points of a save: each change to the file system, each exchange of the ranks. At one of them it acts.
 
     Args:
         call: the number of the point, or None to only count.
@@ -94,7 +97,7 @@ class Injector:
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
         """Take the place of the real functions for a while."""
-        places = [(disk, name) for name in CHANGES] + [(Ranks, name) for name in VOTES]
+        places = [*((disk, name) for name in CHANGES), *EXCHANGES]
         real = [getattr(place, name) for place, name in places]
         for (place, name), function in zip(places, real, strict=True):
             setattr(place, name, self._around(name, function))

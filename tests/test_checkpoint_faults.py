@@ -20,7 +20,19 @@ from unittest.mock import patch
 import pytest
 import torch.distributed as dist
 
-from faults_worker import CHANGES, VOTES, WORLD_SIZES, Injector, Kill, Outcome, Run, Zygote, moments_of, spread, sweep
+from faults_worker import (
+    CHANGES,
+    EXCHANGES,
+    WORLD_SIZES,
+    Injector,
+    Kill,
+    Outcome,
+    Run,
+    Zygote,
+    moments_of,
+    spread,
+    sweep,
+)
 from harness import distributed
 from onecopy import checkpoint
 from onecopy.checkpoint import disk
@@ -68,7 +80,7 @@ def test_every_change_and_every_vote_of_a_save_is_a_point(world_size: int, tmp_p
     counter = Injector()
     with counter.active():
         run.save(tmp_path, blocking=True)
-    everywhere = {"create", "write", "flush", "flush_directory", *VOTES}
+    everywhere = {"create", "write", "flush", "flush_directory", *(name for _, name in EXCHANGES)}
     assert set(counter.points) == (everywhere if dist.get_rank() else everywhere | set(CHANGES))
 
 

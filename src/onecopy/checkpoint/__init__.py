@@ -1,4 +1,4 @@
-"""Checkpoints that any number of ranks can load, that survive crashes, and that are checked byte by byte."""
+"""Saves and loads checkpoints that any number of ranks can load, with checksums and an atomic commit."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Literal, overload
 from torch import nn
 
 from onecopy.checkpoint import directories, loading, saving
-from onecopy.checkpoint.background_save import Background
+from onecopy.checkpoint.background_save import BackgroundSave
 from onecopy.checkpoint.contents import PerRank
 from onecopy.checkpoint.dcp import get_optimizer_state_dict, set_optimizer_state_dict
 from onecopy.checkpoint.directories import verify
@@ -31,7 +31,7 @@ __all__ = [
     "wait",
 ]
 
-_background = Background()
+_background = BackgroundSave()
 
 
 def save(
@@ -45,21 +45,22 @@ def save(
     blocking: bool = True,
     process_group: Any = None,
 ) -> Path:
-    """Save to ``root/step-...``; all ranks make this call together, with the same arguments, and each writes its part.
+    """Save a checkpoint to ``root/step-...``. All ranks make this call together, and each rank writes its part.
 
-    If anything fails on any rank, all ranks raise, and what was saved before is as it was.
+    All ranks give the same arguments. If anything fails on any rank, all ranks raise, and older checkpoints have not
+    changed.
 
     Args:
-        root: the directory that holds the checkpoints of a run, on a file system that all ranks see.
-        step: the number to save under; a checkpoint that exists is never overwritten.
-        model: the model, in DDP, ShardedDataParallel or neither.
+        root: the directory for the checkpoints of a run, on a file system that all ranks see.
+        step: the step to save under; an existing checkpoint is never overwritten.
+        model: the model, with or without DDP or ShardedDataParallel around it.
         optimizer: one or several optimizers, of any class.
-        extra: plain data and tensors to be loaded with it, rank 0's; :class:`PerRank` marks what each rank has of its
-            own, under the same keys on all ranks. See :func:`capture`.
-        keep: remove all but so many of the newest checkpoints, once this one is there.
-        blocking: write before returning. Otherwise copy everything, and write in the background while training goes
-            on; what goes wrong then is raised by the next call here.
-        process_group: the ranks that save (default: all; without torch.distributed, this process).
+        extra: plain data and tensors to save as well. Rank 0's values are saved; a value in :class:`PerRank` is saved
+            for each rank, under the same keys on all ranks. See :func:`capture`.
+        keep: when this checkpoint is complete, remove all but this many of the newest ones.
+        blocking: whether to write before returning. Otherwise this call copies everything, and a thread writes it; an
+            error of the thread is raised by the next call of this module.
+        process_group: the ranks that save (default: all ranks; without torch.distributed, this process).
 
     Returns:
         The checkpoint's directory.
@@ -73,7 +74,7 @@ def save(
 
 
 def wait() -> None:
-    """Wait for a save in the background; raise what went wrong in it."""
+    """Wait for a save in the background, and raise its exception if it failed."""
     _background.finish()
 
 
@@ -110,33 +111,33 @@ def load(
     missing_ok: bool = False,
     process_group: Any = None,
 ) -> Loaded | None:
-    """Load a checkpoint that any number of ranks saved; all ranks make this call together, with the same arguments.
+    """Load a checkpoint that any number of ranks saved. All ranks make this call together, with the same arguments.
 
     Nothing changes before every rank has read and checked every byte it needs.
 
     Args:
-        source: a checkpoint, or a directory with several: then the newest one that is not damaged. Rank 0's
-            counts.
-        model: what to load the model's state into; None leaves it out.
-        optimizer: what to load the optimizers' state into, in the order in which they were saved; None leaves it out.
-        strict: whether the model's names must all be in the checkpoint, and no others.
-        missing_ok: return None on all ranks if rank 0 sees no checkpoint, as in a run that has just begun.
-        process_group: the ranks that load (default: all; without torch.distributed, this process).
+        source: a checkpoint, or a directory with several: then the newest one that is not damaged. Rank 0's path is
+            used on all ranks.
+        model: the model to load into, or None.
+        optimizer: the optimizers to load into, in the order in which they were saved, or None.
+        strict: whether the checkpoint must have exactly the names of the model's state dict.
+        missing_ok: return None on all ranks if rank 0 finds no checkpoint, as at the start of a run.
+        process_group: the ranks that load (default: all ranks; without torch.distributed, this process).
 
     Returns:
-        The step and the extra data, among others.
+        The step, the extra data and more.
 
     Raises:
-        RanksDisagreeError: if ranks were given different arguments or models; the message names the first difference.
+        RanksDisagreeError: if ranks have different arguments or models; the message names the first difference.
         CorruptCheckpointError: if files are damaged; the message names the file and the tensor.
-        CheckpointMismatchError: if it does not fit; the message names the parameter.
+        CheckpointMismatchError: if the checkpoint does not fit; the message names the parameter.
     """
     _background.finish()
     return loading.load(source, model, optimizer, strict, missing_ok, process_group)
 
 
 def latest(root: str | os.PathLike[str]) -> Path | None:
-    """The newest complete checkpoint under a root, or None.
+    """Return the newest complete checkpoint under a root, or None.
 
     Args:
         root: the directory that was given to :func:`save`.

@@ -1,4 +1,4 @@
-"""Saving in the background: one thread, one save at a time, on a group that training does not use."""
+"""Saves in the background: one thread, one save at a time."""
 
 from __future__ import annotations
 
@@ -7,28 +7,24 @@ import threading
 
 from torch import Tensor
 
-from onecopy.checkpoint.saving import SaveJob
+from onecopy.checkpoint.saving import CALL, SaveJob
 
 logger = logging.getLogger(__name__)
 
 
-class Background:
-    """The save that is under way, if there is one."""
+class BackgroundSave:
+    """Runs at most one save in a thread and keeps its failure until the next call."""
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
-        self._memory: dict[str, Tensor] = {}  # kept for the next save: fresh pages cost more than the copy
+        self._buffers: dict[str, Tensor] = {}  # reused by the next save: fresh pages cost more than the copy
 
     def start(self, job: SaveJob) -> None:
-        """Copy what a save writes, and run it; the one before it has ended."""
+        """Copy the tensors of a save on all ranks, then write them in a thread. No other save may be running."""
         assert self._thread is None
-        failure: Exception | None = None
-        try:
-            job.contents.snapshot(self._memory)
-        except Exception as error:
-            failure = error
-        job.ranks.agree("saving a checkpoint", [], failure)
+        with job.ranks.fail_together(CALL):
+            job.contents.snapshot(self._buffers)
 
         def run() -> None:
             try:
@@ -42,7 +38,7 @@ class Background:
         self._thread = thread
 
     def finish(self) -> None:
-        """Wait for the save under way; raise what went wrong in it."""
+        """Wait for the running save, and raise its exception if it failed."""
         if self._thread is not None:
             self._thread.join()
         self._thread = None

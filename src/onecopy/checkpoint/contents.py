@@ -1,9 +1,8 @@
-"""What one rank writes of a model, its optimizers and other data: pieces of tensors, and trees of plain data."""
+"""The part of a checkpoint that one rank writes: pieces of tensors, and trees of plain data."""
 
 from __future__ import annotations
 
 import hashlib
-import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -13,15 +12,20 @@ from torch import Tensor, nn
 
 from onecopy.checkpoint.files import LivePiece, check_storable
 from onecopy.checkpoint.manifest import Entry, SavedOptimizer, SavedParam, names_of_tensors, with_keys
-from onecopy.checkpoint.optimizer_view import OptimizerView, StateShard, is_per_element, state_with_master, unwrapped
+from onecopy.checkpoint.optimizer_view import OptimizerView, StateShard, unwrapped
 from onecopy.common import tagged_json
-from onecopy.common.flat_views import dense_copy, flat_view, to_bytes
+from onecopy.common.flat_views import dense_copy, flat_view
 from onecopy.layout import CUT_MULTIPLE
+from onecopy.state_dict.forms import checksum, state_with_master
+from onecopy.step.group_options import options_of
+
+KeyedTensors = list[tuple[str, Tensor]]
+"""Tensors with the keys under which a checkpoint stores them."""
 
 
 @dataclass(frozen=True, slots=True)
 class PerRank:
-    """Marks a value of ``extra`` that every rank has of its own, such as the state of its random numbers."""
+    """Marks a value of ``extra`` that each rank saves for itself, such as the state of its random number generators."""
 
     value: Any
 
@@ -31,25 +35,25 @@ class Contents:
     """One rank's part of a checkpoint.
 
     Attributes:
-        pieces: the memory it writes.
-        model: for each name of the state dict a tree; the same on all ranks.
-        optimizers: what is the same on all ranks, with the state of those parameters of which this rank has some.
-        owners: by optimizer and parameter, where this rank's part begins, and a checksum of what all owners share.
-        extra: a tree; rank 0's counts.
-        own: a tree of this rank's own.
-        signature: names, shapes and types of the model's tensors, in text.
+        pieces: the tensor data that this rank writes.
+        model: a tree for each name of the model's state dict; equal on all ranks.
+        optimizers: the optimizers, with state only for the parameters of which this rank has state.
+        checksums: for each optimizer, by parameter name, a checksum of the state of which all owners have a copy.
+        extra: the tree of ``extra``; rank 0's is saved.
+        per_rank: the tree of this rank's :class:`PerRank` values.
+        signature: names, shapes and dtypes of the model's tensors, as text.
     """
 
     pieces: list[LivePiece] = field(default_factory=list)
     model: dict[str, Any] | None = None
     optimizers: list[SavedOptimizer] = field(default_factory=list)
-    owners: list[dict[str, tuple[int, int]]] = field(default_factory=list)
+    checksums: list[dict[str, int]] = field(default_factory=list)
     extra: Any = None
-    own: Any = None
+    per_rank: Any = None
     signature: list[str] = field(default_factory=list)
 
     def fingerprint(self) -> str:
-        """Of the model's names, shapes and types, and the optimizers' classes, parameters and groups."""
+        """Return a digest of the model's names, shapes and dtypes and of the optimizers' classes and groups."""
         text = hashlib.blake2b(digest_size=16)
         text.update("\0".join(self.signature).encode())
         for optimizer in self.optimizers:
@@ -57,71 +61,67 @@ class Contents:
             text.update(repr((optimizer.kind, asdict(replace(optimizer, state={}, groups=())), members)).encode())
         return text.hexdigest()
 
-    def options(self) -> str:
-        """Of the groups' options, which change from step to step."""
+    def options_digest(self) -> str:
+        """Return a digest of the groups' options, which may change from step to step."""
         trees = [group["options"] for optimizer in self.optimizers for group in optimizer.groups]
         return hashlib.blake2b(repr(trees).encode(), digest_size=8).hexdigest()
 
-    def described(self) -> list[Any]:
-        """What rank 0 needs to know, as JSON data, beside the pieces."""
-        return [
-            [optimizer.state for optimizer in self.optimizers],
-            self.owners,
-            self.own,
-        ]
+    def snapshot(self, buffers: dict[str, Tensor]) -> None:
+        """Replace every piece by a copy on the CPU, so that training can change the originals.
 
-    def snapshot(self, memory: dict[str, Tensor]) -> None:
-        """Copy everything, so that training can go on, into memory that an earlier snapshot has left, where it fits."""
-        before = dict(memory)
-        memory.clear()
+        Args:
+            buffers: the copies of an earlier snapshot by name, which are reused where they fit; then the new copies.
+        """
+        reusable = dict(buffers)
+        buffers.clear()
         for number, piece in enumerate(self.pieces):
-            home = before.get(piece.name)
-            if home is None or (home.dtype, home.shape) != (piece.flat.dtype, piece.flat.shape):
+            buffer = reusable.get(piece.name)
+            if buffer is None or (buffer.dtype, buffer.shape) != (piece.flat.dtype, piece.flat.shape):
                 pinned = piece.flat.device.type != "cpu"
-                home = torch.empty(piece.flat.shape, dtype=piece.flat.dtype, pin_memory=pinned)
-            memory[piece.name] = home.copy_(piece.flat)
-            self.pieces[number] = replace(piece, flat=home)
+                buffer = torch.empty(piece.flat.shape, dtype=piece.flat.dtype, pin_memory=pinned)
+            buffers[piece.name] = buffer.copy_(piece.flat)
+            self.pieces[number] = replace(piece, flat=buffer)
 
 
 def collect(
     model: nn.Module | None,
     views: Sequence[OptimizerView],
-    writes: Sequence[bool],
+    writes_state: Sequence[bool],
     extra: Mapping[str, Any] | None,
     rank: int,
     world_size: int,
 ) -> Contents:
-    """Describe everything and pick out what this rank writes; nothing is copied that lies well in memory.
+    """Describe the model, the optimizers and ``extra``, and choose this rank's pieces; dense tensors are not copied.
 
     Args:
         model: the model, wrapped or not.
         views: the optimizers.
-        writes: for each of them, whether this rank's part of its state is to be written (there may be replicas).
-        extra: other data.
-        rank: this rank among those that save.
-        world_size: how many save.
+        writes_state: for each optimizer, whether this rank writes its state (another replica may write it).
+        extra: further data.
+        rank: this rank among the ranks that save.
+        world_size: the number of ranks that save.
     """
     contents = Contents()
-    replicated: list[tuple[str, Tensor]] = []
+    replicated: KeyedTensors = []
     if model is not None:
         module = unwrapped(model)
         contents.model = model_trees(module.state_dict(), replicated)
         contents.signature = [f"{key} {tensor.dtype} {tuple(tensor.shape)}" for key, tensor in replicated]
-        # Ranks may have different buffers (running statistics); DDP goes on with those of rank 0.
+        # Buffers (running statistics) may differ between ranks; DDP continues with the buffers of rank 0.
         params = {param.data_ptr() for param in module.parameters()}
         buffers = [(key, tensor) for key, tensor in replicated if tensor.data_ptr() not in params]
         replicated = [(key, tensor) for key, tensor in replicated if tensor.data_ptr() in params]
         if rank == 0:
-            contents.pieces += _share_of(buffers, 0, 1)
-    for number, (view, here) in enumerate(zip(views, writes, strict=True)):
-        _add_optimizer(contents, number, view, here, replicated)
+            contents.pieces += [whole_piece(key, tensor) for key, tensor in buffers]
+    for number, (view, writes) in enumerate(zip(views, writes_state, strict=True)):
+        _add_optimizer(contents, number, view, writes, replicated)
     add_extra(contents, extra, rank)
-    contents.pieces += _share_of(replicated, rank, world_size)
+    contents.pieces += _pieces_of_rank(replicated, rank, world_size)
     return contents
 
 
-def model_trees(state_dict: Mapping[str, Any], replicated: list[tuple[str, Tensor]]) -> dict[str, Any]:
-    """A tree for each name of a model's state dict; tensors are appended to ``replicated``, tied ones once."""
+def model_trees(state_dict: Mapping[str, Any], replicated: KeyedTensors) -> dict[str, Any]:
+    """Return a tree for each name of a model's state dict; append the tensors to ``replicated``, tied ones once."""
     trees: dict[str, Any] = {}
     known: dict[tuple[Any, ...], str] = {}
     for name, value in state_dict.items():
@@ -131,96 +131,130 @@ def model_trees(state_dict: Mapping[str, Any], replicated: list[tuple[str, Tenso
         keys = []
         for tensor, part in zip(tensors, names_of_tensors(tree, len(tensors)), strict=True):
             check_storable(tensor, where)
-            same = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+            identity = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
             key = f"model/{name}" if isinstance(value, Tensor) else f"model/{name}/{part}"
-            if tensor.numel() and same in known:
-                keys.append(known[same])  # tied: one copy under both names
+            if tensor.numel() and identity in known:
+                keys.append(known[identity])  # tied: one copy under both names
                 continue
-            known[same] = key
+            known[identity] = key
             keys.append(key)
             replicated.append((key, tensor))
         trees[name] = with_keys(tree, keys)
     return trees
 
 
+def keyed_tree(values: Mapping[Any, Any], prefix: str, where: str) -> tuple[Any, KeyedTensors]:
+    """Return a dict as a tree with keys in place of tensors, and the tensors with these keys.
+
+    Args:
+        values: plain data and tensors.
+        prefix: the beginning of every key.
+        where: a description of the values, for error messages.
+    """
+    tensors: list[Tensor] = []
+    tree = tagged_json.encode(values, tensors, where)
+    keys = [f"{prefix}/{name}" for name in names_of_tensors(tree, len(tensors))]
+    return with_keys(tree, keys), list(zip(keys, tensors, strict=True))
+
+
+def group_tree(
+    options: Mapping[str, Any], names: Sequence[str], number: int, position: int
+) -> tuple[Any, KeyedTensors]:
+    """Return one parameter group as the manifest stores it, and the tensors among its options.
+
+    Args:
+        options: the group's options.
+        names: the names of its parameters.
+        number: the number of the optimizer.
+        position: the position of the group in the optimizer.
+    """
+    where = f"the options of group {position} of optimizer {number}"
+    tree, tensors = keyed_tree(options, f"optimizer.{number}/group{position}", where)
+    return {"options": tree, "params": list(names)}, tensors
+
+
+def state_tree(values: Mapping[Any, Any], number: int, name: str) -> tuple[Any, KeyedTensors]:
+    """Return the state of one parameter as a tree, and its tensors."""
+    return keyed_tree(values, f"optimizer.{number}/{name}", f"state of parameter {name!r}")
+
+
 def _add_optimizer(
-    contents: Contents, number: int, view: OptimizerView, here: bool, replicated: list[tuple[str, Tensor]]
+    contents: Contents, number: int, view: OptimizerView, writes: bool, replicated: KeyedTensors
 ) -> None:
+    """Describe one optimizer; add the tensors that all ranks have to ``replicated``, and sharded ones as pieces."""
     view.check_state_keys()
     params = {
         name: SavedParam(tuple(param.shape), tuple(param.stride()), name_of(param.dtype))
         for name, param in zip(view.names, view.params, strict=True)
     }
     groups = []
-    for position, (options, names) in enumerate(view.groups()):
-        tensors: list[Tensor] = []
-        tree = tagged_json.encode(options, tensors, f"the options of group {position} of {view.kind}")
-        keys = [f"optimizer.{number}/group{position}/{name}" for name in names_of_tensors(tree, len(tensors))]
-        replicated += zip(keys, tensors, strict=True)
-        groups.append({"options": with_keys(tree, keys), "params": names})
+    members = view.split_by_group(view.names)
+    for position, (group, names) in enumerate(zip(view.optimizer.param_groups, members, strict=True)):
+        tree, tensors = group_tree(options_of(group), names, number, position)
+        groups.append(tree)
+        replicated += tensors
     state: dict[str, Any] = {}
-    owners: dict[str, tuple[int, int]] = {}
-    for shard in view.state_shards():
-        values = state_with_master(shard)
-        if not values or not here:
+    checksums: dict[str, int] = {}
+    for shard in view.state_shards() if writes else ():
+        values = state_with_master(shard.state, shard.tensor, shard.param_view)
+        if not values:
             continue
-        name, param = view.names[shard.index], view.params[shard.index]
-        tensors = []
-        where = f"state of parameter {name!r}"
-        tree = tagged_json.encode(values, tensors, where)
-        keys = [f"optimizer.{number}/{name}/{part}" for part in names_of_tensors(tree, len(tensors))]
-        state[name] = with_keys(tree, keys)
-        shared = 0
-        for key, tensor in zip(keys, tensors, strict=True):
-            check_storable(tensor, where)
-            if view.zero is None:
-                replicated.append((key, tensor))
-                continue
-            shared = _add_owned(contents, key, tensor, shard, param, shared)
-        owners[name] = (shard.start, shared)
+        name = view.names[shard.index]
+        state[name], tensors = state_tree(values, number, name)
+        for _, tensor in tensors:
+            check_storable(tensor, f"state of parameter {name!r}")
+        if view.zero is None:
+            replicated += tensors
+        else:
+            checksums[name] = _add_shard(contents, shard, tensors)
     contents.optimizers.append(SavedOptimizer(view.kind, view.named, params, tuple(groups), state))
-    contents.owners.append(owners)
+    contents.checksums.append(checksums)
 
 
-def _add_owned(contents: Contents, key: str, tensor: Tensor, shard: StateShard, param: Tensor, shared: int) -> int:
-    """Add a tensor of sharded state; return the checksum of what owners share, with it if they share it."""
-    whole = shard.stop - shard.start == param.numel()
-    dense = dense_copy(tensor)
-    if whole or not is_per_element(tensor, shard):
-        if not whole:
-            shared = zlib.crc32(to_bytes(flat_view(dense).view(torch.uint8)), shared)
+def _add_shard(contents: Contents, shard: StateShard, tensors: KeyedTensors) -> int:
+    """Add this rank's pieces of one parameter's state; return a checksum of the tensors that each owner has whole."""
+    copies: list[Tensor] = []
+    for key, tensor in tensors:
+        if shard.is_cut and tensor.shape == shard.tensor.shape:
+            entry = Entry(name_of(tensor.dtype), tuple(shard.param.shape), tuple(shard.param.stride()))
+            contents.pieces.append(LivePiece(key, entry, shard.start, shard.stop, flat_view(dense_copy(tensor))))
+            continue
+        if shard.is_cut:
+            copies.append(dense_copy(tensor))
         if shard.start == 0:
-            entry = entry_of(dense)
-            contents.pieces.append(LivePiece(key, entry, 0, entry.numel, flat_view(dense)))
-    else:
-        entry = Entry(name_of(tensor.dtype), tuple(param.shape), tuple(param.stride()))
-        contents.pieces.append(LivePiece(key, entry, shard.start, shard.stop, flat_view(dense)))
-    return shared
+            contents.pieces.append(whole_piece(key, tensor))
+    return checksum(copies)
 
 
 def add_extra(contents: Contents, extra: Mapping[str, Any] | None, rank: int) -> None:
-    """Add other data: rank 0's, and what each rank has of its own."""
+    """Add ``extra``: the values of rank 0, and the :class:`PerRank` values of every rank."""
     if extra is not None and type(extra) is not dict:
         raise TypeError(f"extra must be a dict, got {type(extra).__qualname__}")
-    shared = {key: value for key, value in (extra or {}).items() if not isinstance(value, PerRank)}
-    own = {key: value.value for key, value in (extra or {}).items() if isinstance(value, PerRank)}
-    trees = []
-    for place, values in (("extra", shared), (f"rank{rank}", own)):
-        tensors: list[Tensor] = []
-        tree = tagged_json.encode(values, tensors, "extra")
-        keys = [f"{place}/{number}" for number in range(len(tensors))]
-        if rank == 0 or values is own:
-            for key, tensor in zip(keys, tensors, strict=True):
-                check_storable(tensor, "a tensor in extra")
-                dense = dense_copy(tensor)
-                entry = entry_of(dense)
-                contents.pieces.append(LivePiece(key, entry, 0, entry.numel, flat_view(dense)))
-        trees.append(with_keys(tree, keys))
-    contents.extra, contents.own = trees
+    of_rank_0 = {key: value for key, value in (extra or {}).items() if not isinstance(value, PerRank)}
+    per_rank = {key: value.value for key, value in (extra or {}).items() if isinstance(value, PerRank)}
+    contents.extra = _add_values(contents, of_rank_0, "extra", writes=rank == 0)
+    contents.per_rank = _add_values(contents, per_rank, f"rank{rank}", writes=True)
 
 
-def _share_of(replicated: Iterable[tuple[str, Tensor]], rank: int, world_size: int) -> list[LivePiece]:
-    """This rank's part of what all ranks hold alike: an equal share of the bytes."""
+def _add_values(contents: Contents, values: Mapping[str, Any], prefix: str, writes: bool) -> Any:
+    """Return values of ``extra`` as a tree; add their tensors as pieces if this rank writes them."""
+    tensors: list[Tensor] = []
+    tree = tagged_json.encode(values, tensors, "extra")
+    keys = [f"{prefix}/{number}" for number in range(len(tensors))]
+    for key, tensor in zip(keys, tensors, strict=True) if writes else ():
+        check_storable(tensor, "a tensor in extra")
+        contents.pieces.append(whole_piece(key, tensor))
+    return with_keys(tree, keys)
+
+
+def whole_piece(key: str, tensor: Tensor) -> LivePiece:
+    """Return a whole tensor as one piece."""
+    dense = dense_copy(tensor)
+    return LivePiece(key, entry_of(dense), 0, dense.numel(), flat_view(dense))
+
+
+def _pieces_of_rank(replicated: Iterable[tuple[str, Tensor]], rank: int, world_size: int) -> list[LivePiece]:
+    """Return this rank's pieces of tensors that are equal on all ranks: an equal part of the bytes for each rank."""
     found = [(key, dense_copy(tensor)) for key, tensor in replicated]
     ranges = divide([(tensor.numel(), tensor.element_size()) for _, tensor in found], rank, world_size)
     pieces = []
@@ -231,7 +265,13 @@ def _share_of(replicated: Iterable[tuple[str, Tensor]], rank: int, world_size: i
 
 
 def divide(sizes: Sequence[tuple[int, int]], rank: int, world_size: int) -> list[tuple[int, int]]:
-    """The elements of each of some tensors (count and size of an element) that one rank writes; all ranks cover all."""
+    """Return the range ``(start, stop)`` of each tensor that one rank writes; the ranges of all ranks cover everything.
+
+    Args:
+        sizes: for each tensor the number of elements and the bytes of an element.
+        rank: the rank that writes.
+        world_size: the number of ranks.
+    """
     total = sum(count * size for count, size in sizes)
     low, high = rank * total // world_size, (rank + 1) * total // world_size
     ranges, offset = [], 0
@@ -248,10 +288,10 @@ def divide(sizes: Sequence[tuple[int, int]], rank: int, world_size: int) -> list
 
 
 def entry_of(dense: Tensor) -> Entry:
-    """A dense tensor's description, without pieces yet."""
+    """Return the description of a dense tensor, without pieces yet."""
     return Entry(name_of(dense.dtype), tuple(dense.shape), tuple(dense.stride()))
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """A data type's name."""
+    """Return the name of a dtype without ``torch.``."""
     return str(dtype).removeprefix("torch.")

@@ -1,4 +1,4 @@
-"""torch.distributed.checkpoint's pair of functions for optimizer state, for sharded optimizers too."""
+"""The two functions of torch.distributed.checkpoint that get and set optimizer state, for sharded optimizers."""
 
 from __future__ import annotations
 
@@ -6,22 +6,32 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
-from torch.distributed.checkpoint import state_dict as torchs
+from torch.distributed.checkpoint import state_dict as torch_state_dict
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.optim import Optimizer
 
-from onecopy.checkpoint.optimizer_view import OptimizerView, StateShard, argument_facts, optimizer_views, wait_for
-from onecopy.comm.agreement import Fact, agree
+from onecopy.checkpoint.optimizer_view import (
+    OptimizerView,
+    StateShard,
+    argument_facts,
+    optimizer_views,
+    wait_for_parameters,
+)
+from onecopy.comm.agreement import Fact, FailTogether, FirstFailure
 from onecopy.comm.collectives import Collectives
 from onecopy.common import tagged_json
 from onecopy.errors import CheckpointMismatchError
 from onecopy.optimizer import ZeroRedundancyOptimizer
 from onecopy.state_dict.dcp_tensor import ShardedState, local_values, sharded_state_dict
+from onecopy.state_dict.forms import named_groups, plain_state_dict
 from onecopy.state_dict.gather import consolidate
 from onecopy.step import master_weights
-from onecopy.step.group_options import NOT_OPTIONS
+from onecopy.step.group_options import options_of
 
 StateDict = dict[str, Any]
+
+GET = "get_optimizer_state_dict()"
+SET = "set_optimizer_state_dict()"
 
 
 def get_optimizer_state_dict(
@@ -31,53 +41,43 @@ def get_optimizer_state_dict(
     submodules: set[nn.Module] | None = None,
     options: StateDictOptions | None = None,
 ) -> StateDict:
-    """The state of one or several optimizers by the model's names; asking a sharded one for it changes nothing.
+    """Return the state of one or several optimizers by the model's parameter names; sharded optimizers do not change.
 
-    By default each rank gets what it owns, as tensors that ``torch.distributed.checkpoint`` saves and loads with any
-    number of ranks. Parameters without state get memory to load it into. With ``full_state_dict`` every rank gets
-    everything, and with ``cpu_offload`` beside it only rank 0. All ranks make this call together, with the same
-    options. If one refuses, all raise.
+    By default each rank gets its shards, in tensors that ``torch.distributed.checkpoint`` saves and loads with any
+    number of ranks. Parameters without state get memory to load it into. With ``full_state_dict`` every rank gets the
+    full state; with ``cpu_offload`` as well only rank 0. All ranks make this call together, with the same options. If
+    one rank fails, all ranks raise.
 
     Args:
         model: the model.
-        optimizers: its optimizers; those that are not sharded are left to torch's function.
+        optimizers: its optimizers; torch's function handles the plain ones.
         submodules: not supported.
         options: torch's options; ``ignore_frozen_params`` is not supported.
     """
     options = options or StateDictOptions()
     given = (optimizers,) if isinstance(optimizers, Optimizer) else tuple(optimizers)
-    views: list[OptimizerView] = []
-    facts: list[Fact] = []
-    failure: Exception | None = None
-    try:
+    with FailTogether(_collectives_of(given), GET) as together:
         if submodules or options.ignore_frozen_params:
             raise ValueError("submodules and ignore_frozen_params are not supported for sharded optimizers")
         views = optimizer_views(model, given)
-        wait_for(views, model)
+        wait_for_parameters(views, model)
         for view in views:
             if view.zero is not None:
                 view.check_state_keys()
-        facts = [*argument_facts(model, views), *_option_facts(options)]
-    except Exception as error:
-        failure = error
-    _agree(given, "get_optimizer_state_dict()", facts, failure)
+        together.facts = [*argument_facts(model, views), *_option_facts(options)]
     found: StateDict = {"state": {}, "param_groups": []}
+    failure = FirstFailure()
     for view in views:
-        try:
-            part = _part_of(model, view, options)
-        except Exception as error:  # the others may have exchanges before them in which this rank must take part
-            failure = failure or error
-            continue
-        found["state"].update(part.get("state", {}))
-        found["param_groups"] += part.get("param_groups", [])
-    try:
+        with failure:  # this rank goes on, because it must take part in the communication for the other optimizers
+            part = _state_dict_of(model, view, options)
+            found["state"].update(part.get("state", {}))
+            found["param_groups"] += part.get("param_groups", [])
+    with FailTogether(_collectives_of(given), GET):
+        failure.raise_if_any()
         if options.full_state_dict and options.cpu_offload and not found["param_groups"]:
             found = {}
         elif options.flatten_optimizer_state_dict:
             found = _flattened(found)
-    except Exception as error:
-        failure = failure or error
-    _agree(given, "get_optimizer_state_dict()", [], failure)
     return found
 
 
@@ -88,155 +88,122 @@ def set_optimizer_state_dict(
     *,
     options: StateDictOptions | None = None,
 ) -> None:
-    """Put back what :func:`get_optimizer_state_dict` returned, or torch's function for plain optimizers.
+    """Load a state dict of :func:`get_optimizer_state_dict`, or of torch's function of that name.
 
-    All ranks make this call together, with the same options. If one refuses, all raise and that optimizer has not
-    changed; of several, those before it have.
+    All ranks make this call together, with the same options. If one rank fails, all ranks raise, and the optimizer that
+    was being loaded has not changed; optimizers before it in the list have.
 
     Args:
         model: the model.
-        optimizers: its optimizers; those that are not sharded are left to torch's function.
-        optim_state_dict: full (on every rank, or with ``broadcast_from_rank0`` on rank 0), or sharded like this
-            optimizer.
+        optimizers: its optimizers; torch's function handles the plain ones.
+        optim_state_dict: the full state (on every rank, or with ``broadcast_from_rank0`` on rank 0), or this
+            optimizer's shards.
         options: torch's options.
     """
     options = options or StateDictOptions()
     given = (optimizers,) if isinstance(optimizers, Optimizer) else tuple(optimizers)
-    views: list[OptimizerView] = []
-    facts: list[Fact] = []
-    state_dict: StateDict = {}
-    failure: Exception | None = None
-    try:
+    collectives = _collectives_of(given)
+    with FailTogether(collectives, SET) as together:
         views = optimizer_views(model, given)
         state_dict = dict(optim_state_dict)
-        if _ours(given) and not options.broadcast_from_rank0:
-            state_dict = _by_name(state_dict, views)
-        facts = [*argument_facts(model, views), *_option_facts(options)]
-    except Exception as error:
-        failure = error
-    _agree(given, "set_optimizer_state_dict()", facts, failure)
-    if not _ours(given):
-        torchs.set_optimizer_state_dict(model, given, state_dict, options=options)
+        if collectives is not None and not options.broadcast_from_rank0:
+            state_dict = _with_groups(state_dict, views)
+        together.facts = [*argument_facts(model, views), *_option_facts(options)]
+    if collectives is None:
+        torch_state_dict.set_optimizer_state_dict(model, given, state_dict, options=options)
         return
     if options.broadcast_from_rank0:
-        state_dict = _by_name(_broadcast(Collectives(), state_dict), views)
+        state_dict = _with_groups(_broadcast(Collectives(), state_dict), views)
     for view in views:
         if view.zero is not None:
-            _set(view, state_dict)
+            _load(view, view.zero, state_dict)
             continue
-        try:
+        with FailTogether(collectives, SET):
             part = _restricted(state_dict, view)
-            torchs.set_optimizer_state_dict(model, view.optimizer, part, options=StateDictOptions())
-        except Exception as error:
-            failure = error
-        _agree(given, "set_optimizer_state_dict()", [], failure)
+            torch_state_dict.set_optimizer_state_dict(model, view.optimizer, part, options=StateDictOptions())
 
 
-def _ours(optimizers: Sequence[object]) -> list[ZeroRedundancyOptimizer]:
-    return [optimizer for optimizer in optimizers if isinstance(optimizer, ZeroRedundancyOptimizer)]
-
-
-def _agree(optimizers: Sequence[object], what: str, facts: Sequence[Fact], failure: Exception | None) -> None:
-    """Raise on every rank if one has failed or if the facts differ; on this rank only if no optimizer is sharded."""
-    ours = _ours(optimizers)
-    if ours:
-        agree(ours[0].engine.collectives, what, facts, failure)
-    elif failure is not None:
-        raise failure
+def _collectives_of(optimizers: Sequence[object]) -> Collectives | None:
+    """Return the collectives of the first sharded optimizer, or None: then each rank works for itself."""
+    for optimizer in optimizers:
+        if isinstance(optimizer, ZeroRedundancyOptimizer):
+            return optimizer.engine.collectives
+    return None
 
 
 def _option_facts(options: StateDictOptions) -> list[Fact]:
-    """The options that decide what is sent, and in which form it is."""
+    """Return facts about the options that decide which messages are sent."""
     names = ("full_state_dict", "cpu_offload", "broadcast_from_rank0", "flatten_optimizer_state_dict")
     return [Fact(name, str(bool(getattr(options, name)))) for name in names]
 
 
-def _part_of(model: nn.Module, view: OptimizerView, options: StateDictOptions) -> Mapping[str, Any]:
-    """One optimizer's state."""
+def _state_dict_of(model: nn.Module, view: OptimizerView, options: StateDictOptions) -> Mapping[str, Any]:
+    """Return the state of one optimizer by name."""
     if view.zero is None:
         plain = StateDictOptions(full_state_dict=options.full_state_dict, cpu_offload=options.cpu_offload)
-        return torchs.get_optimizer_state_dict(model, view.optimizer, options=plain)
+        return torch_state_dict.get_optimizer_state_dict(model, view.optimizer, options=plain)
     if options.full_state_dict:
-        return _full(view, only_first=options.cpu_offload)
-    return _sharded(view, options.cpu_offload)
+        return _full(view, view.zero, on_rank_0_only=options.cpu_offload)
+    return _sharded(view, view.zero, options.cpu_offload)
 
 
-def _sharded(view: OptimizerView, on_cpu: bool) -> StateDict:
-    zero = view.zero
-    assert zero is not None
+def _sharded(view: OptimizerView, zero: ZeroRedundancyOptimizer, on_cpu: bool) -> StateDict:
+    """Return this rank's shards of the state, as copies on the CPU if asked for."""
     found = sharded_state_dict(zero.engine.inner, zero.layout, zero.param_groups, view.names, to_load=True)
 
-    def moved(tensor: Tensor) -> Tensor:
+    def to_cpu(tensor: Tensor) -> Tensor:
         if isinstance(tensor, ShardedState):
             return ShardedState(tensor.flat.to("cpu", copy=True), tensor.start, tensor)
         return tensor.to("cpu", copy=True)
 
-    return tagged_json.map_tensors(found, moved) if on_cpu else found
+    return tagged_json.map_tensors(found, to_cpu) if on_cpu else found
 
 
-def _full(view: OptimizerView, only_first: bool) -> StateDict:
-    """The whole state on every rank, or on the first."""
-    zero = view.zero
-    assert zero is not None
+def _full(view: OptimizerView, zero: ZeroRedundancyOptimizer, on_rank_0_only: bool) -> StateDict:
+    """Return the full state on every rank, or on rank 0 and an empty dict on the others."""
     engine = zero.engine
-    mine = None
-    for rank in range(1 if only_first else zero.world_size):
+    found: dict[int, dict[Any, Any]] | None = None
+    for rank in range(1 if on_rank_0_only else zero.world_size):
         state = consolidate(engine.collectives, zero.layout, engine.inner, zero.param_groups, rank)
-        mine = state if state is not None else mine
-    if mine is None:
+        found = state if state is not None else found
+    if found is None:
         return {}
-    start, groups = 0, []
-    for group in zero.param_groups:
-        shown = {key: value for key, value in group.items() if key not in NOT_OPTIONS}
-        groups.append({**shown, "params": view.names[start : start + len(group["params"])]})
-        start += len(group["params"])
-    by_name = {view.names[index]: values for index, values in mine.items()}
-    return {"state": by_name, "param_groups": tagged_json.copy_tree(groups)}
+    by_name = {view.names[index]: values for index, values in found.items()}
+    return {"state": by_name, "param_groups": tagged_json.copy_tree(named_groups(zero.param_groups, view.names))}
 
 
-def _set(view: OptimizerView, state_dict: StateDict) -> None:
-    zero = view.zero
-    assert zero is not None
-    failure: Exception | None = None
-    options: list[dict[str, Any]] = []
-    state: dict[str, Any] = {}
-    full = False
-    try:
+def _load(view: OptimizerView, zero: ZeroRedundancyOptimizer, state_dict: StateDict) -> None:
+    """Load a full or sharded state dict into one sharded optimizer, on all ranks together."""
+    collectives = zero.engine.collectives
+    with FailTogether(collectives, SET) as together:
         options = _options_for(view, state_dict["param_groups"])
         names = set(view.names)
         state = {name: values for name, values in state_dict["state"].items() if name in names}
-        full = _is_full(state, view)
-    except Exception as error:
-        failure = error
-    if agree(zero.engine.collectives, "set_optimizer_state_dict()", [], failure, flag=full):
-        zero.load_state_dict(_plain_form(view, state, options))
+        together.flag = _is_full(state, view)
+    if together.any_flag:
+        members = view.split_by_group(view.names)
+        groups = [{**values, "params": part} for values, part in zip(options, members, strict=True)]
+        zero.load_state_dict(plain_state_dict(state, groups))
         return
-    states: dict[int, dict[Any, Any]] = {}
-    copies: dict[int, Tensor] = {}
-    try:
-        states, copies = _owned_states(view, state)
-    except Exception as error:
-        failure = error
-    has_state = agree(zero.engine.collectives, "set_optimizer_state_dict()", [], failure, flag=bool(states))
-    try:
+    with FailTogether(collectives, SET) as together:
+        states, masters = _owned_states(view, state)
+        together.flag = bool(states)
+    with FailTogether(collectives, SET):
         for shard in view.state_shards():
-            if shard.index in copies and shard.param_view is not None:
-                shard.tensor.detach().copy_(copies[shard.index].view(shard.tensor.shape))
-        view.install(states, options, set(copies), has_state)
-    except Exception as error:
-        failure = error
-    agree(zero.engine.collectives, "set_optimizer_state_dict()", [], failure)
+            if shard.index in masters and shard.param_view is not None:
+                shard.tensor.detach().copy_(masters[shard.index].view(shard.tensor.shape))
+        view.install(states, options, set(masters), has_state=together.any_flag)
 
 
 def _is_full(state: Mapping[str, Any], view: OptimizerView) -> bool:
-    """Whether this must be the whole state: there is some of parameters that this rank does not own, or not all of."""
+    """Whether this is a full state: it has plain tensors of parameters of which this rank does not own everything."""
     mine = {view.names[shard.index]: shard for shard in view.state_shards()}
     tensors: dict[str, list[Tensor]] = {name: [] for name in state}
     for name, values in state.items():
         tagged_json.map_tensors(values, tensors[name].append)
     if any(isinstance(tensor, ShardedState) for found in tensors.values() for tensor in found):
         return False
-    cut = {name for name, shard in mine.items() if shard.stop - shard.start != view.params[shard.index].numel()}
+    cut = {name for name, shard in mine.items() if shard.is_cut}
     return any(
         name not in mine or (name in cut and any(tensor.dim() > 0 for tensor in found))
         for name, found in tensors.items()
@@ -244,89 +211,69 @@ def _is_full(state: Mapping[str, Any], view: OptimizerView) -> bool:
 
 
 def _options_for(view: OptimizerView, groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The saved options of each of an optimizer's groups, found by its parameters."""
+    """Return the saved options for each of an optimizer's groups, found by the names of its parameters."""
     by_name = {name: group for group in groups for name in group["params"]}
-    found, start = [], 0
-    for position, group in enumerate(view.optimizer.param_groups):
-        names = view.names[start : start + len(group["params"])]
-        start += len(group["params"])
+    found = []
+    for position, names in enumerate(view.split_by_group(view.names)):
         missing = [name for name in names if name not in by_name]
         if missing:
             raise CheckpointMismatchError(f"the state dict has no parameter {missing[0]!r} of group {position}")
         saved = by_name[names[0]] if names else {}
-        odd = [name for name in names if by_name[name] is not saved]
-        if odd:
-            raise CheckpointMismatchError(f"{names[0]!r} and {odd[0]!r} are in different groups of the state dict")
-        found.append({key: value for key, value in saved.items() if key not in NOT_OPTIONS})
+        misplaced = [name for name in names if by_name[name] is not saved]
+        if misplaced:
+            raise CheckpointMismatchError(
+                f"{names[0]!r} and {misplaced[0]!r} are in different groups of the state dict"
+            )
+        found.append(options_of(dict(saved)))
     return tagged_json.copy_tree(found)  # type: ignore[no-any-return]
 
 
 def _owned_states(
     view: OptimizerView, state: Mapping[str, Mapping[str, Any]]
 ) -> tuple[dict[int, dict[Any, Any]], dict[int, Tensor]]:
-    """State by parameter, cut down to what this rank owns, and master weights."""
-    states, copies = {}, {}
+    """Return the state of this rank's shards and its master weights, by parameter; raise if the shards are others."""
+    states, masters = {}, {}
     foreign = set(state) - {view.names[shard.index] for shard in view.state_shards()}
     if foreign:
         raise CheckpointMismatchError(
-            f"there is state of parameter {min(foreign)!r}, of which another range than this rank owns is here: load "
-            "the checkpoint into what get_optimizer_state_dict() returns for this optimizer"
+            f"there is state of parameter {min(foreign)!r}, which has another range than this rank owns: load the "
+            "checkpoint into the state dict that get_optimizer_state_dict() returns for this optimizer"
         )
     for shard in view.state_shards():
         name = view.names[shard.index]
         if name not in state:
             continue
         for key, value in state[name].items():
-            right = not isinstance(value, ShardedState) or (
-                (value.start, value.start + value.flat.numel()) == (shard.start, shard.stop)
-                and value.shape == view.params[shard.index].shape
-            )
-            if not right:
+            if isinstance(value, ShardedState) and (
+                (value.start, value.flat.numel(), value.shape) != (shard.start, shard.numel, shard.param.shape)
+            ):
                 raise CheckpointMismatchError(
                     f"state {key!r} of parameter {name!r} is another range than this rank owns: load the checkpoint "
-                    "into what get_optimizer_state_dict() returns for this optimizer"
+                    "into the state dict that get_optimizer_state_dict() returns for this optimizer"
                 )
         values = local_values(state[name])
-        _check_shapes(values, name, shard, view.params[shard.index])
+        _check_sizes(values, name, shard)
         master = values.pop(master_weights.STATE_KEY, None)
         if master is not None:
-            copies[shard.index] = master
+            masters[shard.index] = master
         if values:
             states[shard.index] = values
-    return states, copies
+    return states, masters
 
 
-def _check_shapes(values: Mapping[str, Any], name: str, shard: StateShard, param: Tensor) -> None:
-    """Raise if a tensor that must be per element is not of the size that this rank owns."""
+def _check_sizes(values: Mapping[str, Any], name: str, shard: StateShard) -> None:
+    """Raise if a tensor that must be per element has another number of elements than this rank's shard."""
     for key, value in values.items():
-        wrong = (
-            isinstance(value, Tensor) and key == master_weights.STATE_KEY and value.numel() != shard.stop - shard.start
-        )
-        cut = shard.stop - shard.start != param.numel()
-        if wrong or (
-            cut and isinstance(value, Tensor) and value.dim() > 0 and value.numel() != shard.stop - shard.start
-        ):
+        if not isinstance(value, Tensor) or value.numel() == shard.numel:
+            continue
+        if key == master_weights.STATE_KEY or (shard.is_cut and value.dim() > 0):
             raise CheckpointMismatchError(
-                f"state {key!r} of parameter {name!r} has {value.numel()} elements, but this rank owns "
-                f"{shard.stop - shard.start}"
+                f"state {key!r} of parameter {name!r} has {value.numel()} elements, but this rank owns {shard.numel}"
             )
-
-
-def _plain_form(view: OptimizerView, state: Mapping[str, Any], options: Sequence[dict[str, Any]]) -> StateDict:
-    """The plain optimizer's state dict, by position."""
-    index_of = {name: index for index, name in enumerate(view.names)}
-    by_index = {index_of[name]: dict(values) for name, values in state.items()}
-    by_index, copies = master_weights.split_master_weights(by_index)
-    start, groups = 0, []
-    for group, values in zip(view.optimizer.param_groups, options, strict=True):
-        groups.append({**values, "params": list(range(start, start + len(group["params"])))})
-        start += len(group["params"])
-    form: StateDict = {"state": by_index, "param_groups": groups}
-    return {**form, master_weights.STATE_DICT_KEY: copies} if copies else form
 
 
 def _restricted(state_dict: StateDict, view: OptimizerView) -> StateDict:
-    """What concerns one optimizer."""
+    """Return the part of a state dict that belongs to one optimizer."""
     names = set(view.names)
     return {
         "state": {name: values for name, values in state_dict["state"].items() if name in names},
@@ -335,32 +282,28 @@ def _restricted(state_dict: StateDict, view: OptimizerView) -> StateDict:
 
 
 def _broadcast(collectives: Collectives, state_dict: StateDict) -> StateDict:
-    """Rank 0's full state dict on every rank, its tensors on the CPU."""
+    """Return rank 0's full state dict on every rank, with tensors on the CPU."""
     tensors: list[Tensor] = []
-    failure: Exception | None = None
     tree: Any = None
-    try:
+    with FailTogether(collectives, "set_optimizer_state_dict() from rank 0"):
         if collectives.group_rank == 0:
             tree = tagged_json.encode(state_dict, tensors, "the state dict")
             tensors = [tensor.detach().cpu().contiguous() for tensor in tensors]
-    except Exception as error:
-        failure = error
-    agree(collectives, "set_optimizer_state_dict() from rank 0", [], failure)
     text = tagged_json.dumps([tree, [tagged_json.describe_tensor(tensor) for tensor in tensors]])
     tree, described = tagged_json.loads(collectives.broadcast_bytes(text if collectives.group_rank == 0 else None, 0))
     if collectives.group_rank != 0:
         tensors = [tagged_json.empty_from(description) for description in described]
     for tensor in tensors:
-        moving = tensor.to(collectives.control_device)
-        collectives.broadcast(moving, 0).wait()
-        if moving is not tensor:
-            tensor.copy_(moving)
+        buffer = tensor.to(collectives.control_device)
+        collectives.broadcast(buffer, 0).wait()
+        if buffer is not tensor:
+            tensor.copy_(buffer)
     decoded: StateDict = tagged_json.decode(tree, tensors)
     return decoded
 
 
 def _flattened(state_dict: StateDict) -> StateDict:
-    """One level of keys, as torch flattens: ``state.<parameter>.<key>`` and ``param_groups.<parameter>.<option>``."""
+    """Return one level of keys as torch does: ``state.<parameter>.<key>`` and ``param_groups.<parameter>.<option>``."""
     flat: StateDict = {}
     for name, values in state_dict["state"].items():
         for key, value in values.items():
@@ -373,25 +316,25 @@ def _flattened(state_dict: StateDict) -> StateDict:
     return flat
 
 
-def _by_name(state_dict: StateDict, views: Sequence[OptimizerView]) -> StateDict:
-    """A state dict with groups, made from a flattened one if it is that."""
+def _with_groups(state_dict: StateDict, views: Sequence[OptimizerView]) -> StateDict:
+    """Return a state dict with ``state`` and ``param_groups``, also from a flattened one."""
     return state_dict if "param_groups" in state_dict else _unflattened(state_dict, views)
 
 
 def _unflattened(flat: Mapping[str, Any], views: Sequence[OptimizerView]) -> StateDict:
+    """Invert :func:`_flattened`."""
+
+    def entries_under(prefix: str) -> dict[str, Any]:
+        return {key[len(prefix) :]: value for key, value in flat.items() if key.startswith(prefix)}
+
     state: dict[str, dict[str, Any]] = {}
     groups = []
     for view in views:
         for name in view.names:
-            front = f"state.{name}."
-            values = {key[len(front) :]: value for key, value in flat.items() if key.startswith(front)}
+            values = entries_under(f"state.{name}.")
             if values:
                 state[name] = values
-        start = 0
-        for group in view.optimizer.param_groups:
-            names = view.names[start : start + len(group["params"])]
-            start += len(group["params"])
-            front = f"param_groups.{names[0]}." if names else "\0"
-            options = {key[len(front) :]: value for key, value in flat.items() if key.startswith(front)}
+        for names in view.split_by_group(view.names):
+            options = entries_under(f"param_groups.{names[0]}.") if names else {}
             groups.append({**options, "params": names})
     return {"state": state, "param_groups": groups}

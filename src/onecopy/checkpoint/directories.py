@@ -1,4 +1,4 @@
-"""Checkpoints as directories under a root: which there are, whether one is whole."""
+"""Checkpoint directories under a root: their names, how to list them, and how to verify one."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ _COMMITTED = re.compile(r"step-(\d{8,})")
 
 
 def folder_of(root: Path, step: int) -> Path:
-    """Where the checkpoint of a step lies."""
+    """Return the directory for the checkpoint of a step."""
     return root / f"step-{step:0{DIGITS}d}"
 
 
 def step_of(folder: Path) -> int:
-    """The step of a checkpoint's directory."""
+    """Return the step of a checkpoint directory."""
     return int(folder.name.removeprefix("step-"))
 
 
 def committed(root: Path) -> list[Path]:
-    """All checkpoints under a root, the newest first."""
+    """Return all complete checkpoints under a root, the newest first."""
     if not root.is_dir():
         return []
     found = [(int(match[1]), path) for path in root.iterdir() if (match := _COMMITTED.fullmatch(path.name))]
@@ -35,7 +35,7 @@ def committed(root: Path) -> list[Path]:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a checkpoint; raise if it is not one."""
+    """Read the manifest of a checkpoint; raise if the directory is not a complete checkpoint."""
     path = folder / manifests.NAME
     try:
         text = path.read_bytes()
@@ -45,24 +45,24 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def candidates_in(source: str | os.PathLike[str]) -> list[Path]:
-    """The checkpoint that a path is, or those under it, the newest first."""
+    """Return the path itself if it is a checkpoint, else the checkpoints under it, the newest first."""
     path = Path(source)
     if (path / manifests.NAME).exists() or path.name.startswith("step-"):
         return [path]
     found = committed(path)
     if not found:
-        raise FileNotFoundError(f"{path} is not a checkpoint, and there is none in it")
+        raise FileNotFoundError(f"{path} is not a checkpoint, and has none in it")
     return found
 
 
 def verify(source: str | os.PathLike[str]) -> int:
-    """Check every byte of a checkpoint (of the newest one, if there are several); return how many there are.
+    """Check every byte of a checkpoint, or of the newest one in a directory; return the number of bytes.
 
     Args:
-        source: a checkpoint, or the directory that holds them.
+        source: a checkpoint, or a directory with several.
 
     Raises:
-        CorruptCheckpointError: if something is damaged, missing or cut short; the message names the file.
+        CorruptCheckpointError: if a file is damaged, missing or too short; the message names the file.
     """
     folder = candidates_in(source)[0]
     found = read_manifest(folder)

@@ -1,4 +1,4 @@
-"""Every change to the file system goes through here, so that tests can let each of them fail or be the last."""
+"""Every change to the file system is a function here, so that tests can make each of them fail."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from types import TracebackType
 logger = logging.getLogger(__name__)
 
 EARLY_BYTES = 64 << 20
-"""How much is written before the disk is told to begin with it."""
+"""Bytes that are written before an early flush starts."""
 
 
 def make_directory(path: Path) -> None:
-    """Make a directory and those above it."""
+    """Make a directory and its parents."""
     path.mkdir(parents=True, exist_ok=True)
 
 
@@ -29,7 +29,7 @@ def create(path: Path) -> int:
 
 
 def write(descriptor: int, content: memoryview | bytes) -> None:
-    """Write all of it."""
+    """Write all bytes."""
     rest = memoryview(content)
     while rest:
         rest = rest[os.write(descriptor, rest) :]
@@ -41,10 +41,10 @@ def flush(descriptor: int) -> None:
 
 
 class EarlyFlush:
-    """Flushes what has been written so far in a thread of its own, so that the disk is busy while more is prepared.
+    """Flushes a file in a thread while more data is written to it.
 
-    As a context: its end waits for that thread. What goes wrong there is raised here, at the next write or at the end;
-    the system tells of a failed flush only once.
+    The end of the ``with`` block waits for the thread. An error of the thread is raised at the next write or at the end
+    of the block, because the operating system reports a failed flush only once.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -64,7 +64,7 @@ class EarlyFlush:
             self._running.result()
 
     def wrote(self, nbytes: int) -> None:
-        """Note that more has been written."""
+        """Count written bytes, and start a flush if they are enough and no flush is running."""
         self._written += nbytes
         if self._written < EARLY_BYTES or (self._running is not None and not self._running.done()):
             return
@@ -72,7 +72,7 @@ class EarlyFlush:
             self._running.result()
         try:
             self._running = self._thread.submit(flush, self._descriptor)
-        except RuntimeError:  # the interpreter is ending and starts no threads any more: the last flush does it all
+        except RuntimeError:  # the interpreter is ending and starts no more threads: the last flush does everything
             return
         self._written = 0
 
@@ -87,17 +87,17 @@ def flush_directory(path: Path) -> None:
 
 
 def rename(old: Path, new: Path) -> None:
-    """Give a directory its final name; the step at which a checkpoint begins to exist."""
+    """Rename a directory; this is how a checkpoint begins to exist."""
     old.rename(new)
 
 
 def remove(path: Path) -> None:
-    """Remove a directory with all that is in it."""
+    """Remove a directory and everything in it."""
     shutil.rmtree(path)
 
 
 def read_into(descriptor: int, memory: memoryview, offset: int) -> int:
-    """Fill memory from a place of an open file; return how many bytes there were."""
+    """Read from an offset of an open file into memory; return the number of bytes that were read."""
     done = 0
     while done < len(memory):
         count = os.preadv(descriptor, [memory[done:]], offset + done)
@@ -108,28 +108,28 @@ def read_into(descriptor: int, memory: memoryview, offset: int) -> int:
 
 
 @contextlib.contextmanager
-def claimed(path: Path) -> Iterator[None]:
-    """Hold a lock on a directory, which ends with the process at the latest."""
+def locked(path: Path) -> Iterator[None]:
+    """Lock a directory during the block; the lock also ends with the process."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         except OSError as error:  # some network file systems lock no directories
-            logger.warning("%s cannot be locked, so what a save that dies leaves will not be removed: %s", path, error)
+            logger.warning("%s cannot be locked, so it stays if this save dies: %s", path, error)
         yield
     finally:
         os.close(descriptor)
 
 
-def is_claimed(path: Path) -> bool:
-    """Whether a living process holds the lock on a directory."""
+def is_locked(path: Path) -> bool:
+    """Whether a running process has locked a directory."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     except FileNotFoundError:
-        return True  # it has just been renamed or removed by whoever holds it
+        return True  # its process has just renamed or removed it
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:  # locked, or on a file system that cannot tell
+    except OSError:  # locked, or on a file system without locks
         return True
     finally:
         os.close(descriptor)

@@ -1,7 +1,7 @@
-"""One rank's safetensors file: written in one go from memory that stays where it is, read block by block.
+"""Writes and reads one rank's safetensors file, block by block.
 
-The safetensors library reads these files. Its own writer first copies all tensors into one more buffer and does not
-flush what it has written, so the (simple) format is written here: the length of a JSON header, the header, the bytes.
+The safetensors library can read these files. Its own writer copies all tensors into one more buffer and does not flush
+the file, so the (simple) format is written here: the length of a JSON header, the header, the bytes.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _NAMES = {
 
 @dataclass(frozen=True, slots=True)
 class LivePiece:
-    """What a rank writes: elements ``[start, stop)`` of a tensor, and the flat memory that holds them."""
+    """Elements ``[start, stop)`` of a tensor that this rank writes, with ``flat``, the memory that holds them."""
 
     key: str
     entry: Entry
@@ -56,13 +56,13 @@ class LivePiece:
 
     @property
     def name(self) -> str:
-        """Its name in the file."""
+        """The name of the piece in the file."""
         whole = self.stop - self.start == self.entry.numel
         return self.key if whole else f"{self.key}[{self.start}:{self.stop}]"
 
 
 def check_storable(tensor: Tensor, where: str) -> None:
-    """Raise ``TypeError`` if a tensor cannot be part of a checkpoint."""
+    """Raise ``TypeError`` if a tensor cannot be saved; ``where`` names it in the message."""
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.device.type == "meta":
         raise TypeError(f"{where} is a {tensor.layout} tensor on {tensor.device}, which cannot be saved")
     if tensor.dtype not in _NAMES:
@@ -70,7 +70,7 @@ def check_storable(tensor: Tensor, where: str) -> None:
 
 
 def write_file(path: Path, pieces: Sequence[LivePiece]) -> tuple[File, list[Piece]]:
-    """Write a file and flush it to the disk; return its description and those of its pieces, in their order."""
+    """Write a file and flush it to the disk; return the descriptions of the file and, in order, of the pieces."""
     # Larger elements first: then every piece is aligned.
     order = sorted(range(len(pieces)), key=lambda number: -pieces[number].flat.element_size())
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
@@ -107,6 +107,7 @@ def write_file(path: Path, pieces: Sequence[LivePiece]) -> tuple[File, list[Piec
 
 
 def _write_blocks(descriptor: int, flat: Tensor, early: disk.EarlyFlush) -> Iterator[int]:
+    """Write flat memory in blocks; yield the checksum of each block."""
     for block in as_bytes(flat).split(BLOCK_BYTES) if flat.numel() else ():
         host = block.cpu()
         memory = _memory_of(host)
@@ -116,13 +117,13 @@ def _write_blocks(descriptor: int, flat: Tensor, early: disk.EarlyFlush) -> Iter
 
 
 def _memory_of(flat: Tensor) -> memoryview:
-    """The bytes of contiguous memory on the CPU; the tensor must outlive it."""
+    """Return contiguous CPU memory as bytes; the tensor must outlive the result."""
     nbytes = flat.numel() * flat.element_size()
     return memoryview((ctypes.c_char * nbytes).from_address(flat.data_ptr())).cast("B")
 
 
 class Reader:
-    """The files of a checkpoint, each opened once and kept open."""
+    """Reads the files of a checkpoint; each file is opened once and stays open until the end of the ``with`` block."""
 
     def __init__(self, folder: Path, files: Mapping[str, File]) -> None:
         self._folder = folder
@@ -140,7 +141,7 @@ class Reader:
         self._stack.close()
 
     def _descriptor(self, name: str) -> int:
-        """An open file whose size and header are as they were written."""
+        """Open a file, or return it if it is open; raise if its size or header is not as it was written."""
         if name not in self._open:
             path, expected = self._folder / name, self._files[name]
             try:
@@ -159,20 +160,20 @@ class Reader:
         return self._open[name]
 
     def check_file(self, name: str) -> None:
-        """Check that a file is there, and its size and header."""
+        """Raise if a file is missing or its size or header is not as it was written."""
         self._descriptor(name)
 
     def blocks(self, key: str, entry: Entry, start: int, stop: int) -> Iterator[tuple[int, int, Tensor]]:
-        """Elements ``[start, stop)`` of a tensor in memory order, as parts that were read and checked one by one.
+        """Read and check elements ``[start, stop)`` of a tensor in memory order, block by block.
 
-        Yields where each part begins and ends, and its values, which the next part overwrites.
+        Yields the start, the stop and the values of each part. The next part overwrites the values.
         """
         for piece in entry.pieces:
             if piece.start < stop and piece.stop > start:
                 yield from self._blocks_of(piece, key, entry, max(start, piece.start), min(stop, piece.stop))
 
     def fill(self, flat: Tensor, key: str, entry: Entry, start: int, stop: int) -> None:
-        """Read elements ``[start, stop)`` of a tensor, which have been checked before, into flat memory."""
+        """Read elements ``[start, stop)`` of a tensor into flat memory; :meth:`blocks` has checked them before."""
         dtype = entry.torch_dtype
         direct = flat.device.type == "cpu" and flat.dtype == dtype and not (flat.is_conj() or flat.is_neg())
         for piece in entry.pieces:
@@ -193,6 +194,7 @@ class Reader:
     def _blocks_of(
         self, piece: Piece, key: str, entry: Entry, start: int, stop: int
     ) -> Iterator[tuple[int, int, Tensor]]:
+        """Read and check elements ``[start, stop)`` of a tensor, all of which are in one piece."""
         dtype = entry.torch_dtype
         per_block = BLOCK_BYTES // dtype.itemsize
         descriptor = self._descriptor(piece.file)
@@ -212,7 +214,7 @@ class Reader:
 
 
 def whole_tensor(reader: Reader, manifest: Manifest, key: str) -> Tensor:
-    """One tensor, read from all its pieces."""
+    """Read one tensor from all its pieces."""
     entry = manifest.tensors[key]
     tensor = torch.empty_strided(entry.shape, entry.stride, dtype=entry.torch_dtype)
     flat = tensor.as_strided((entry.numel,), (1,))

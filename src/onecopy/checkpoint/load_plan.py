@@ -1,4 +1,4 @@
-"""Where the tensors of a checkpoint go in a model and its optimizers, planned and checked before anything moves."""
+"""Plans which saved tensor is read into which live tensor, and checks that everything fits."""
 
 from __future__ import annotations
 
@@ -25,7 +25,16 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """Elements ``[start, stop)`` of a saved tensor, in the order of ``like``, and the memory they go into."""
+    """A planned read of elements ``[start, stop)`` of a saved tensor into memory.
+
+    Attributes:
+        key: the key of the saved tensor.
+        entry: its description.
+        start: the first element, in the memory order of ``like``.
+        stop: the end of the elements.
+        target: the memory.
+        like: a tensor with the shape of the saved tensor, whose strides give the order of the elements.
+    """
 
     key: str
     entry: Entry
@@ -36,7 +45,7 @@ class Copy:
 
     @property
     def nbytes(self) -> int:
-        """How much is read."""
+        """The number of bytes to read."""
         return (self.stop - self.start) * self.entry.torch_dtype.itemsize
 
     @property
@@ -44,54 +53,59 @@ class Copy:
         return not _same_order(self.entry.shape, self.entry.stride, tuple(self.like.stride()))
 
     def check(self, reader: Reader) -> None:
-        """Read and check every byte of it."""
+        """Read every byte and compare it with its checksum."""
         start, stop = (0, self.entry.numel) if self._reordered else (self.start, self.stop)
         for _ in reader.blocks(self.key, self.entry, start, stop):
             pass
 
     def run(self, reader: Reader, manifest: Manifest) -> None:
-        """Read it again, from the same open files, into place."""
+        """Read the elements into the target."""
         if self._reordered or not is_dense(tuple(self.target.shape), self.target.stride()):
             whole = flat_like(whole_tensor(reader, manifest, self.key), self.like)[self.start : self.stop]
-            self.target.copy_(whole.as_strided(self.target.shape, _dense_stride(self.target)))
+            self.target.copy_(whole.as_strided(self.target.shape, _dense_form(self.target).stride()))
             return
         try:
             reader.fill(flat_view(self.target), self.key, self.entry, self.start, self.stop)
         finally:
-            increment_version(self.target)  # written behind autograd's back
-
-
-def _dense_stride(tensor: Tensor) -> tuple[int, ...]:
-    return tuple(tensor.stride()) if is_dense(tuple(tensor.shape), tensor.stride()) else _row_major(tensor.shape)
-
-
-def _row_major(shape: Sequence[int]) -> tuple[int, ...]:
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(strides))
+            increment_version(self.target)  # autograd does not see this write
 
 
 def _same_order(shape: Sequence[int], one: Sequence[int], other: Sequence[int]) -> bool:
-    """Whether two ways to lie in memory hold the elements in the same order."""
+    """Whether two strides give the same memory order."""
     return all(a == b for size, a, b in zip(shape, one, other, strict=True) if size != 1)
 
 
 @dataclass(slots=True)
 class ModelPlan:
-    """What goes into the model: copies in place, what its own method must load, and names that do not match."""
+    """The part of a load that concerns the model.
+
+    Attributes:
+        copies: tensors that are read straight into place.
+        by_module: trees of the entries that the module's own ``load_state_dict`` must load.
+        by_module_keys: the keys of the tensors in these trees.
+        missing: names of the model that the checkpoint does not have.
+        unexpected: names of the checkpoint that the model does not have.
+    """
 
     copies: list[Copy] = field(default_factory=list)
-    late: dict[str, Any] = field(default_factory=dict)
-    late_keys: set[str] = field(default_factory=set)
+    by_module: dict[str, Any] = field(default_factory=dict)
+    by_module_keys: set[str] = field(default_factory=set)
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
 
 
 @dataclass(slots=True)
 class OptimizerPlan:
-    """What goes into one optimizer: copies, then state with the tensors they fill, options, and master weights."""
+    """The part of a load that concerns one optimizer.
+
+    Attributes:
+        view: the optimizer.
+        copies: reads that fill the tensors of ``states``, and master weights.
+        states: the state of this rank's shards, by parameter.
+        options: the trees of the options, by group.
+        mastered: the parameters whose master weights are among the copies.
+        has_state: whether the checkpoint has any state for this optimizer.
+    """
 
     view: OptimizerView
     copies: list[Copy] = field(default_factory=list)
@@ -102,7 +116,7 @@ class OptimizerPlan:
 
 
 def plan_model(manifest: Manifest, model: nn.Module, views: Sequence[OptimizerView], strict: bool) -> ModelPlan:
-    """Match names, shapes and types; raise if they do not fit (with ``strict``, also if names are left over)."""
+    """Plan the load of a model; raise if names, shapes or dtypes do not fit (names only with ``strict``)."""
     module = unwrapped(model)
     if manifest.model is None:
         raise CheckpointMismatchError("the checkpoint was saved without a model")
@@ -113,11 +127,11 @@ def plan_model(manifest: Manifest, model: nn.Module, views: Sequence[OptimizerVi
     if strict and (plan.missing or plan.unexpected):
         raise CheckpointMismatchError(
             f"the checkpoint is of another model: it lacks {plan.missing[:5]} and has {plan.unexpected[:5]}, which the "
-            "model does not; strict=False loads what both have"
+            "model does not; strict=False loads the names that both have"
         )
     live = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers(remove_duplicate=False))
-    # A tied parameter has several names; an optimizer knows it by the first.
-    first = {id(param): name for name, param in module.named_parameters()}
+    # A tied parameter has several names; an optimizer uses the first.
+    first_name = {id(param): name for name, param in module.named_parameters()}
     converts = isinstance(model, ShardedDataParallel) and model.mixed_precision.param_dtype is not None
     mastered = {view.names[index] for view in views for index in range(len(view.params)) if view.uses_master(index)}
     for name, value in wanted.items():
@@ -125,38 +139,49 @@ def plan_model(manifest: Manifest, model: nn.Module, views: Sequence[OptimizerVi
             continue
         tree = manifest.model[name]
         if not isinstance(value, Tensor) or tree[0] != "tensor":
-            plan.late[name] = tree
-            plan.late_keys.update(keys_in(tree))
+            plan.by_module[name] = tree
+            plan.by_module_keys.update(keys_in(tree))
             continue
-        known = first.get(id(live.get(name)), name)
-        rounds = converts or known in mastered
-        key, entry = _source_for(manifest, name, known, tree[1], value, rounds)
-        if not _is_same(value, live.get(name)):  # something between the module and its state dict converts it
-            plan.late[name] = tree
-            plan.late_keys.add(tree[1])
+        optimizer_name = first_name.get(id(live.get(name)), name)
+        rounds = converts or optimizer_name in mastered
+        key, entry = _source_for(manifest, name, optimizer_name, tree[1], value, rounds)
+        if not _is_same(value, live.get(name)):  # a hook of the module converts it for the state dict
+            plan.by_module[name] = tree
+            plan.by_module_keys.add(tree[1])
             continue
         target = live[name].detach()
-        plan.copies.append(Copy(key, entry, 0, entry.numel, target, _ordered(target)))
+        plan.copies.append(Copy(key, entry, 0, entry.numel, target, _dense_form(target)))
     return plan
 
 
 def _is_same(value: Tensor, live: Tensor | None) -> bool:
-    """Whether a state dict's tensor is the module's own, not a copy or another view of it."""
+    """Whether a tensor of the state dict is the module's own tensor, not a copy or another view of it."""
     if live is None:
         return False
     one, other = ((each.data_ptr(), each.shape, each.stride(), each.dtype) for each in (value, live))
     return one == other
 
 
-def _ordered(tensor: Tensor) -> Tensor:
-    """A tensor whose strides say in which order memory is filled, where the target's own would leave holes."""
+def _dense_form(tensor: Tensor) -> Tensor:
+    """Return the tensor itself if its memory is dense, else a row-major tensor of its shape without memory."""
     if is_dense(tuple(tensor.shape), tensor.stride()):
         return tensor
-    return torch.empty_strided(tensor.shape, _row_major(tensor.shape), dtype=tensor.dtype, device="meta")
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
-def _source_for(manifest: Manifest, name: str, known: str, key: str, value: Tensor, rounds: bool) -> tuple[str, Entry]:
-    """The saved tensor for one of the model's: its own, or the finer master weight where the model is that fine."""
+def _source_for(
+    manifest: Manifest, name: str, optimizer_name: str, key: str, value: Tensor, rounds: bool
+) -> tuple[str, Entry]:
+    """Return the saved tensor for one of the model's tensors: its own, or a master weight if that has the right dtype.
+
+    Args:
+        manifest: the checkpoint.
+        name: the tensor's name in the model.
+        optimizer_name: the name by which optimizers know it.
+        key: the key of the saved tensor of this name.
+        value: the model's tensor.
+        rounds: whether a floating-point tensor of another dtype may be converted.
+    """
     entry = manifest.tensors[key]
     if entry.shape != tuple(value.shape):
         raise CheckpointMismatchError(
@@ -165,10 +190,10 @@ def _source_for(manifest: Manifest, name: str, known: str, key: str, value: Tens
     if entry.torch_dtype == value.dtype:
         return key, entry
     for number, optimizer in enumerate(manifest.optimizers):
-        finer = f"optimizer.{number}/{known}/{master_weights.STATE_KEY}"
-        found = manifest.tensors.get(finer) if known in optimizer.params else None
-        if found is not None and found.torch_dtype == value.dtype:
-            return finer, found
+        master_key = f"optimizer.{number}/{optimizer_name}/{master_weights.STATE_KEY}"
+        master = manifest.tensors.get(master_key) if optimizer_name in optimizer.params else None
+        if master is not None and master.torch_dtype == value.dtype:
+            return master_key, master
     if rounds and entry.torch_dtype.is_floating_point and value.is_floating_point():
         return key, entry
     raise CheckpointMismatchError(
@@ -178,7 +203,7 @@ def _source_for(manifest: Manifest, name: str, known: str, key: str, value: Tens
 
 
 def plan_optimizer(manifest: Manifest, number: int, view: OptimizerView) -> OptimizerPlan:
-    """Match class, names, shapes and groups of one optimizer; raise if they do not fit."""
+    """Plan the load of one optimizer; raise if its class, names, shapes or groups do not fit."""
     saved = manifest.optimizers[number]
     if saved.kind and saved.kind.rpartition(".")[2] != view.kind.rpartition(".")[2]:
         raise CheckpointMismatchError(f"optimizer {number} is a {view.kind}, but the checkpoint has a {saved.kind}")
@@ -196,6 +221,7 @@ def plan_optimizer(manifest: Manifest, number: int, view: OptimizerView) -> Opti
 
 
 def _check_params(saved: SavedOptimizer, names: Sequence[str], view: OptimizerView) -> None:
+    """Raise if the saved parameters have other names or shapes."""
     missing = [name for name in names if name not in saved.params]
     unexpected = [name for name in saved.params if name not in set(names)]
     if missing or unexpected:
@@ -212,19 +238,17 @@ def _check_params(saved: SavedOptimizer, names: Sequence[str], view: OptimizerVi
 
 
 def _match_groups(saved: SavedOptimizer, names: Sequence[str], view: OptimizerView) -> list[int]:
-    """For each group the saved one with the same parameters, in whatever order."""
-    start, found = 0, []
+    """Return for each group the position of the saved group with the same parameters, in any order."""
+    found = []
     left = {position: frozenset(group["params"]) for position, group in enumerate(saved.groups)}
-    for position, group in enumerate(view.optimizer.param_groups):
-        mine = frozenset(names[start : start + len(group["params"])])
-        start += len(group["params"])
+    for position, mine in enumerate(map(frozenset, view.split_by_group(names))):
         same = [other for other, members in left.items() if members == mine]
         if not same:
             where = {name: other for other, saved_group in enumerate(saved.groups) for name in saved_group["params"]}
-            odd = next((name for name in sorted(mine) if where[name] != position), next(iter(mine), ""))
+            misplaced = next((name for name in sorted(mine) if where[name] != position), next(iter(mine), ""))
             raise CheckpointMismatchError(
-                f"the parameters are grouped otherwise: {odd!r} is in group {position}, and in the checkpoint in group "
-                f"{where.get(odd)}, with other parameters"
+                f"the parameters are grouped otherwise: {misplaced!r} is in group {position}, but in the checkpoint "
+                f"it is in group {where.get(misplaced)}, with other parameters"
             )
         found.append(position if position in same else same[0])
         del left[found[-1]]
@@ -232,68 +256,66 @@ def _match_groups(saved: SavedOptimizer, names: Sequence[str], view: OptimizerVi
 
 
 def _plan_param(manifest: Manifest, saved: SavedOptimizer, plan: OptimizerPlan, name: str, shard: StateShard) -> None:
+    """Plan the load of one parameter's state and master weight."""
     tree = saved.state.get(name)
-    param = plan.view.params[shard.index]
     targets: dict[str, Tensor] = {}
     for key in keys_in(tree) if tree is not None else ():
         part = key.rpartition("/")[2]
         if part == master_weights.STATE_KEY:
             if shard.param_view is not None:
-                plan.copies.append(_copy_to(manifest, key, name, shard, param, shard.tensor.detach()))
+                plan.copies.append(_copy_to(manifest, key, name, shard, shard.tensor.detach()))
                 plan.mastered.add(shard.index)
             targets[key] = shard.tensor
             continue
-        targets[key] = _target(manifest.tensors[key], name, shard, param, shard.state.get(part))
-        plan.copies.append(_copy_to(manifest, key, name, shard, param, targets[key]))
+        targets[key] = _target(manifest.tensors[key], name, shard, shard.state.get(part))
+        plan.copies.append(_copy_to(manifest, key, name, shard, targets[key]))
     if tree is not None:
         state = tagged_json.decode(tree, targets)  # type: ignore[arg-type]  # keys stand where positions do
         state.pop(master_weights.STATE_KEY, None)
         if state:
             plan.states[shard.index] = state
-    finest = (manifest.model or {}).get(name)
-    if shard.param_view is not None and shard.index not in plan.mastered and finest is not None:
-        entry = manifest.tensors[finest[1]]
-        if entry.torch_dtype == shard.tensor.dtype and entry.shape == tuple(param.shape):
-            plan.copies.append(_copy_to(manifest, finest[1], name, shard, param, shard.tensor.detach()))
+    weight = (manifest.model or {}).get(name)
+    if shard.param_view is not None and shard.index not in plan.mastered and weight is not None:
+        # Without a saved master weight, a saved parameter of its dtype is as precise.
+        entry = manifest.tensors[weight[1]]
+        if entry.torch_dtype == shard.tensor.dtype and entry.shape == tuple(shard.param.shape):
+            plan.copies.append(_copy_to(manifest, weight[1], name, shard, shard.tensor.detach()))
             plan.mastered.add(shard.index)
 
 
-def _is_cut(shard: StateShard, param: Tensor) -> bool:
-    return shard.stop - shard.start != param.numel()
-
-
-def _target(entry: Entry, name: str, shard: StateShard, param: Tensor, current: Any) -> Tensor:
-    """Memory for one tensor of the state: what is there already, if it fits, else new."""
-    shape, stride = entry.shape, entry.stride
-    if _is_cut(shard, param) and entry.shape == tuple(param.shape):
-        shape, stride = (shard.stop - shard.start,), (1,)
-    elif _is_cut(shard, param) and entry.shape:
+def _target(entry: Entry, name: str, shard: StateShard, current: Any) -> Tensor:
+    """Return memory for one tensor of the state: the current tensor if it fits, else a new one."""
+    shape, stride, param_shape = entry.shape, entry.stride, tuple(shard.param.shape)
+    if shard.is_cut and entry.shape == param_shape:
+        shape, stride = (shard.numel,), (1,)
+    elif shard.is_cut and entry.shape:
         raise CheckpointMismatchError(
             f"parameter {name!r} is cut among ranks, but its saved state has a tensor of shape {entry.shape} instead "
-            f"of {tuple(param.shape)}; keep parameters whole with elementwise=False"
+            f"of {param_shape}; keep parameters whole with elementwise=False"
         )
-    elif entry.shape == tuple(param.shape) and entry.shape:
-        stride = tuple(_ordered(param.detach()).stride())
+    elif entry.shape == param_shape and entry.shape:
+        stride = tuple(_dense_form(shard.param.detach()).stride())
     fits = isinstance(current, Tensor) and (tuple(current.shape), current.dtype) == (shape, entry.torch_dtype)
     if fits and is_dense(shape, current.stride()) and _same_order(shape, stride, current.stride()):
-        there: Tensor = current.detach()
-        return there
+        reused: Tensor = current.detach()
+        return reused
     device = shard.tensor.device if entry.shape else torch.device("cpu")
     return torch.empty_strided(shape, stride, dtype=entry.torch_dtype, device=device)
 
 
-def _copy_to(manifest: Manifest, key: str, name: str, shard: StateShard, param: Tensor, target: Tensor) -> Copy:
-    entry = manifest.tensors[key]
-    if entry.shape == tuple(param.shape) and target.numel() == shard.stop - shard.start:
-        like = _ordered(param.detach()) if entry.shape else target
+def _copy_to(manifest: Manifest, key: str, name: str, shard: StateShard, target: Tensor) -> Copy:
+    """Plan the read of one tensor of the state: this rank's range if it is per element, else the whole tensor."""
+    entry, param_shape = manifest.tensors[key], tuple(shard.param.shape)
+    if entry.shape == param_shape and target.numel() == shard.numel:
+        like = _dense_form(shard.param.detach()) if entry.shape else target
         return Copy(key, entry, shard.start, shard.stop, target, like)
     if entry.shape != tuple(target.shape):
-        raise CheckpointMismatchError(f"{key!r} does not fit parameter {name!r}: {entry.shape}, {tuple(param.shape)}")
+        raise CheckpointMismatchError(f"{key!r} does not fit parameter {name!r}: {entry.shape}, {param_shape}")
     return Copy(key, entry, 0, entry.numel, target, target)
 
 
-def options_of(plan: OptimizerPlan, tensors: Mapping[str, Tensor]) -> list[dict[str, Any]]:
-    """The options of all groups, with their tensors."""
+def decoded_options(plan: OptimizerPlan, tensors: Mapping[str, Tensor]) -> list[dict[str, Any]]:
+    """Return the options of all groups, with their tensors in place of the keys."""
     found = []
     for tree, group in zip(plan.options, plan.view.optimizer.param_groups, strict=True):
         options = tagged_json.decode(tree, tensors)  # type: ignore[arg-type]

@@ -1,15 +1,16 @@
-"""Loading: check everything that this rank needs, vote, and only then copy, piece by piece, into place.
+"""Loads a checkpoint: every rank checks all bytes it needs, and only then copies them into place.
 
-1. All ranks compare their arguments and take the same checkpoint; each matches it with what it was given and reads and
-   checks every byte it needs.
-2. All ranks vote; until here nothing has changed.
-3. Each reads from the files that it has kept open straight into place, with no more memory than one block (or one
-   tensor that lies otherwise in memory). All vote again. If one failed here, what was given is partly loaded, and its
-   optimizers refuse to step until a load succeeds.
+1. All ranks compare their arguments, and take the checkpoint that rank 0 found.
+2. Each rank matches the manifest with its model and optimizers, and reads and checks every byte it needs. All ranks
+   raise if a rank failed, or go on to an older checkpoint if this one is damaged. Nothing has changed yet.
+3. Each rank reads again, from the same open files, straight into place. This takes no more memory than one block, or
+   one tensor whose strides differ. If a rank fails here, all ranks raise, and the optimizers refuse to step until a
+   load succeeds.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import weakref
@@ -25,7 +26,7 @@ from torch.utils.hooks import RemovableHandle
 
 from onecopy.checkpoint.directories import candidates_in, read_manifest
 from onecopy.checkpoint.files import Reader, whole_tensor
-from onecopy.checkpoint.load_plan import Copy, ModelPlan, OptimizerPlan, options_of, plan_model, plan_optimizer
+from onecopy.checkpoint.load_plan import Copy, ModelPlan, OptimizerPlan, decoded_options, plan_model, plan_optimizer
 from onecopy.checkpoint.manifest import Manifest, keys_in
 from onecopy.checkpoint.optimizer_view import (
     Optimizers,
@@ -34,10 +35,10 @@ from onecopy.checkpoint.optimizer_view import (
     optimizer_views,
     tensor_facts,
     unwrapped,
-    wait_for,
+    wait_for_parameters,
 )
 from onecopy.checkpoint.progress_bar import bar
-from onecopy.checkpoint.ranks import Ranks, as_checkpoint_error
+from onecopy.checkpoint.ranks import Ranks, explained_os_errors
 from onecopy.comm.agreement import Fact
 from onecopy.common import tagged_json
 from onecopy.errors import CheckpointError, CheckpointMismatchError, CorruptCheckpointError
@@ -45,16 +46,18 @@ from onecopy.optimizer import ZeroRedundancyOptimizer
 
 logger = logging.getLogger(__name__)
 
+CALL = "loading a checkpoint"
+
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What :func:`onecopy.checkpoint.load` found; unpacks as ``step, extra``.
+    """The result of :func:`onecopy.checkpoint.load`; it unpacks as ``step, extra``.
 
     Attributes:
-        step: the number it was saved under.
-        extra: what was saved beside model and optimizer; what ranks had of their own only if there were as many ranks.
+        step: the step of the checkpoint.
+        extra: the saved ``extra``; this rank's :class:`PerRank` values are in it if as many ranks saved as load.
         path: the checkpoint's directory.
-        per_rank: what each rank had of its own, for all ranks that saved.
+        per_rank: the :class:`PerRank` values of every rank that saved.
         missing: with ``strict=False``, names of the model that the checkpoint does not have.
         unexpected: with ``strict=False``, names of the checkpoint that the model does not have.
     """
@@ -71,22 +74,29 @@ class Loaded:
 
 
 @dataclass(slots=True)
-class _Plan:
-    """Everything that one rank takes from a checkpoint."""
+class _LoadPlan:
+    """Everything that one rank loads from a checkpoint."""
 
-    found: Manifest
+    manifest: Manifest
     model: ModelPlan
     optimizers: list[OptimizerPlan]
 
     @property
     def copies(self) -> list[Copy]:
+        """The tensors that are read straight into place."""
         return [*self.model.copies, *(copy for plan in self.optimizers for copy in plan.copies)]
 
     @property
-    def small_keys(self) -> list[str]:
-        """Tensors that are read whole: options, what was saved beside, what the model loads by itself."""
-        trees = [self.found.extra, *self.found.per_rank, *(tree for plan in self.optimizers for tree in plan.options)]
-        return [*(key for tree in trees for key in keys_in(tree)), *sorted(self.model.late_keys)]
+    def nbytes(self) -> int:
+        """The number of bytes of :attr:`copies`."""
+        return sum(copy.nbytes for copy in self.copies)
+
+    @property
+    def whole_keys(self) -> list[str]:
+        """The tensors that are read into new memory: options, ``extra``, and entries for ``model.load_state_dict``."""
+        saved = self.manifest
+        trees = [saved.extra, *saved.per_rank, *(tree for plan in self.optimizers for tree in plan.options)]
+        return [*(key for tree in trees for key in keys_in(tree)), *sorted(self.model.by_module_keys)]
 
 
 def load(
@@ -99,140 +109,137 @@ def load(
 ) -> Loaded | None:
     """Load on all ranks together; see :func:`onecopy.checkpoint.load`."""
     ranks = Ranks(process_group)
-    failure: Exception | None = None
-    views: list[OptimizerView] = []
-    paths: list[str] = []
-    facts: list[Fact] = []
-    try:
+    with ranks.fail_together(CALL) as together:
         views = optimizer_views(model, optimizer)
-        wait_for(views, model)
-        facts = argument_facts(model, views)
-        facts += [Fact("strict", str(bool(strict))), Fact("missing_ok", str(bool(missing_ok)))]
-        facts += tensor_facts(model, views)
-        if ranks.rank == 0:
-            paths = [str(path) for path in candidates_in(source)]
-    except FileNotFoundError as error:
-        failure = None if missing_ok else error
-    except Exception as error:
-        failure = error
-    paths = ranks.vote("loading a checkpoint", failure, paths, facts)[0]
-    if not paths:
-        return None
-    for position, path in enumerate(paths):
-        loaded = _load_from(Path(path), model, views, strict, ranks, last=position == len(paths) - 1)
+        wait_for_parameters(views, model)
+        together.facts = argument_facts(model, views)
+        together.facts += [Fact("strict", str(bool(strict))), Fact("missing_ok", str(bool(missing_ok)))]
+        together.facts += tensor_facts(model, views)
+        paths = _candidate_paths(source, missing_ok) if ranks.rank == 0 else []
+    paths = ranks.gather_json(CALL, tagged_json.dumps(paths))[0]
+    for path in paths:
+        loaded = _load_from(Path(path), model, views, strict, ranks, is_last=path == paths[-1])
         if loaded is not None:
             return loaded
-    raise AssertionError("the last candidate is loaded, or it raises")
+    return None
+
+
+def _candidate_paths(source: str | os.PathLike[str], missing_ok: bool) -> list[str]:
+    """Return the paths of the checkpoints at ``source``, the newest first."""
+    try:
+        return [str(path) for path in candidates_in(source)]
+    except FileNotFoundError:
+        if missing_ok:
+            return []
+        raise
 
 
 def _load_from(
-    folder: Path, model: nn.Module | None, views: Sequence[OptimizerView], strict: bool, ranks: Ranks, last: bool
+    folder: Path, model: nn.Module | None, views: Sequence[OptimizerView], strict: bool, ranks: Ranks, is_last: bool
 ) -> Loaded | None:
-    """Load from one directory; None on all ranks if it is damaged and there is an older one."""
-    failure: Exception | None = None
-    plan: _Plan | None = None
-    reader: Reader | None = None
-    small: dict[str, Tensor] = {}
-    try:
-        found = read_manifest(folder)
-        reader = Reader(folder, found.files)
-        plan = _match(found, model, views, strict)
-        with bar("checking", sum(copy.nbytes for copy in plan.copies), ranks.rank) as advance:
-            for copy in plan.copies:
-                copy.check(reader)
-                advance(copy.nbytes)
-        small = {key: whole_tensor(reader, found, key) for key in plan.small_keys}
-    except Exception as error:
-        failure = as_checkpoint_error(f"rank {ranks.rank}: reading {folder}", error)
-    try:
-        failures = [failed for failed in ranks.gather("loading a checkpoint", _kind_of(failure)) if failed]
-        if failures and not last and all(kind == "corrupt" for kind, _ in failures):
-            logger.warning("%s is damaged, so an older one is loaded: %s", folder, failures[0][1])
+    """Load from one directory; return None on all ranks if it is damaged and there is an older one."""
+    damage = ""
+    with contextlib.ExitStack() as stack:
+        with ranks.fail_together(CALL) as together, explained_os_errors(f"rank {ranks.rank}: reading {folder}"):
+            try:
+                manifest = read_manifest(folder)
+                reader = stack.enter_context(Reader(folder, manifest.files))
+                plan = _match(manifest, model, views, strict)
+                with bar("checking", plan.nbytes, ranks.rank) as advance:
+                    for copy in plan.copies:
+                        copy.check(reader)
+                        advance(copy.nbytes)
+                tensors = {key: whole_tensor(reader, manifest, key) for key in plan.whole_keys}
+            except CorruptCheckpointError as error:
+                if is_last:
+                    raise
+                damage, together.flag = str(error), True
+        if together.any_flag:
+            damages = [each for each in ranks.gather_json(CALL, tagged_json.dumps(damage)) if each]
+            logger.warning("%s is damaged, so an older one is loaded: %s", folder, damages[0])
             return None
-        ranks.agree("loading a checkpoint", [], failure)
-        assert plan is not None
-        assert reader is not None
-        return _fill(plan, reader, small, folder, model, ranks)
-    finally:
-        if reader is not None:
-            reader.__exit__(None, None, None)
+        return _fill(plan, reader, tensors, folder, model, ranks)
 
 
-def _kind_of(failure: Exception | None) -> list[str] | None:
-    if failure is None:
-        return None
-    return ["corrupt" if isinstance(failure, CorruptCheckpointError) else "other", str(failure)]
-
-
-def _match(found: Manifest, model: nn.Module | None, views: Sequence[OptimizerView], strict: bool) -> _Plan:
-    if views and len(found.optimizers) != len(views):
+def _match(manifest: Manifest, model: nn.Module | None, views: Sequence[OptimizerView], strict: bool) -> _LoadPlan:
+    """Match a checkpoint with the model and the optimizers; raise if it does not fit."""
+    if views and len(manifest.optimizers) != len(views):
         raise CheckpointMismatchError(
-            f"the checkpoint has {len(found.optimizers)} optimizers, and {len(views)} were given to load into"
+            f"the checkpoint has {len(manifest.optimizers)} optimizers, and {len(views)} were given to load into"
         )
-    return _Plan(
-        found,
-        plan_model(found, model, views, strict) if model is not None else ModelPlan(),
-        [plan_optimizer(found, number, view) for number, view in enumerate(views)],
+    return _LoadPlan(
+        manifest,
+        plan_model(manifest, model, views, strict) if model is not None else ModelPlan(),
+        [plan_optimizer(manifest, number, view) for number, view in enumerate(views)],
     )
 
 
 def _fill(
-    plan: _Plan,
+    plan: _LoadPlan,
     reader: Reader,
-    small: Mapping[str, Tensor],
+    tensors: Mapping[str, Tensor],
     folder: Path,
     model: nn.Module | None,
     ranks: Ranks,
 ) -> Loaded:
+    """Read everything into place, on all ranks together; ``tensors`` were read whole before."""
     optimizers = [each.view.optimizer for each in plan.optimizers]
-    failure: Exception | None = None
-    _refuse_to_step(optimizers, folder)
-    try:
-        with torch.no_grad(), bar("loading", sum(copy.nbytes for copy in plan.copies), ranks.rank) as advance:
-            for copy in plan.copies:
-                copy.run(reader, plan.found)
-                advance(copy.nbytes)
-            if model is not None and plan.model.late:
-                late = {name: tagged_json.decode(tree, small) for name, tree in plan.model.late.items()}  # type: ignore[arg-type]
-                unwrapped(model).load_state_dict(late, strict=False)
-            for each in plan.optimizers:
-                each.view.install(each.states, options_of(each, small), each.mastered, each.has_state)
-    except Exception as error:
-        failure = CheckpointError(
-            f"rank {ranks.rank}: loading {folder} failed after some of it had been loaded, and the optimizers refuse "
-            f"to step until a load succeeds: {error}"
-        )
-        failure.__cause__ = error
-    ranks.agree("loading a checkpoint", [], failure)
-    _let_step(optimizers)
-    extra = tagged_json.decode(plan.found.extra, small)  # type: ignore[arg-type]
-    per_rank = [tagged_json.decode(tree, small) for tree in plan.found.per_rank]  # type: ignore[arg-type]
-    if plan.found.world_size == ranks.world_size:
+    _refuse_steps(optimizers, folder)
+    with ranks.fail_together(CALL):
+        try:
+            _fill_model_and_optimizers(plan, reader, tensors, model, ranks.rank)
+        except Exception as error:
+            raise CheckpointError(
+                f"rank {ranks.rank}: loading {folder} failed after some of it had been loaded, and the optimizers "
+                f"refuse to step until a load succeeds: {error}"
+            ) from error
+    _allow_steps(optimizers)
+    manifest = plan.manifest
+    extra = tagged_json.decode(manifest.extra, tensors)  # type: ignore[arg-type]
+    per_rank = [tagged_json.decode(tree, tensors) for tree in manifest.per_rank]  # type: ignore[arg-type]
+    if manifest.world_size == ranks.world_size:
         extra = {**extra, **per_rank[ranks.rank]}
-    return Loaded(plan.found.step, extra, folder, per_rank, plan.model.missing, plan.model.unexpected)
+    return Loaded(manifest.step, extra, folder, per_rank, plan.model.missing, plan.model.unexpected)
+
+
+def _fill_model_and_optimizers(
+    plan: _LoadPlan, reader: Reader, tensors: Mapping[str, Tensor], model: nn.Module | None, rank: int
+) -> None:
+    """Read all tensors into place, and load the options and the remaining entries."""
+    with torch.no_grad(), bar("loading", plan.nbytes, rank) as advance:
+        for copy in plan.copies:
+            copy.run(reader, plan.manifest)
+            advance(copy.nbytes)
+        if model is not None and plan.model.by_module:
+            entries = {name: tagged_json.decode(tree, tensors) for name, tree in plan.model.by_module.items()}  # type: ignore[arg-type]
+            unwrapped(model).load_state_dict(entries, strict=False)
+        for each in plan.optimizers:
+            each.view.install(each.states, decoded_options(each, tensors), each.mastered, each.has_state)
 
 
 _refusing: weakref.WeakKeyDictionary[Optimizer, RemovableHandle] = weakref.WeakKeyDictionary()
-"""Optimizers, other than ours, that a failed load has left half changed."""
+"""Optimizers of other classes that a failed load has changed in part, with the hook that refuses their steps."""
 
 
-def _refuse_to_step(optimizers: Sequence[Optimizer], folder: Path) -> None:
-    why = CheckpointError(
+def _refuse_steps(optimizers: Sequence[Optimizer], folder: Path) -> None:
+    """Make ``step()`` raise, in case the load fails half way."""
+    refusal = CheckpointError(
         f"loading {folder} has failed half way, so that this optimizer's state is partly old and partly new: load a "
         "checkpoint before the next step"
     )
 
     def refuse(*_: Any) -> None:
-        raise why
+        raise refusal
 
     for optimizer in optimizers:
         if isinstance(optimizer, ZeroRedundancyOptimizer):
-            optimizer.engine.step_refusal = why
+            optimizer.engine.step_refusal = refusal
         elif optimizer not in _refusing:
             _refusing[optimizer] = optimizer.register_step_pre_hook(refuse)
 
 
-def _let_step(optimizers: Sequence[Optimizer]) -> None:
+def _allow_steps(optimizers: Sequence[Optimizer]) -> None:
+    """Let ``step()`` work again after a load."""
     for optimizer in optimizers:
         if isinstance(optimizer, ZeroRedundancyOptimizer):
             optimizer.engine.allow_steps()

@@ -1,9 +1,9 @@
-"""What a checkpoint holds, as plain values and as ``manifest.json``. Nothing here touches live tensors or processes.
+"""The manifest of a checkpoint, as dataclasses and as ``manifest.json``. Nothing here uses live tensors or processes.
 
-Every tensor is described in full (type, shape, strides) and divided into pieces: flat ranges in memory order, each one
-a tensor of the safetensors file of the rank that wrote it. Trees of plain data are tagged JSON in which a tensor
-stands as its key. Every byte of every file is covered by a CRC-32: the pieces in blocks of ``BLOCK_BYTES``, the files'
-headers, and the manifest by one of its own.
+Every tensor is described in full (dtype, shape, strides) and divided into pieces. A piece is a flat range in memory
+order, and one tensor of the safetensors file of the rank that wrote it. A *tree* is plain data as tagged JSON, with
+keys in place of tensors. Every byte of every file has a CRC-32: one for each block of ``BLOCK_BYTES`` of a piece, one
+for the header of each file, and one for the manifest.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ FORMAT = "onecopy checkpoint"
 VERSION = 1
 NAME = "manifest.json"
 BLOCK_BYTES = 4 << 20
-"""A piece has one checksum for each block of this size, so that a part of it can be checked without the rest."""
+"""A piece has one checksum for each block of this size, so that a part of the piece can be checked alone."""
 
 DICTS = ("dict", "Counter", "OrderedDict")
-"""Kinds of dicts in a tree."""
+"""Tags of the dict classes in a tree."""
 
 _SEAL = re.compile(rb'^\{"crc32":"([0-9a-f]{8})"')
 _BLANK = b"0" * 8
@@ -35,7 +35,7 @@ _BLANK = b"0" * 8
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Elements ``[start, stop)`` of a tensor, in memory order: which file, where in it, and a checksum per block."""
+    """Elements ``[start, stop)`` of a tensor in memory order, with their file, the offset in it, and checksums."""
 
     file: str
     offset: int
@@ -46,7 +46,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One tensor: how it lies in memory, and its pieces in order."""
+    """One tensor: its dtype, shape, strides, and its pieces in order."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -55,24 +55,24 @@ class Entry:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """Its data type."""
+        """The dtype."""
         found: torch.dtype = getattr(torch, self.dtype)
         return found
 
     @property
     def numel(self) -> int:
-        """How many elements it has."""
+        """The number of elements."""
         return prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """How many bytes it has."""
+        """The number of bytes."""
         return self.numel * self.torch_dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
 class File:
-    """One rank's file: its size, that of its header with the length in front, and the checksum of those bytes."""
+    """One rank's file: its size, the size of its header with the length in front, and the checksum of the header."""
 
     size: int
     header: int
@@ -81,7 +81,7 @@ class File:
 
 @dataclass(frozen=True, slots=True)
 class SavedParam:
-    """What one optimizer knew of one parameter; the shape is None if a converted file does not tell it."""
+    """Shape, strides and dtype of an optimizer's parameter; the shape is None if a converted file does not have it."""
 
     shape: tuple[int, ...] | None
     stride: tuple[int, ...]
@@ -90,7 +90,15 @@ class SavedParam:
 
 @dataclass(frozen=True, slots=True)
 class SavedOptimizer:
-    """One optimizer: its class (empty if unknown), its groups (options as a tree, parameters by name), its state."""
+    """One optimizer.
+
+    Attributes:
+        kind: the full name of its class; empty if unknown.
+        named: whether its parameters have the model's names.
+        params: its parameters by name.
+        groups: for each parameter group ``options``, a tree, and ``params``, names.
+        state: a tree of the state of each parameter, by name.
+    """
 
     kind: str
     named: bool
@@ -101,18 +109,19 @@ class SavedOptimizer:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """A whole checkpoint.
+    """The description of a whole checkpoint.
 
     Attributes:
-        step: the number it was saved under.
-        world_size: how many ranks wrote it.
+        step: the step it was saved under.
+        world_size: the number of ranks that wrote it.
         written_by: versions of the libraries.
-        fingerprint: of names, shapes and types of the model, and of class, parameters and groups of the optimizers.
-        files: by name.
-        tensors: by key.
-        model: for each name of the model's state dict the key of its tensor, or a tree; None if none was saved.
-        optimizers: in the order in which they were given.
-        extra: the tree of what else was saved, and for each rank what it alone had.
+        fingerprint: a digest of the model's names, shapes and dtypes and of the optimizers' classes and groups.
+        files: the files by name.
+        tensors: the tensors by key.
+        model: a tree for each name of the model's state dict; None if no model was saved.
+        optimizers: the optimizers, in the order in which they were saved.
+        extra: the tree of ``extra``.
+        per_rank: the tree of each rank's ``PerRank`` values.
     """
 
     step: int
@@ -128,7 +137,7 @@ class Manifest:
 
 
 def dump(manifest: Manifest) -> bytes:
-    """The manifest as JSON that begins with its own checksum."""
+    """Return the manifest as JSON that begins with its own checksum."""
     content = {"format": FORMAT, "version": VERSION, "block_bytes": BLOCK_BYTES, **asdict(manifest)}
     text = json.dumps(content, separators=(",", ":"), allow_nan=False).encode()
     blank = b'{"crc32":"' + _BLANK + b'",' + text[1:]
@@ -136,11 +145,11 @@ def dump(manifest: Manifest) -> bytes:
 
 
 def parse(text: bytes, where: str) -> Manifest:
-    """The manifest from JSON; ``where`` is its path, for messages.
+    """Parse the JSON of a manifest; ``where`` is its path, for messages.
 
     Raises:
         CorruptCheckpointError: if a byte is not as it was written.
-        CheckpointError: if it was written by a newer version.
+        CheckpointError: if a newer version wrote it.
     """
     seal = _SEAL.match(text)
     if seal is None or zlib.crc32(text.replace(seal[1], _BLANK, 1)) != int(seal[1], 16):
@@ -189,7 +198,7 @@ def _shape(sizes: Sequence[int] | None) -> tuple[int, ...] | None:
 
 
 def check_cover(manifest: Manifest, where: str) -> None:
-    """Raise unless every tensor is covered exactly once by pieces in known files, with the right checksums' number."""
+    """Raise unless pieces with checksums cover every tensor exactly once, and the trees refer only to these tensors."""
     for key, entry in manifest.tensors.items():
         size, expected = entry.torch_dtype.itemsize, 0
         for piece in entry.pieces:
@@ -209,7 +218,7 @@ def check_cover(manifest: Manifest, where: str) -> None:
 
 
 def keys_in(tree: Any) -> Iterator[str]:
-    """The keys of all tensors in a tree."""
+    """Yield the keys of all tensors in a tree."""
     if isinstance(tree, list):
         kind, content = tree
         if kind == "tensor":
@@ -224,7 +233,7 @@ def keys_in(tree: Any) -> Iterator[str]:
 
 
 def with_keys(tree: Any, keys: Sequence[str]) -> Any:
-    """A tree whose tensors, numbered by the codec, stand as their keys instead."""
+    """Return a tree with keys in place of the tensor numbers of ``tagged_json.encode``."""
     if not isinstance(tree, list):
         return tree
     kind, content = tree
@@ -236,7 +245,7 @@ def with_keys(tree: Any, keys: Sequence[str]) -> Any:
 
 
 def names_of_tensors(tree: Any, count: int) -> list[str]:
-    """A name for each of the tensors in a tree: the key under which it lies in a dict of strings, or its number."""
+    """Return a name for each tensor in a tree: its key if the tree is a dict and the key a string, else its number."""
     names = [f"#{number}" for number in range(count)]
     if isinstance(tree, list) and tree[0] in DICTS:
         for key, item in tree[1]:

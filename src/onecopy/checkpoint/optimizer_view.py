@@ -1,4 +1,4 @@
-"""Models and optimizers of any kind, seen alike: names, what this rank holds of them, and how it is put back."""
+"""One interface to models and optimizers of any class: parameter names, this rank's state, and how to load it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -16,16 +15,18 @@ from onecopy.comm.agreement import Fact
 from onecopy.common.torch_private import uncompiled
 from onecopy.data_parallel.wrapper import ShardedDataParallel
 from onecopy.optimizer import ZeroRedundancyOptimizer
+from onecopy.state_dict.forms import Item, split_by_group
 from onecopy.state_dict.load import keep_as_saved, load_owned
-from onecopy.step import master_weights
-from onecopy.step.group_options import NOT_OPTIONS
 from onecopy.step.parameter_groups import first_places
+
+POSITION_NAME = "group{}[{}]"
+"""The name of a parameter without a model: the number of its group, and its position in the group."""
 
 Optimizers = Optimizer | Sequence[Optimizer] | None
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The module inside wrappers that add nothing to its state: DDP, ours, a compiled module."""
+    """Return the module inside DDP, ShardedDataParallel and compiled modules."""
     while True:
         if isinstance(model, (DistributedDataParallel, ShardedDataParallel)):
             model = model.module
@@ -36,7 +37,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def list_of(optimizer: Optimizers) -> list[Optimizer]:
-    """One or several optimizers, or none, as a list; raise ``TypeError`` for anything else."""
+    """Return the ``optimizer`` argument as a list; raise ``TypeError`` if it is not made of optimizers."""
     several = isinstance(optimizer, Sequence)
     found: list[Any] = [] if optimizer is None else list(optimizer) if several else [optimizer]  # type: ignore[arg-type]
     for each in found:
@@ -44,40 +45,63 @@ def list_of(optimizer: Optimizers) -> list[Optimizer]:
             raise TypeError(f"optimizer must be an optimizer or a list of them, got {type(each).__qualname__}")
         if type(each).__module__ == "torch.distributed.optim.zero_redundancy_optimizer":
             raise TypeError(
-                "torch's ZeroRedundancyOptimizer keeps its state where nobody else finds it: use "
-                "onecopy.ZeroRedundancyOptimizer, which takes the same arguments, or save a plain optimizer"
+                "torch's ZeroRedundancyOptimizer hides its state from other modules: use "
+                "onecopy.ZeroRedundancyOptimizer, which takes the same arguments, or a plain optimizer"
             )
     return found
 
 
 @dataclass(frozen=True, slots=True)
 class StateShard:
-    """What this rank holds of one parameter's state: the range ``[start, stop)`` of it, in the parameter's order.
+    """The optimizer state that this rank has of one parameter.
 
-    ``tensor`` is what the optimizer steps; ``home`` the parameter's own memory, if that is another (master weights).
+    Attributes:
+        index: the position of the parameter in the optimizer.
+        param: the parameter.
+        start: where this rank's range of the parameter begins, in memory order.
+        stop: where it ends.
+        tensor: the tensor that the optimizer steps: the parameter, a range of it, or a master weight.
+        param_view: the parameter's own memory of the range if ``tensor`` is a master weight, else None.
+        state: the state of ``tensor`` in the optimizer.
     """
 
     index: int
+    param: Tensor
     start: int
     stop: int
     tensor: Tensor
     param_view: Tensor | None
     state: Mapping[Any, Any]
 
+    @property
+    def numel(self) -> int:
+        """The number of elements in this rank's range."""
+        return self.stop - self.start
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether this rank has only a range of the parameter."""
+        return self.numel != self.param.numel()
+
 
 class OptimizerView:
-    """One optimizer, ours or any other: its parameters in order, with the names that the model gives them."""
+    """One optimizer of any class, its parameters in order, and their names.
+
+    Args:
+        optimizer: a ZeroRedundancyOptimizer or any other optimizer.
+        names: the model's names by the ``id()`` of the parameter; empty if there is no model.
+    """
 
     def __init__(self, optimizer: Optimizer, names: Mapping[int, str]) -> None:
         self.optimizer = optimizer
         self.params: list[Tensor] = list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
         found = [names.get(id(param)) for param in self.params]
-        again = sorted(set(range(len(self.params))) - set(first_places(self.params)))
-        if again:
-            name = found[again[0]] or self.positions[again[0]]
+        repeated = sorted(set(range(len(self.params))) - set(first_places(self.params)))
+        if repeated:
+            name = found[repeated[0]] or self.positions[repeated[0]]
             raise ValueError(
-                f"parameter {name!r} is several times in a group of {self.kind}, "
-                "which a checkpoint cannot tell apart: give it once, or save consolidate_state_dict() + state_dict()"
+                f"parameter {name!r} is several times in a group of {self.kind}, and a checkpoint can hold it only "
+                "once: give it once, or save consolidate_state_dict() + state_dict()"
             )
         self.named = bool(names)
         unknown = [position for position, name in enumerate(found) if name is None]
@@ -90,54 +114,49 @@ class OptimizerView:
 
     @property
     def positions(self) -> list[str]:
-        """Names by group and place, for parameters of which no model is known."""
+        """Names made of the group and the position in it, for optimizers without a model."""
         return [
-            f"group{number}[{place}]"
+            POSITION_NAME.format(number, place)
             for number, group in enumerate(self.optimizer.param_groups)
             for place in range(len(group["params"]))
         ]
 
     @property
     def zero(self) -> ZeroRedundancyOptimizer | None:
-        """The optimizer, if it is one of ours."""
+        """The optimizer if it is a ZeroRedundancyOptimizer, else None."""
         return self.optimizer if isinstance(self.optimizer, ZeroRedundancyOptimizer) else None
 
     @property
     def kind(self) -> str:
-        """The class that does the updates."""
+        """The full name of the class that does the updates."""
         kind = type(self.zero.optim) if self.zero is not None else type(self.optimizer)
         return f"{kind.__module__}.{kind.__qualname__}"
 
     def state_shards(self) -> Iterator[StateShard]:
-        """What this rank holds: its own part for ours, everything for other optimizers."""
+        """Yield this rank's state: the owned shards of a ZeroRedundancyOptimizer, else all parameters."""
         if self.zero is None:
             for index, param in enumerate(self.params):
-                yield StateShard(index, 0, param.numel(), param, None, self.optimizer.state.get(param, {}))
+                yield StateShard(index, param, 0, param.numel(), param, None, self.optimizer.state.get(param, {}))
             return
         for owned in self.zero.engine.inner.owned:
             shard = owned.shard
             state = self.zero.optim.state.get(owned.tensor, {})
-            yield StateShard(shard.param, shard.start, shard.stop, owned.tensor, owned.param_view, state)
+            yield StateShard(shard.param, owned.param, shard.start, shard.stop, owned.tensor, owned.param_view, state)
 
     def check_state_keys(self) -> None:
-        """Raise ``TypeError`` if state is kept under something that is not a parameter."""
+        """Raise ``TypeError`` if the optimizer has state under a key that is not a parameter."""
         inner = self.optimizer if self.zero is None else self.zero.optim
         known = {id(shard.tensor) for shard in self.state_shards()}
         for key in inner.state:
             if id(key) not in known:
                 raise TypeError(f"{self.kind} keeps state under {key!r:.80}, which is not a parameter: cannot save it")
 
-    def groups(self) -> list[tuple[dict[str, Any], list[str]]]:
-        """Every group's options, and its parameters' names."""
-        found, start = [], 0
-        for group in self.optimizer.param_groups:
-            options = {key: value for key, value in group.items() if key not in NOT_OPTIONS}
-            found.append((options, self.names[start : start + len(group["params"])]))
-            start += len(group["params"])
-        return found
+    def split_by_group(self, items: Sequence[Item]) -> list[list[Item]]:
+        """Divide a list with one item per parameter into one list per parameter group."""
+        return split_by_group(self.optimizer.param_groups, items)
 
     def uses_master(self, index: int) -> bool:
-        """Whether some rank steps a finer copy of this parameter."""
+        """Whether the owners of this parameter step a float32 master weight."""
         if self.zero is None:
             return False
         wanted = self.zero.engine.inner.master_policy
@@ -150,26 +169,27 @@ class OptimizerView:
         mastered: Collection[int],
         has_state: bool,
     ) -> None:
-        """Take over state by parameter (what this rank holds of it) and options by group.
+        """Load state and options into the optimizer.
 
-        Master weights of the parameters in ``mastered`` have been written already.
+        Args:
+            states: the state of this rank's shards, by parameter.
+            options: the options of every group.
+            mastered: parameters whose master weights are written already.
+            has_state: whether any rank loads state.
         """
         if self.zero is not None:
             load_owned(self.zero.engine.inner, self.zero.param_groups, states, options, mastered, has_state)
             self.zero.engine.allow_steps()
             return
-        position, groups = 0, []
-        for group, values in zip(self.optimizer.param_groups, options, strict=True):
-            count = len(group["params"])
-            groups.append({**values, "params": list(range(position, position + count))})
-            position += count
+        positions = self.split_by_group(range(len(self.params)))
+        groups = [{**values, "params": members} for values, members in zip(options, positions, strict=True)]
         self.optimizer.load_state_dict({"state": states, "param_groups": groups})
         for index, state in states.items():
             keep_as_saved(self.optimizer.state[self.params[index]], state)
 
 
 def optimizer_views(model: nn.Module | None, optimizer: Optimizers) -> list[OptimizerView]:
-    """All optimizers, with the model's names for their parameters if there is one."""
+    """Return a view of each optimizer, with the model's parameter names if there is a model."""
     names: dict[int, str] = {}
     if model is not None:
         names = {id(param): name for name, param in unwrapped(model).named_parameters()}
@@ -177,7 +197,7 @@ def optimizer_views(model: nn.Module | None, optimizer: Optimizers) -> list[Opti
 
 
 def argument_facts(model: nn.Module | None, views: Sequence[OptimizerView]) -> list[Fact]:
-    """The arguments ``model`` and ``optimizer``, which ranks that save or load together must give alike."""
+    """Return facts about the arguments ``model`` and ``optimizer``, which must be equal on all ranks."""
     kinds = [f"{view.kind}{'' if view.zero is None else ' (sharded)'}" for view in views]
     return [
         Fact("model", "None" if model is None else "given"),
@@ -186,7 +206,7 @@ def argument_facts(model: nn.Module | None, views: Sequence[OptimizerView]) -> l
 
 
 def tensor_facts(model: nn.Module | None, views: Sequence[OptimizerView]) -> list[Fact]:
-    """The tensors of a model's state dict and the parameters of optimizers: names, shapes and types."""
+    """Return facts about names, shapes and dtypes of the model's tensors and the optimizers' parameters."""
     tensors = {} if model is None else unwrapped(model).state_dict()
     facts = [
         Fact(f"{name!r} of the model", f"{tuple(value.shape)}, {value.dtype}" if isinstance(value, Tensor) else "data")
@@ -198,23 +218,10 @@ def tensor_facts(model: nn.Module | None, views: Sequence[OptimizerView]) -> lis
     return facts
 
 
-def wait_for(optimizers: Sequence[OptimizerView], model: nn.Module | None) -> None:
-    """End transfers of parameters that an overlapped step has left under way."""
-    for view in optimizers:
+def wait_for_parameters(views: Sequence[OptimizerView], model: nn.Module | None) -> None:
+    """Wait for updated parameters that an overlapped step still has in flight."""
+    for view in views:
         if view.zero is not None:
             view.zero.wait()
     if isinstance(model, ShardedDataParallel):
         model.wait()
-
-
-def state_with_master(shard: StateShard) -> dict[Any, Any]:
-    """The state of one parameter, with its master weight among it."""
-    state = dict(shard.state)
-    if shard.param_view is not None:
-        state[master_weights.STATE_KEY] = shard.tensor.detach()
-    return state
-
-
-def is_per_element(tensor: Tensor, shard: StateShard) -> bool:
-    """Whether a tensor of the state has one value for each element that this rank holds."""
-    return tensor.shape == shard.tensor.shape and torch.numel(tensor) == shard.stop - shard.start

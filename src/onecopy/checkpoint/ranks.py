@@ -1,20 +1,28 @@
-"""The ranks that save or load together, or one process alone; they speak on a group that training does not use."""
+"""The ranks that save or load a checkpoint together, with a process group that training does not use.
+
+Without ``torch.distributed`` this process is the only rank, and the same calls work.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch.distributed as dist
 
-from onecopy.comm.agreement import Fact, agree
+from onecopy.comm.agreement import FailTogether
 from onecopy.comm.collectives import Collectives
 from onecopy.common import tagged_json
-from onecopy.errors import CheckpointError, OnecopyError
+from onecopy.errors import CheckpointError
 
 
 class Ranks:
-    """Who takes part. Group ranks count; every call is made by all of them together."""
+    """The ranks of one save or load. Ranks are numbered in the process group, and all ranks make every call.
+
+    Args:
+        process_group: the ranks (default: all ranks; without torch.distributed, this process).
+    """
 
     def __init__(self, process_group: Any = None) -> None:
         self._collectives: Collectives | None = None
@@ -24,55 +32,47 @@ class Ranks:
             raise RuntimeError("a process group was given, but torch.distributed is not initialised")
 
     @classmethod
-    def alone(cls) -> Ranks:
-        """This process, whatever groups it is in."""
+    def single(cls) -> Ranks:
+        """Return this process as the only rank, even if it is in process groups."""
         made = cls.__new__(cls)
         made._collectives = None
         return made
 
     @property
     def rank(self) -> int:
-        """This one."""
+        """The rank of this process."""
         return self._collectives.group_rank if self._collectives else 0
 
     @property
     def world_size(self) -> int:
-        """How many there are."""
+        """The number of ranks."""
         return self._collectives.world_size if self._collectives else 1
 
     @property
     def global_ranks(self) -> list[int]:
-        """Their numbers among all processes."""
+        """The global rank of each rank."""
         return dist.get_process_group_ranks(self._collectives.process_group) if self._collectives else [0]
 
-    def agree(self, what: str, facts: Sequence[Fact], failure: Exception | None) -> None:
-        """Raise on every rank if one has failed or if they were given different things."""
-        if self._collectives is not None:
-            agree(self._collectives, what, facts, failure)
-        elif failure is not None:
-            raise failure
+    def fail_together(self, call: str) -> FailTogether:
+        """Return a ``with`` block that raises on all ranks if it raises on one rank or if its facts differ."""
+        return FailTogether(self._collectives, call)
 
-    def vote(self, what: str, failure: Exception | None, content: Any = None, facts: Sequence[Fact] = ()) -> list[Any]:
-        """Raise on every rank if one has failed or if facts differ; else return what each has to say, as JSON data."""
-        try:
-            tagged_json.dumps(content)  # what cannot be said must not stop one rank between the two exchanges
-        except Exception as error:
-            failure = failure or error
-        self.agree(what, facts, failure)
-        return self.gather(what, content)
+    def gather_json(self, call: str, text: bytes) -> list[Any]:
+        """Return the JSON data of every rank.
 
-    def gather(self, what: str, content: Any) -> list[Any]:
-        """What each has to say, as plain JSON data."""
-        if self._collectives is None:
-            return [content]
-        everyone = self._collectives.all_gather_bytes(tagged_json.dumps(content), what)
-        return [tagged_json.loads(text) for text in everyone]
+        Args:
+            call: the name of the call, for error messages.
+            text: this rank's data from ``tagged_json.dumps``. A :meth:`fail_together` block encodes it, so that a value
+                that cannot be encoded is an error on all ranks.
+        """
+        texts = [text] if self._collectives is None else self._collectives.all_gather_bytes(text, call)
+        return [tagged_json.loads(each) for each in texts]
 
 
-def as_checkpoint_error(what: str, error: Exception) -> Exception:
-    """An error of the file system as one that says what failed; others as they are."""
-    if isinstance(error, OSError) and not isinstance(error, OnecopyError):
-        made = CheckpointError(f"{what} failed: {error}")
-        made.__cause__ = error
-        return made
-    return error
+@contextlib.contextmanager
+def explained_os_errors(action: str) -> Iterator[None]:
+    """Turn an ``OSError`` of the block into a :class:`CheckpointError` that names the action."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{action} failed: {error}") from error

@@ -1,12 +1,12 @@
-"""Saving: every rank writes its part, all vote, and one rename makes the checkpoint exist.
+"""Saves a checkpoint: every rank writes its file, and rank 0 commits all of them with one rename.
 
-1. Each rank describes what it has; all ranks agree that they were given the same.
-2. Rank 0 makes a temporary directory next to where the checkpoint will be, after clearing those of dead saves.
-3. Each rank writes one file into it and flushes it to the disk.
-4. All ranks vote. Rank 0 writes and flushes the manifest, renames the directory, and flushes its parent.
-5. All ranks hear the outcome. Only then are older checkpoints pruned.
+1. Each rank describes its part of the checkpoint. All ranks raise if their arguments, models or optimizers differ.
+2. Rank 0 makes a temporary directory beside the final one, after it has removed the leftovers of saves that died.
+3. Each rank writes one file into it and flushes it to the disk. All ranks raise if a rank failed.
+4. Rank 0 writes and flushes the manifest, renames the directory, and flushes its parent. All ranks raise if it failed.
+5. Rank 0 removes older checkpoints.
 
-Whatever goes wrong on whichever rank, all raise, and no committed directory has been touched.
+If anything fails on any rank, all ranks raise, and no committed directory has been touched.
 """
 
 from __future__ import annotations
@@ -31,19 +31,38 @@ from onecopy.checkpoint.contents import Contents, PerRank, collect
 from onecopy.checkpoint.directories import committed, folder_of, step_of, verify
 from onecopy.checkpoint.files import write_file
 from onecopy.checkpoint.manifest import Entry, File, Manifest, Piece, SavedOptimizer
-from onecopy.checkpoint.optimizer_view import Optimizers, OptimizerView, argument_facts, optimizer_views, wait_for
-from onecopy.checkpoint.ranks import Ranks, as_checkpoint_error
+from onecopy.checkpoint.optimizer_view import (
+    Optimizers,
+    OptimizerView,
+    argument_facts,
+    optimizer_views,
+    wait_for_parameters,
+)
+from onecopy.checkpoint.ranks import Ranks, explained_os_errors
 from onecopy.comm.agreement import Fact
+from onecopy.common import tagged_json
 from onecopy.errors import CheckpointError, CorruptCheckpointError
+from onecopy.state_dict.forms import owners_differ
 
 logger = logging.getLogger(__name__)
 
 _UNFINISHED = re.compile(r"\.(step-\d{8,}|pruned)\.[0-9a-f]{8}\.tmp")
 
 
+CALL = "saving a checkpoint"
+
+
 @dataclass(slots=True)
 class SaveJob:
-    """A save that has been agreed on: what this rank writes, and where."""
+    """A save whose arguments were compared on all ranks, and that can be written now or in a thread.
+
+    Attributes:
+        ranks: the ranks that save.
+        root: the directory of all checkpoints.
+        step: the step to save under.
+        keep: how many checkpoints to keep, or None for all.
+        contents: this rank's part.
+    """
 
     ranks: Ranks
     root: Path
@@ -52,13 +71,13 @@ class SaveJob:
     contents: Contents
 
     def run(self) -> Path:
-        """Write and commit, on all ranks together."""
+        """Write and commit the checkpoint, on all ranks together; return its directory."""
         final = folder_of(self.root, self.step)
         with contextlib.ExitStack() as stack:
-            temporary = self._open(final, stack)
+            temporary = self._make_temporary(final, stack)
             try:
-                described = self._write(temporary)
-                self._commit(temporary, final, described)
+                descriptions = self._write(temporary)
+                self._commit(temporary, final, descriptions)
             except Exception:
                 if self.ranks.rank == 0:
                     shutil.rmtree(temporary, ignore_errors=True)
@@ -67,50 +86,50 @@ class SaveJob:
             _prune(self.root, self.keep, self.step)
         return final
 
-    def _open(self, final: Path, stack: contextlib.ExitStack) -> Path:
-        """The temporary directory, which rank 0 makes and claims."""
-        failure: Exception | None = None
+    def _make_temporary(self, final: Path, stack: contextlib.ExitStack) -> Path:
+        """Make and lock the temporary directory on rank 0; return its path on all ranks."""
         name = f".{final.name}.{secrets.token_hex(4)}.tmp"
-        if self.ranks.rank == 0:
-            try:
+        with self.ranks.fail_together(CALL), explained_os_errors(f"making {self.root / name}"):
+            if self.ranks.rank == 0:
                 disk.make_directory(self.root)
                 disk.flush_directory(self.root.parent)
                 if final.exists():
-                    _set_damaged_aside(final)
-                _clear_leftovers(self.root)
+                    _rename_damaged(final)
+                _remove_leftovers(self.root)
                 disk.make_directory(self.root / name)
-                stack.enter_context(disk.claimed(self.root / name))
-            except Exception as error:
-                failure = as_checkpoint_error(f"making {self.root / name}", error)
-        names = self.ranks.vote("saving a checkpoint", failure, name)
-        return self.root / str(names[0])
+                stack.enter_context(disk.locked(self.root / name))
+        return self.root / str(self.ranks.gather_json(CALL, tagged_json.dumps(name))[0])
 
     def _write(self, temporary: Path) -> list[Any]:
-        """Write this rank's file; return every rank's description of what it wrote."""
+        """Write this rank's file; return the description of every rank's file."""
         path = temporary / f"rank-{self.ranks.rank:05d}.safetensors"
-        failure: Exception | None = None
-        described: list[Any] = []
-        try:
+        with self.ranks.fail_together(CALL), explained_os_errors(f"rank {self.ranks.rank}: writing {path}"):
             file, pieces = write_file(path, self.contents.pieces)
             disk.flush_directory(temporary)
-            described = [
-                path.name,
-                [file.size, file.header, file.crc32],
-                [
-                    [live.key, live.entry.dtype, live.entry.shape, live.entry.stride, *astuple(piece)[1:]]
-                    for live, piece in zip(self.contents.pieces, pieces, strict=True)
-                ],
-                *self.contents.described(),
-            ]
-        except Exception as error:
-            failure = as_checkpoint_error(f"rank {self.ranks.rank}: writing {path}", error)
-        return self.ranks.vote("saving a checkpoint", failure, described)
+            text = tagged_json.dumps(self._describe(path.name, file, pieces))
+        return self.ranks.gather_json(CALL, text)
 
-    def _commit(self, temporary: Path, final: Path, described: Sequence[Any]) -> None:
-        failure: Exception | None = None
-        if self.ranks.rank == 0:
-            try:
-                made = _assemble(self, described)
+    def _describe(self, name: str, file: File, pieces: Sequence[Piece]) -> list[Any]:
+        """Return the JSON data from which rank 0 assembles the manifest; ``_assemble`` reads it."""
+        rows = [
+            [live.key, live.entry.dtype, live.entry.shape, live.entry.stride, *astuple(piece)[1:]]
+            for live, piece in zip(self.contents.pieces, pieces, strict=True)
+        ]
+        states = [optimizer.state for optimizer in self.contents.optimizers]
+        return [
+            name,
+            [file.size, file.header, file.crc32],
+            rows,
+            states,
+            self.contents.checksums,
+            self.contents.per_rank,
+        ]
+
+    def _commit(self, temporary: Path, final: Path, descriptions: Sequence[Any]) -> None:
+        """Write the manifest and rename the directory, on rank 0; all ranks raise if that fails."""
+        with self.ranks.fail_together(CALL), explained_os_errors(f"committing {final}"):
+            if self.ranks.rank == 0:
+                made = _assemble(self, descriptions)
                 manifest.check_cover(made, str(final / manifest.NAME))
                 _check_files(temporary, made)
                 descriptor = disk.create(temporary / manifest.NAME)
@@ -124,11 +143,8 @@ class SaveJob:
                 try:
                     disk.flush_directory(self.root)
                 except Exception:
-                    disk.rename(final, temporary)  # all ranks raise, so it must not exist
+                    disk.rename(final, temporary)  # all ranks raise, so the checkpoint must not exist
                     raise
-            except Exception as error:
-                failure = as_checkpoint_error(f"committing {final}", error)
-        self.ranks.vote("saving a checkpoint", failure)
 
 
 def prepare(
@@ -141,34 +157,23 @@ def prepare(
     blocking: bool,
     process_group: Any,
 ) -> SaveJob:
-    """Describe what is to be saved, on all ranks together; nothing is written yet."""
+    """Compare the arguments of a save on all ranks and describe this rank's part; nothing is written yet."""
     ranks = Ranks(process_group)
-    failure: Exception | None = None
-    folder = Path()
-    contents = Contents()
-    views: list[OptimizerView] = []
-    groups: list[list[int]] = []
-    facts: list[Fact] = []
-    try:
+    with ranks.fail_together(CALL) as together:
         _check_arguments(step, keep)
-        folder = Path(root).absolute()  # the working directory may change while a save is under way
+        folder = Path(root).absolute()  # the working directory may change during a save in the background
         views = optimizer_views(model, optimizer)
-        groups = [_members(view, ranks) for view in views]
-        wait_for(views, model)
-        facts = [Fact("step", str(step)), Fact("keep", str(keep)), Fact("blocking", str(bool(blocking)))]
-        facts += [*argument_facts(model, views), Fact("PerRank values of extra", _own_keys(extra))]
-    except Exception as error:
-        failure = error
-    everyone = ranks.vote("saving a checkpoint", failure, groups, facts)
-    try:
-        # Where state is replicated among groups of ranks, the group of the first rank writes it.
-        writes = [group == everyone[0][number] for number, group in enumerate(groups)]
-        contents = collect(model, views, writes, extra, ranks.rank, ranks.world_size)
-        facts = [Fact("model and optimizers", contents.fingerprint())]
-        facts += [Fact("options of the optimizers", contents.options())]
-    except Exception as error:
-        failure = error
-    ranks.agree("saving a checkpoint", facts, failure)
+        owner_groups = [_owner_group(view, ranks) for view in views]
+        wait_for_parameters(views, model)
+        together.facts = [Fact("step", str(step)), Fact("keep", str(keep)), Fact("blocking", str(bool(blocking)))]
+        together.facts += [*argument_facts(model, views), Fact("PerRank values of extra", _per_rank_keys(extra))]
+    first_groups = ranks.gather_json(CALL, tagged_json.dumps(owner_groups))[0]
+    with ranks.fail_together(CALL) as together:
+        # Where several groups of ranks have replicas of the state, the group of the first rank writes it.
+        writes_state = [mine == first for mine, first in zip(owner_groups, first_groups, strict=True)]
+        contents = collect(model, views, writes_state, extra, ranks.rank, ranks.world_size)
+        together.facts = [Fact("model and optimizers", contents.fingerprint())]
+        together.facts += [Fact("options of the optimizers", contents.options_digest())]
     return SaveJob(ranks, folder, step, keep, contents)
 
 
@@ -179,14 +184,14 @@ def _check_arguments(step: int, keep: int | None) -> None:
         raise ValueError(f"keep must be a number from 1 on, or None to keep all, got {keep!r}")
 
 
-def _own_keys(extra: object) -> str:
-    """The keys of what every rank has of its own. Others are rank 0's: no other rank needs to give them."""
+def _per_rank_keys(extra: object) -> str:
+    """Return the keys of the :class:`PerRank` values as text; all ranks must have the same."""
     items = extra.items() if isinstance(extra, dict) else ()
     return ", ".join(sorted(repr(key) for key, value in items if isinstance(value, PerRank))) or "none"
 
 
-def _members(view: OptimizerView, ranks: Ranks) -> list[int]:
-    """The global ranks among which an optimizer's state is divided."""
+def _owner_group(view: OptimizerView, ranks: Ranks) -> list[int]:
+    """Return the global ranks among which an optimizer's state is divided."""
     if view.zero is None:
         return ranks.global_ranks
     members = torch.distributed.get_process_group_ranks(view.zero.process_group)
@@ -198,16 +203,16 @@ def _members(view: OptimizerView, ranks: Ranks) -> list[int]:
     return members
 
 
-def _assemble(job: SaveJob, described: Sequence[Any]) -> Manifest:
-    """The manifest, from what every rank has written."""
+def _assemble(job: SaveJob, descriptions: Sequence[Any]) -> Manifest:
+    """Make the manifest from the descriptions of all ranks' files."""
     contents = job.contents
     files: dict[str, File] = {}
     entries: dict[str, Entry] = {}
     pieces: dict[str, list[Piece]] = {}
     per_rank = []
-    for name, file, rows, _, _, own in described:
+    for name, file, rows, _, _, values in descriptions:
         files[name] = File(*file)
-        per_rank.append(own)
+        per_rank.append(values)
         for key, dtype, shape, stride, offset, start, stop, checks in rows:
             entries.setdefault(key, Entry(dtype, tuple(shape), tuple(stride)))
             pieces.setdefault(key, []).append(Piece(name, offset, start, stop, tuple(checks)))
@@ -216,7 +221,7 @@ def _assemble(job: SaveJob, described: Sequence[Any]) -> Manifest:
         for key, entry in entries.items()
     }
     optimizers = [
-        replace(optimizer, state=_merged(number, optimizer, described))
+        replace(optimizer, state=_merged_state(number, optimizer, descriptions))
         for number, optimizer in enumerate(contents.optimizers)
     ]
     return Manifest(
@@ -233,23 +238,19 @@ def _assemble(job: SaveJob, described: Sequence[Any]) -> Manifest:
     )
 
 
-def _merged(number: int, optimizer: SavedOptimizer, described: Sequence[Any]) -> dict[str, Any]:
-    """The state of one optimizer by parameter, after checking that the owners of a cut parameter agree."""
-    state: dict[str, Any] = {}
-    shared: dict[str, int] = {}
-    for _, _, _, states, owners, _ in described:
+def _merged_state(number: int, optimizer: SavedOptimizer, descriptions: Sequence[Any]) -> dict[str, Any]:
+    """Return the state trees of one optimizer by parameter; raise if the owners of a cut parameter differ."""
+    found: dict[str, tuple[Any, int]] = {}
+    for _, _, _, states, checksums, _ in descriptions:
         for name, tree in states[number].items():
-            _, checksum = owners[number][name]
-            if name in state and (tree != state[name] or checksum != shared[name]):
-                raise CheckpointError(
-                    f"parameter {name!r} is cut among ranks, but its owners differ in state that is not per element; "
-                    "keep parameters whole with elementwise=False"
-                )
-            state[name], shared[name] = tree, checksum
-    return {name: state[name] for name in optimizer.params if name in state}
+            state = tree, checksums[number].get(name, 0)
+            if found.setdefault(name, state) != state:
+                raise CheckpointError(owners_differ(name, "its owners"))
+    return {name: found[name][0] for name in optimizer.params if name in found}
 
 
 def _check_files(temporary: Path, made: Manifest) -> None:
+    """Raise if rank 0 does not see every rank's file with the size that was written."""
     for name, file in made.files.items():
         path = temporary / name
         if not path.is_file() or path.stat().st_size != file.size:
@@ -258,22 +259,25 @@ def _check_files(temporary: Path, made: Manifest) -> None:
             )
 
 
-def _clear_leftovers(root: Path) -> None:
-    """Remove what saves and prunings that died have left; a living one holds a lock."""
+def _remove_leftovers(root: Path) -> None:
+    """Remove temporary directories of saves that died; the directory of a running save is locked."""
     for path in root.iterdir():
-        if _UNFINISHED.fullmatch(path.name) and not disk.is_claimed(path):
-            logger.warning("removing %s, which a save that died has left", path)
+        if _UNFINISHED.fullmatch(path.name) and not disk.is_locked(path):
+            logger.warning("removing %s, a leftover of a save that died", path)
             disk.remove(path)
 
 
-def _set_damaged_aside(final: Path) -> None:
-    """Make room if what is there is damaged, so that a run that had to go back past it can save again."""
+def _rename_damaged(final: Path) -> None:
+    """Rename an existing checkpoint if it is damaged; raise ``FileExistsError`` if it is not.
+
+    A run that fell back to an older checkpoint comes to this step again and must be able to save.
+    """
     try:
         verify(final)
     except CorruptCheckpointError as error:
-        aside = final.with_name(f"damaged-{final.name}.{secrets.token_hex(4)}")
-        logger.warning("%s is damaged, and is now %s: %s", final, aside.name, error)
-        disk.rename(final, aside)
+        renamed = final.with_name(f"damaged-{final.name}.{secrets.token_hex(4)}")
+        logger.warning("%s is damaged, and is now %s: %s", final, renamed.name, error)
+        disk.rename(final, renamed)
         return
     raise FileExistsError(
         f"{final} exists already, and a checkpoint is never overwritten; save under another step or into another "
@@ -282,9 +286,9 @@ def _set_damaged_aside(final: Path) -> None:
 
 
 def _prune(root: Path, keep: int, step: int) -> None:
-    """Remove all but the newest checkpoints up to this step, those of later steps (of an abandoned run) not counted.
+    """Remove all but the newest ``keep`` checkpoints up to this step; checkpoints of later steps stay.
 
-    Each loses its name first, so that none is ever seen in part.
+    Each one is renamed first, so that no reader sees a part of it.
     """
     try:
         for path in [path for path in committed(root) if step_of(path) <= step][keep:]:

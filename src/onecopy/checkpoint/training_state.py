@@ -1,4 +1,4 @@
-"""What else a run needs to go on as if it had never stopped: schedulers, scalers, random numbers, positions."""
+"""Captures and restores schedulers, a GradScaler, random number generators and the position in the data."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from onecopy.checkpoint.contents import PerRank
 
 
 class Stateful(Protocol):
-    """A scheduler, a GradScaler, a data loader: anything with these two methods."""
+    """An object with these two methods: a scheduler, a GradScaler, a data loader."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what it must remember."""
+        """Return the state."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> object:
-        """Go on from there."""
+        """Load the state."""
 
 
 RANDOM = "random numbers"
 
 
 def capture(*, position: Any = None, **parts: Stateful) -> dict[str, Any]:
-    """Collect what :func:`restore` puts back, for ``extra``.
+    """Return the state of schedulers, random number generators and more, for ``extra`` of :func:`save`.
 
     Args:
-        position: where in the data this rank is: plain data of your own, of every rank.
-        **parts: schedulers, a GradScaler and their like, by name.
+        position: this rank's position in the data, as plain data of your own.
+        **parts: schedulers, a GradScaler and similar objects, by name.
 
     Returns:
         A dict with the state of each part, this rank's position and the states of its random number generators
@@ -43,14 +43,14 @@ def capture(*, position: Any = None, **parts: Stateful) -> dict[str, Any]:
 
 
 def restore(extra: dict[str, Any], **parts: Stateful) -> Any:
-    """Put back what :func:`capture` collected; return this rank's position.
+    """Restore the state that :func:`capture` returned; return this rank's position in the data.
 
-    With another number of ranks than there were, positions and random numbers are not in ``extra``: then the position
-    is None and the generators are left as they are.
+    If another number of ranks saved the checkpoint, ``extra`` has no positions and random number states. Then the
+    position is None and the random number generators do not change.
 
     Args:
-        extra: what was loaded.
-        **parts: what was captured, under the same names.
+        extra: the loaded ``extra``.
+        **parts: the captured objects, under the same names.
     """
     absent = [name for name in parts if name not in extra]
     if absent:
@@ -63,12 +63,13 @@ def restore(extra: dict[str, Any], **parts: Stateful) -> Any:
 
 
 def _accelerator() -> Any:
-    """The module of the current accelerator, if there is one with random numbers."""
+    """Return the torch module of the current accelerator, or None."""
     device = torch.accelerator.current_accelerator(check_available=True)
     return None if device is None else torch.get_device_module(device)
 
 
 def _random_states() -> dict[str, Any]:
+    """Return the states of the generators of torch, Python, the accelerator, and NumPy if it is imported."""
     states: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
     module = _accelerator()
     if module is not None:

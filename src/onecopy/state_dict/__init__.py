@@ -1,1 +1,1 @@
-"""Optimizer state to the plain optimizer's state dict and back, and to torch.distributed.checkpoint."""
+"""Converts sharded optimizer state to the plain optimizer's state dict and back, and for DCP."""

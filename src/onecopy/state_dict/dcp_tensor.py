@@ -1,9 +1,9 @@
-"""Optimizer state by parameter name, of which each rank has its part, as torch.distributed.checkpoint can read it.
+"""Sharded optimizer state by parameter name, in tensors that torch.distributed.checkpoint (DCP) can save and load.
 
-A flat range of a tensor with n dimensions is at most 2n - 1 rectangles, each a view of the range without a copy. A
-tensor subclass shows these to the stock planner through the (private) protocol that DTensor uses. The public one,
-``torch.distributed.checkpoint.CheckpointableTensor``, is not used: torch 2.13 does not have it and would need these
-methods all the same, and its parts are slices of one tensor, which the rectangles of a flat range are not.
+A flat range of a tensor with n dimensions is at most 2n - 1 rectangles, and each rectangle is a view of the range. A
+tensor subclass gives these rectangles to DCP's planner through the (private) protocol that DTensor uses. The public
+protocol, ``torch.distributed.checkpoint.CheckpointableTensor``, is not used: torch 2.13 does not have it and would need
+these methods all the same, and its parts are slices of one tensor, but the rectangles of a flat range are not.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from onecopy.common import tagged_json
 from onecopy.common.flat_views import flat_view
 from onecopy.common.torch_private import ALIASING, NEW_EMPTY, bare_step, no_torch_function, tensor_without_memory
 from onecopy.layout import Layout, ParamSpec
-from onecopy.step import master_weights
+from onecopy.state_dict.forms import named_groups, state_with_master
 from onecopy.step.group_options import options_of
 from onecopy.step.inner_optimizer import InnerOptimizer
 from onecopy.step.owned_shards import OwnedShard
-from onecopy.step.parameter_groups import Group, first_places
+from onecopy.step.parameter_groups import Group
 
 Rectangle = tuple[tuple[int, ...], tuple[int, ...]]
-"""Where it begins, and how large it is, in each dimension."""
+"""The offset and the size in each dimension."""
 
 
 def rectangles(shape: Sequence[int], start: int, stop: int) -> list[Rectangle]:
-    """The elements ``[start, stop)`` of a row-major tensor as rectangles, in the order in which memory holds them."""
+    """Divide the elements ``[start, stop)`` of a row-major tensor into rectangles, in memory order."""
     if start >= stop:
         return []
     if not shape:
@@ -46,7 +46,7 @@ def rectangles(shape: Sequence[int], start: int, stop: int) -> list[Rectangle]:
     def within(row: int, low: int, high: int) -> None:
         found.extend(((row, *offsets), (1, *sizes)) for offsets, sizes in rectangles(shape[1:], low, high))
 
-    first, last = start // inner, stop // inner  # rows in which it begins and ends
+    first, last = start // inner, stop // inner  # the rows of the first element and of the end
     if first == last:
         within(first, start - first * inner, stop - first * inner)
         return found
@@ -61,11 +61,11 @@ def rectangles(shape: Sequence[int], start: int, stop: int) -> list[Rectangle]:
 
 
 class ShardedState(Tensor):
-    """A tensor of the optimizer's state, of which this rank has the elements from ``start`` on, in :attr:`flat`.
+    """A tensor of optimizer state of which this rank has one flat range.
 
     Attributes:
-        flat: the values, in the memory order of the whole.
-        start: where in the whole they begin.
+        flat: the values of the range, in the memory order of the full tensor.
+        start: the offset of the range in the full tensor.
     """
 
     flat: Tensor
@@ -75,7 +75,7 @@ class ShardedState(Tensor):
 
     @staticmethod
     def __new__(cls, flat: Tensor, start: int, like: Tensor) -> ShardedState:
-        """A tensor with the shape and strides of ``like``, without memory of its own."""
+        """Make a tensor with the shape and strides of the full tensor ``like``; it has no memory but ``flat``."""
         made = tensor_without_memory(cls, like, flat.device)
         made.flat = flat
         made.start = start
@@ -88,7 +88,7 @@ class ShardedState(Tensor):
     def __torch_dispatch__(  # type: ignore[override]  # torch's annotation leaves the function out
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func in ALIASING or func is NEW_EMPTY:  # an empty one is then given a copy's values, by torch's stagers
+        if func in ALIASING or func is NEW_EMPTY:  # DCP's stagers then replace ``flat`` of an empty one by a copy
             return ShardedState(args[0].flat, args[0].start, args[0])
         raise RuntimeError(
             f"{func} on sharded optimizer state: only this rank's range of it is here (.flat). Save it with "
@@ -96,7 +96,7 @@ class ShardedState(Tensor):
         )
 
     def _parts(self) -> list[tuple[Rectangle, Tensor]]:
-        """Rectangles of the whole, in its own dimensions, and views of what is here."""
+        """Return the rectangles of the full tensor that this rank has, each with a view of its values."""
         strides = self.stride()
         order = sorted(range(self.dim()), key=lambda dim: (-strides[dim], dim))
         back = [order.index(dim) for dim in range(self.dim())]
@@ -111,7 +111,7 @@ class ShardedState(Tensor):
         return parts
 
     def __create_write_items__(self, fqn: str, _object: Any) -> list[WriteItem]:
-        """What torch's planner writes."""
+        """Return the rectangles that DCP's planner writes."""
         properties = TensorProperties(dtype=self.dtype)
         return [
             WriteItem(
@@ -123,63 +123,58 @@ class ShardedState(Tensor):
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        """What torch's planner reads into."""
+        """Return the rectangles into which DCP's planner reads."""
         return [
             ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(sizes))
             for (offsets, sizes), _ in self._parts()
         ]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        """The memory of one rectangle."""
+        """Return the view of one rectangle."""
         for (offsets, _), view in self._parts():
             if index.offset is None or torch.Size(offsets) == index.offset:
                 return view
-        raise ValueError(f"rank has no part of {index.fqn!r} at {index.offset}")
+        raise ValueError(f"this rank has no part of {index.fqn!r} at {index.offset}")
 
 
 def sharded_state_dict(
     local: InnerOptimizer, layout: Layout, groups: Sequence[Group], names: Sequence[str], to_load: bool
 ) -> dict[str, Any]:
-    """Options, and what this rank owns of the state, by name; tensors are the live ones, or views of them.
+    """Return the options and this rank's shards of the state by name; the tensors are views of the live state.
 
     Args:
-        local: this rank's optimizer.
-        layout: who owns what.
-        groups: the parameter groups that people see.
+        local: this rank's inner optimizer.
+        layout: which rank owns which shard.
+        groups: the user's parameter groups.
         names: the parameters' names.
-        to_load: give parameters that need a gradient and have no state yet memory for it. The optimizer itself is left
-            as it is.
+        to_load: for parameters that need a gradient and have no state yet, allocate state to load into. The optimizer
+            itself does not change.
     """
     state = {}
     for owned in local.owned:
         values = dict(local.optim.state.get(owned.tensor, {}))
         if not values and to_load and owned.param.requires_grad:
             values = _first_state(local, owned, groups[layout.params[owned.shard.param].group])
-        if owned.param_view is not None:
-            values[master_weights.STATE_KEY] = owned.tensor.detach()
+        values = state_with_master(values, owned.tensor, owned.param_view)
         if values:
             spec = layout.params[owned.shard.param]
-            state[names[spec.index]] = tagged_json.map_tensors(values, functools.partial(_shown, owned, spec))
-    start, shown = 0, []
-    for group in groups:
-        count = len(first_places(group["params"]))
-        shown.append({**options_of(group), "params": list(names[start : start + count])})
-        start += count
-    return {"state": state, "param_groups": shown}
+            state[names[spec.index]] = tagged_json.map_tensors(values, functools.partial(_as_sharded, owned, spec))
+    return {"state": state, "param_groups": named_groups(groups, names)}
 
 
-def _shown(owned: OwnedShard, spec: ParamSpec, tensor: Tensor) -> Tensor:
+def _as_sharded(owned: OwnedShard, spec: ParamSpec, tensor: Tensor) -> Tensor:
+    """Return a tensor of the state, as a :class:`ShardedState` if this rank has only a range of it."""
     if not owned.is_cut or tensor.shape != owned.tensor.shape:
         return tensor.detach()
     like = torch.empty_strided(spec.shape, spec.stride, dtype=tensor.dtype, device="meta")
     return ShardedState(flat_view(tensor.detach()), owned.shard.start, like)
 
 
-def _first_state(local: InnerOptimizer, owned: OwnedShard, shown: Group) -> dict[Any, Any]:
-    """The state that the class makes for such a tensor, from a step of another instance of it on zeros."""
+def _first_state(local: InnerOptimizer, owned: OwnedShard, group: Group) -> dict[Any, Any]:
+    """Return the state that the class makes for a tensor, by a step of a second instance on zeros."""
     scratch = torch.zeros_like(owned.tensor).requires_grad_()
-    group = tagged_json.map_tensors(options_of(shown), torch.clone)
-    inner = local.optimizer_class([{**group, "params": [scratch]}], **local.defaults)
+    options = tagged_json.map_tensors(options_of(group), torch.clone)
+    inner = local.optimizer_class([{**options, "params": [scratch]}], **local.defaults)
     scratch.grad = torch.zeros_like(scratch)
     bare_step(inner)()
     state = dict(inner.state.get(scratch, {}))
@@ -192,7 +187,7 @@ def _first_state(local: InnerOptimizer, owned: OwnedShard, shown: Group) -> dict
 
 
 def local_values(state: Mapping[str, Any]) -> dict[str, Any]:
-    """State of one parameter with this rank's flat ranges in place of what stands for the whole."""
+    """Return the state of one parameter with this rank's flat range in place of each :class:`ShardedState`."""
 
     def local(tensor: Tensor) -> Tensor:
         return tensor.flat if isinstance(tensor, ShardedState) else tensor

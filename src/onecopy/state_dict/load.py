@@ -1,4 +1,4 @@
-"""A full state dict cut down to what one rank owns. Everything is checked before anything is changed."""
+"""Loads this rank's shards of a full state dict. Everything is checked before anything is changed."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from onecopy.comm.agreement import Fact, agree, together
+from onecopy.comm.agreement import Fact, FailTogether
 from onecopy.common import tagged_json
 from onecopy.common.flat_views import flat_like
 from onecopy.common.torch_private import run_load_post_hooks, run_load_pre_hooks
 from onecopy.layout import Layout, ParamSpec
 from onecopy.step import master_weights
 from onecopy.step.engine import Engine
-from onecopy.step.group_options import NOT_OPTIONS
+from onecopy.step.group_options import NOT_OPTIONS, options_of
 from onecopy.step.inner_optimizer import InnerOptimizer
 from onecopy.step.owned_shards import OwnedShard
 from onecopy.step.parameter_groups import Group
@@ -25,51 +25,44 @@ from onecopy.step.rank_comparison import group_facts
 
 StateDict = dict[str, Any]
 
+CALL = "load_state_dict()"
+
 
 def load(engine: Engine, optimizer: Optimizer, given: object, elementwise: bool) -> None:
-    """Load what this rank owns of a full state dict, on all ranks together.
+    """Load a full state dict into a sharded optimizer, on all ranks together.
 
-    1. Each rank runs the hooks of ``optimizer`` that come before a load, checks, and copies what it owns; nothing has
+    1. Each rank runs the pre-hooks of ``optimizer``, checks the state dict ``given`` and copies its shards; nothing has
        changed yet.
-    2. All ranks agree that nobody failed and that all were given the same.
-    3. Each loads into its inner optimizer; all agree again, and if one failed all put back what they had.
-    4. Each takes over options and master weights, which cannot fail, and runs the hooks that come after a load; all
-       hear if a hook has failed.
+    2. All ranks raise if a rank failed or if their state dicts differ.
+    3. Each rank loads into its inner optimizer. If one rank fails, all ranks restore the state they had, and raise.
+    4. Each rank sets options and master weights, which cannot fail, and runs the post-hooks. If a hook fails on a rank,
+       all ranks raise.
     """
     local, groups = engine.inner, optimizer.param_groups
-    failure: Exception | None = None
-    facts: list[Fact] = []
-    has_state = False
-    try:
+    with FailTogether(engine.collectives, CALL) as together:
         state_dict = run_load_pre_hooks(optimizer, _shallow_copy(given))
         states, others = _state_by_index(state_dict, groups)
         for index, master in state_dict.get(master_weights.STATE_DICT_KEY, {}).items():
             states.setdefault(index, {})[master_weights.STATE_KEY] = master
         _check_shapes(states, engine.layout, elementwise)
-        facts = _load_facts(state_dict, states, others, engine.layout)
-        mine, saved_masters = _local_state_dict(state_dict, states, engine.layout, local)
-        mine["state"] |= tagged_json.map_tensors(others, lambda tensor: tensor.detach().clone())
+        together.facts = _load_facts(state_dict, states, others, engine.layout)
+        inner_state_dict, saved_masters = _inner_state_dict(state_dict, states, engine.layout, local)
+        inner_state_dict["state"] |= tagged_json.map_tensors(others, lambda tensor: tensor.detach().clone())
         saved_groups = deepcopy(state_dict["param_groups"])
-        has_state = bool(states or others)
-    except Exception as error:
-        failure = error
-    agree(engine.collectives, "load_state_dict()", facts, failure)
     before = {"state": local.optim.state, "param_groups": local.optim.param_groups}
     try:
-        _load_inner(local, mine)
-    except Exception as error:
-        failure = error
-    try:
-        agree(engine.collectives, "load_state_dict()", [], failure)
+        with FailTogether(engine.collectives, CALL):
+            _load_inner(local, inner_state_dict)
     except Exception:
         local.optim.__setstate__(before)
         raise
-    _finish(local, groups, saved_groups, has_state)
+    _set_options(local, groups, saved_groups, has_state=bool(states or others))
     engine.allow_steps()
     for owned in local.owned:
         if owned.param_view is not None:
             owned.tensor.detach().copy_(saved_masters.get(owned.shard.param, owned.param_view))
-    together(engine.collectives, "load_state_dict()", lambda: run_load_post_hooks(optimizer))
+    with FailTogether(engine.collectives, CALL):
+        run_load_post_hooks(optimizer)
 
 
 def load_owned(
@@ -80,15 +73,15 @@ def load_owned(
     mastered: Collection[int],
     has_state: bool,
 ) -> None:
-    """Take over state that is cut down to what this rank owns already; no copies, and no other rank is asked.
+    """Load state of which this rank has exactly its shards, without copies and without communication.
 
     Args:
-        local: this rank's optimizer.
-        groups: the parameter groups that people see.
-        states: state by parameter.
+        local: this rank's inner optimizer.
+        groups: the user's parameter groups.
+        states: the state of this rank's shards, by parameter.
         options: the options of every group.
-        mastered: parameters whose master weights have been written; the others begin as their parameters are.
-        has_state: whether any rank takes over state.
+        mastered: parameters whose master weights are written already; the others are set from their parameters.
+        has_state: whether any rank loads state.
     """
     positions = _positions(local)
     state = {
@@ -102,14 +95,14 @@ def load_owned(
     for owned in local.owned:
         if owned.shard.param in states:
             keep_as_saved(local.optim.state[owned.tensor], states[owned.shard.param])
-    _finish(local, groups, options, has_state)
+    _set_options(local, groups, options, has_state)
     for owned in local.owned:
         if owned.param_view is not None and owned.shard.param not in mastered:
             owned.tensor.detach().copy_(owned.param_view)
 
 
 def keep_as_saved(state: dict[Any, Any], saved: Mapping[Any, Any]) -> None:
-    """Undo what torch's ``load_state_dict`` makes of state: it rounds it to the parameter's type, and breaks text."""
+    """Undo changes that torch's ``load_state_dict`` makes: it rounds to the parameter's dtype, and breaks text."""
     for key, value in saved.items():
         current = state.get(key)
         if isinstance(value, Tensor) and isinstance(current, Tensor):
@@ -119,10 +112,10 @@ def keep_as_saved(state: dict[Any, Any], saved: Mapping[Any, Any]) -> None:
             state[key] = value
 
 
-def _finish(
+def _set_options(
     local: InnerOptimizer, groups: Sequence[Group], saved_groups: Sequence[Mapping[str, Any]], has_state: bool
 ) -> None:
-    """Give the groups the saved options."""
+    """Give the user's groups and the inner optimizer's groups the saved options."""
     for group, saved in zip(groups, saved_groups, strict=True):
         members = {key: group[key] for key in NOT_OPTIONS if key in group}
         group.clear()
@@ -132,7 +125,7 @@ def _finish(
 
 
 def _shallow_copy(state_dict: object) -> StateDict:
-    """A copy for hooks to change, of what must be an optimizer's state dict."""
+    """Return a copy of an optimizer's state dict that hooks may change; raise ``TypeError`` for any other object."""
     if not isinstance(state_dict, Mapping) or "state" not in state_dict or "param_groups" not in state_dict:
         raise TypeError(
             "load_state_dict() takes an optimizer's state dict, with 'state' and 'param_groups', the whole of it on "
@@ -142,9 +135,9 @@ def _shallow_copy(state_dict: object) -> StateDict:
 
 
 def _state_by_index(state_dict: StateDict, groups: Sequence[Group]) -> tuple[dict[int, dict[Any, Any]], dict[Any, Any]]:
-    """The saved state by parameter position, after checking that groups and parameters fit.
+    """Return the saved state by parameter index, and the state under keys that are not parameters.
 
-    State under keys that are not numbers, which torch's optimizers keep as it is, comes beside it.
+    Groups and parameters are checked first.
 
     Raises:
         ValueError: as torch's optimizers raise, with the group named.
@@ -159,11 +152,11 @@ def _state_by_index(state_dict: StateDict, groups: Sequence[Group]) -> tuple[dic
                 f"{len(group['params'])} in the optimizer"
             )
     ids = list(chain.from_iterable(saved["params"] for saved in saved_groups))
-    index: dict[int, int] = {}  # by identity: a parameter that is several times in its group has one
     params = list(chain.from_iterable(group["params"] for group in groups))
+    index_of_param: dict[int, int] = {}  # by id(): a parameter that is several times in its group has one index
     for param in params:
-        index.setdefault(id(param), len(index))
-    index_of = {saved_id: index[id(param)] for saved_id, param in zip(ids, params, strict=True)}
+        index_of_param.setdefault(id(param), len(index_of_param))
+    index_of = {saved_id: index_of_param[id(param)] for saved_id, param in zip(ids, params, strict=True)}
     others = {key: value for key, value in state_dict["state"].items() if key not in index_of}
     unknown = [key for key in others if isinstance(key, (int, Tensor))]
     if unknown:
@@ -187,7 +180,7 @@ def _check_shapes(states: Mapping[int, Mapping[Any, Any]], layout: Layout, eleme
 def _load_facts(
     state_dict: StateDict, states: Mapping[int, Mapping[Any, Any]], others: Mapping[Any, Any], layout: Layout
 ) -> list[Fact]:
-    """What must be the same in every rank's state dict: options, names, shapes and scalars."""
+    """Return facts that must be equal on all ranks: the options, names, shapes and scalars of a state dict."""
     return [
         *group_facts(state_dict["param_groups"]),
         *(
@@ -199,12 +192,12 @@ def _load_facts(
     ]
 
 
-def _local_state_dict(
+def _inner_state_dict(
     state_dict: StateDict, states: Mapping[int, Mapping[Any, Any]], layout: Layout, local: InnerOptimizer
 ) -> tuple[StateDict, dict[int, Tensor]]:
-    """A state dict for the inner optimizer: own copies of what this rank owns, by the inner optimizer's positions.
+    """Return a state dict for the inner optimizer, with copies of this rank's shards, and the master weights.
 
-    Master weights, which no inner optimizer knows of, come beside it, by parameter.
+    The state is by the inner optimizer's positions, the master weights are by parameter index.
     """
     positions = _positions(local)
     state, saved_masters = {}, {}
@@ -220,17 +213,14 @@ def _local_state_dict(
         if values:
             state[positions[id(owned.tensor)]] = values
     param_groups = [
-        {
-            **{key: value for key, value in saved.items() if key not in NOT_OPTIONS},
-            "params": [positions[id(tensor)] for tensor in group["params"]],
-        }
+        {**options_of(saved), "params": [positions[id(tensor)] for tensor in group["params"]]}
         for saved, group in zip(state_dict["param_groups"], local.optim.param_groups, strict=True)
     ]
     return {"state": state, "param_groups": param_groups}, saved_masters
 
 
 def _check_master(master: object, owned: OwnedShard, spec: ParamSpec) -> None:
-    """Raise ``ValueError`` unless this can be copied into a master weight."""
+    """Raise ``ValueError`` if a saved value cannot be copied into this rank's master weight."""
     if not isinstance(master, Tensor) or master.shape != owned.tensor.shape:
         found = f"shape {tuple(master.shape)}" if isinstance(master, Tensor) else f"type {type(master).__qualname__}"
         raise ValueError(
@@ -240,13 +230,13 @@ def _check_master(master: object, owned: OwnedShard, spec: ParamSpec) -> None:
 
 
 def _positions(local: InnerOptimizer) -> dict[int, int]:
-    """The inner optimizer's positions, by the identity of the tensor it steps."""
+    """Return the positions of the inner optimizer's tensors by their ``id()``."""
     tensors = chain.from_iterable(group["params"] for group in local.optim.param_groups)
     return {id(tensor): position for position, tensor in enumerate(tensors)}
 
 
 def _load_inner(local: InnerOptimizer, state_dict: StateDict) -> None:
-    """Load into the inner optimizer, through its own method so that classes can upgrade old state."""
+    """Load into the inner optimizer through its own method, because a class may upgrade old state there."""
     inner = local.optim
     inner.load_state_dict(state_dict)
     tensors = list(chain.from_iterable(group["params"] for group in inner.param_groups))
@@ -258,6 +248,8 @@ def _load_inner(local: InnerOptimizer, state_dict: StateDict) -> None:
 
 
 def _owned_state(state: Mapping[Any, Any], owned: OwnedShard, spec: ParamSpec) -> dict[Any, Any]:
+    """Return copies of one parameter's state; tensors of a cut parameter are reduced to the owned range."""
+
     def take(tensor: Tensor) -> Tensor:
         if owned.is_cut and tensor.dim() > 0:
             if tuple(tensor.shape) != spec.shape:

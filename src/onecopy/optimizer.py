@@ -109,16 +109,11 @@ class ZeroRedundancyOptimizer(OwnedStateOptimizer, Joinable):
             self._shard_by = shard_by
             self.splittable = is_elementwise(optimizer_class, elementwise)
             layout = extend(None, specs, collectives.world_size, shard_by, self.splittable)
+            flats, group_rank = flat_views(tensors), collectives.group_rank
+            stepped = separate_view if overlap_with_ddp else param_or_view
+            masters = MasterWeightPolicy(master_weights, offload == "cpu")
             inner = InnerOptimizer(
-                optimizer_class,
-                defaults,
-                self.param_groups,
-                layout,
-                tensors,
-                flat_views(tensors),
-                collectives.group_rank,
-                separate_view if overlap_with_ddp else param_or_view,
-                MasterWeightPolicy(master_weights, offload == "cpu"),
+                optimizer_class, defaults, self.param_groups, layout, tensors, flats, group_rank, stepped, masters
             )
             inner.pull_all_options(self.param_groups)
             together.flag = bool(inner.optim.state)
@@ -146,7 +141,7 @@ class ZeroRedundancyOptimizer(OwnedStateOptimizer, Joinable):
         log_layout(self.engine)
 
     def _set_attributes(self, engine: Engine) -> None:
-        """Set the attributes that follow from the engine, and those that a new optimizer starts with."""
+        """Set the attributes of a new optimizer that depend on no further argument."""
         self.step_schedule: StepSchedule = sequential_step
         self.wait_for_transfers: Callable[[], None] | None = None
         self.overlap: OverlappedStep | None = None
@@ -329,7 +324,7 @@ class ZeroRedundancyOptimizer(OwnedStateOptimizer, Joinable):
     def sharded_state_dict(self, to_load: bool = False) -> dict[str, Any]:
         """Return the state of this rank's shards by name, for torch.distributed.checkpoint to save, load and reshard.
 
-        Names are those of ``named_parameters()`` if the optimizer was constructed with it. See
+        Names come from ``named_parameters()`` if the optimizer was constructed with it. See
         :func:`onecopy.checkpoint.get_optimizer_state_dict` for a model's names, and for loading the result.
 
         Args:

@@ -1,9 +1,9 @@
 """Kill one rank during a save, many times: older checkpoints must stay intact, and no checkpoint may load in part.
 
-SIGKILL ends each rank before, during and after every change to the file system and every exchange among ranks,
-with 2, 3 and 4 ranks, in blocking and in background saves. After each kill the other ranks must end by themselves. Then new ranks check
-every checkpoint, load the newest, compare it bit by bit with an undisturbed run, train on and save. A count below the
-number of different kills takes an even sample of them; see ``tests/faults_worker.py``.
+SIGKILL ends each rank before, during and after every change to the file system and every exchange among ranks, with
+2, 3 and 4 ranks, in blocking and in background saves. After each kill the other ranks must end by themselves. Then
+new ranks check every checkpoint, load the newest, compare it bit by bit with an undisturbed run, train on and save. A
+count below the number of different kills takes an even sample of them; see ``tests/faults_worker.py``.
 """
 
 from __future__ import annotations

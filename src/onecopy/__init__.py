@@ -3,8 +3,6 @@
 from onecopy.data_parallel import MixedPrecision, ShardedDataParallel
 from onecopy.ddp_hooks import (
     ReduceScatter,
-    clip_grad_norm_,
-    grad_norm,
     hook_with_zero_step,
     hook_with_zero_step_interleaved,
     reduce_scatter_hook,
@@ -19,6 +17,7 @@ from onecopy.errors import (
 )
 from onecopy.layout import Layout, ParamSpec, Shard
 from onecopy.optimizer import ZeroRedundancyOptimizer
+from onecopy.step.gradient_norm import clip_grad_norm_, grad_norm
 
 __version__ = "0.1.0"
 

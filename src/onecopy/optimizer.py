@@ -1,4 +1,4 @@
-"""``ZeroRedundancyOptimizer``: a thin face that torch users already know, over the engine."""
+"""``ZeroRedundancyOptimizer``: the public optimizer class; it checks arguments and delegates to the engine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.optim import Optimizer
 
-from onecopy.comm.agreement import Fact, agree, together
+from onecopy.comm.agreement import FailTogether
 from onecopy.comm.collectives import Collectives
 from onecopy.common.flat_views import flat_views
 from onecopy.common.tagged_json import copy_tree
@@ -28,7 +28,7 @@ from onecopy.step.join import ZeROJoinHook, active_step, joined_step
 from onecopy.step.master_weights import STATE_DICT_KEY, MasterWeightPolicy
 from onecopy.step.optimizer_classes import check_class, is_elementwise
 from onecopy.step.owned_shards import param_or_view, separate_view
-from onecopy.step.owned_state import OptimizerOverOwned, OwnedState
+from onecopy.step.owned_state import OwnedState, OwnedStateOptimizer
 from onecopy.step.parameter_groups import normalise, normalise_group, plan_params
 from onecopy.step.parameter_storage import BucketStorage, InPlaceStorage
 from onecopy.step.rank_comparison import optimizer_facts, sharding_facts
@@ -36,13 +36,16 @@ from onecopy.step.rank_comparison import optimizer_facts, sharding_facts
 logger = logging.getLogger(__name__)
 
 
-class ZeroRedundancyOptimizer(OptimizerOverOwned, Joinable):
-    r"""Wraps an optimizer class and keeps one copy of its state across all data-parallel ranks.
+class ZeroRedundancyOptimizer(OwnedStateOptimizer, Joinable):
+    r"""Shards the state of any optimizer class across the data-parallel ranks.
 
     Each rank's :attr:`optim`, an ordinary instance of ``optimizer_class``, updates about ``1 / world_size`` of the
-    elements and holds the state for those only. After each step the new values are sent to all ranks, so that all
-    replicas are equal. Constructing, adding a group, loading and consolidating are calls that all ranks of the group
-    make together; they compare what they were given first, and if one rank fails all of them raise.
+    elements and has optimizer state for these elements only. After each update the owners send the updated parameters
+    to all ranks, so that all replicas are equal.
+
+    All ranks of the process group make these calls together: constructing, ``add_param_group()``,
+    ``load_state_dict()`` and ``consolidate_state_dict()``. The ranks compare their arguments first. If a call fails on
+    one rank, it raises on all ranks.
 
     Example::
 
@@ -53,29 +56,29 @@ class ZeroRedundancyOptimizer(OptimizerOverOwned, Joinable):
         params: tensors, ``(name, tensor)`` pairs, or dicts of parameter groups, as every torch optimizer takes.
         optimizer_class: the class to shard. It must not combine several parameters in one update (LBFGS, Prodigy).
         process_group: the ranks that share the state (default: all).
-        parameters_as_bucket_view: keep whole parameters in flat buckets, so that sending them needs no copy. Otherwise
-            ``param.data`` stays where it is, and small parameters are packed for the way.
-        overlap_with_ddp: step inside the backward pass, through a DDP communication hook.
-        shard_by: who owns what. ``"parameter"`` gives whole parameters, largest first, to the least-loaded rank, and
-            cuts as few as it takes to balance the ranks (none if the optimizer is not known to work element by
-            element); ``"element"`` cuts every parameter evenly; or a function from
-            :class:`~onecopy.ParamSpec` s and the world size to one owner per parameter.
-        elementwise: whether the update of an element depends on that element alone. Known for torch's own classes;
-            an unknown class keeps whole parameters unless this says otherwise.
-        master_weights: step float32 copies of parameters that are bf16 or fp16. A copy exists on its owner only.
-        offload: ``"cpu"`` keeps the state of parameters that are elsewhere in CPU memory, and updates them there.
+        parameters_as_bucket_view: store parameters in flat buckets, so that sending them needs no copy. Otherwise
+            ``param.data`` is not moved, and small parameters are packed into buffers to be sent.
+        overlap_with_ddp: update inside the backward pass, through a DDP communication hook.
+        shard_by: how parameters are divided among ranks. ``"parameter"`` gives whole parameters, largest first, to the
+            least-loaded rank, and cuts as few parameters as balance requires (none if the optimizer is not known to
+            work element by element). ``"element"`` cuts every parameter evenly. A function from
+            :class:`~onecopy.ParamSpec` s and the world size returns one owner per parameter.
+        elementwise: whether the update of an element depends on that element alone. Known for torch's own classes.
+            Parameters of an unknown class are not cut unless this is True.
+        master_weights: update fp32 copies of bf16 and fp16 parameters. Only the owner has a copy.
+        offload: ``"cpu"`` stores the state of parameters on other devices in CPU memory, and updates them there.
         **defaults: the options of ``optimizer_class``.
 
     Attributes:
         optim: this rank's instance of ``optimizer_class``.
         process_group: the ranks that share the state.
-        world_size: how many ranks there are.
-        rank, global_rank: this rank in the group, and among all.
+        world_size: the number of ranks in the group.
+        rank, global_rank: this rank's number in the group, and among all ranks.
         parameters_as_bucket_view, overlap_with_ddp: as given.
         splittable: whether parameters may be cut, because the class works element by element.
-        overlap: what steps inside the backward pass, once a hook has been made for this optimizer.
+        overlap: runs the update inside the backward pass; None before an overlap hook has been made.
         step_schedule: the function that ``step()`` calls outside a join context.
-        wait_for_transfers: waits for parameters in flight, once ShardedDataParallel has taken this optimizer over.
+        wait_for_transfers: waits for parameters in flight; None without ShardedDataParallel.
     """
 
     def __init__(
@@ -95,10 +98,7 @@ class ZeroRedundancyOptimizer(OptimizerOverOwned, Joinable):
         self.initialized = False
         collectives = Collectives(process_group)
         register_as_torch_zero(ZeroRedundancyOptimizer)
-        failure: Exception | None = None
-        facts: list[Fact] = []
-        has_state = False
-        try:
+        with FailTogether(collectives, "constructing the optimizer") as together:
             check_class(optimizer_class, ZeroRedundancyOptimizer)
             if offload not in (None, "cpu"):
                 raise ValueError(f"offload must be None or 'cpu', got {offload!r}")
@@ -109,20 +109,15 @@ class ZeroRedundancyOptimizer(OptimizerOverOwned, Joinable):
             self._shard_by = shard_by
             self.splittable = is_elementwise(optimizer_class, elementwise)
             layout = extend(None, specs, collectives.world_size, shard_by, self.splittable)
-            local = InnerOptimizer(
-                optimizer_class,
-                defaults,
-                self.param_groups,
-                layout,
-                tensors,
-                flat_views(tensors),
-                collectives.group_rank,
-                separate_view if overlap_with_ddp else param_or_view,
-                MasterWeightPolicy(master_weights, offload == "cpu"),
+            flats, group_rank = flat_views(tensors), collectives.group_rank
+            stepped = separate_view if overlap_with_ddp else param_or_view
+            masters = MasterWeightPolicy(master_weights, offload == "cpu")
+            inner = InnerOptimizer(
+                optimizer_class, defaults, self.param_groups, layout, tensors, flats, group_rank, stepped, masters
             )
-            local.pull_all_options(self.param_groups)
-            has_state = bool(local.optim.state)
-            facts = optimizer_facts(
+            inner.pull_all_options(self.param_groups)
+            together.flag = bool(inner.optim.state)
+            together.facts = optimizer_facts(
                 optimizer_class,
                 layout,
                 shard_by,
@@ -132,35 +127,34 @@ class ZeroRedundancyOptimizer(OptimizerOverOwned, Joinable):
                 master_weights=master_weights,
                 offload=offload,
             )
-        except Exception as error:
-            failure = error
-        # Until here nothing was sent and no parameter was touched.
-        local.has_state = agree(collectives, "constructing the optimizer", facts, failure, flag=has_state)
+        # Until here no parameter was changed.
+        inner.has_state = together.any_flag
         if parameters_as_bucket_view and overlap_with_ddp:
             logger.warning("parameters_as_bucket_view=True is ignored: overlap_with_ddp=True sends DDP's buckets")
         storage_class = BucketStorage if parameters_as_bucket_view and not overlap_with_ddp else InPlaceStorage
-        self.engine = engine = together(
-            collectives,
-            "constructing the optimizer",
-            lambda: Engine(collectives, tensors, layout, local, storage_class),
-        )
-        self.step_schedule: StepSchedule = sequential_step
-        self.wait_for_transfers: Callable[[], None] | None = None
-        self.overlap_with_ddp = overlap_with_ddp
-        self.overlap: OverlappedStep | None = None
-        # A GradScaler that sees this announces itself to step(), which then refuses it instead of training wrongly.
-        self._step_supports_amp_scaling = overlap_with_ddp
-        self._consolidated: Consolidated | None = None
-        self._all_params: list[Tensor] = self.engine.params
-        self.defaults = local.optim.defaults
-        self._shown_state = OwnedState(lambda: engine.inner)
-        self.process_group: Any = collectives.process_group
-        self.world_size: int = collectives.world_size
-        self.rank: int = collectives.group_rank
-        self.global_rank: int = collectives.global_rank
+        with FailTogether(collectives, "constructing the optimizer"):
+            self.engine = Engine(collectives, tensors, layout, inner, storage_class)
         self.parameters_as_bucket_view = parameters_as_bucket_view
+        self.overlap_with_ddp = overlap_with_ddp
+        self._set_attributes(self.engine)
         self.initialized = True
         log_layout(self.engine)
+
+    def _set_attributes(self, engine: Engine) -> None:
+        """Set the attributes of a new optimizer that depend on no further argument."""
+        self.step_schedule: StepSchedule = sequential_step
+        self.wait_for_transfers: Callable[[], None] | None = None
+        self.overlap: OverlappedStep | None = None
+        # With this set, a GradScaler passes its scale to step(), which then refuses it instead of training wrongly.
+        self._step_supports_amp_scaling = self.overlap_with_ddp
+        self._consolidated: Consolidated | None = None
+        self._all_params: list[Tensor] = engine.params
+        self.defaults = engine.inner.optim.defaults
+        self._shown_state = OwnedState(lambda: engine.inner)
+        self.process_group: Any = engine.collectives.process_group
+        self.world_size: int = engine.collectives.world_size
+        self.rank: int = engine.collectives.group_rank
+        self.global_rank: int = engine.collectives.global_rank
 
     @property
     def optim(self) -> Optimizer:
@@ -169,7 +163,7 @@ class ZeroRedundancyOptimizer(OptimizerOverOwned, Joinable):
 
     @property
     def layout(self) -> Layout:
-        """Who owns what; print it for a table."""
+        """The owner of every range of every parameter; print it for a table."""
         return self.engine.layout
 
     @overload
@@ -179,20 +173,20 @@ class ZeroRedundancyOptimizer(OptimizerOverOwned, Joinable):
     def step(self, closure: Callable[[], float], **kwargs: Any) -> float: ...
 
     def step(self, closure: Callable[[], float] | None = None, **kwargs: Any) -> float | None:
-        """Update what this rank owns and make all replicas equal.
+        """Update this rank's shards and send the updated parameters to all ranks.
 
         Args:
             closure: re-evaluates the model and returns the loss.
-            **kwargs: passed on to the inner optimizer's ``step``.
+            **kwargs: arguments for the inner optimizer's ``step``.
 
         Returns:
-            The closure's loss, or None without one.
+            The closure's loss, or None without a closure.
 
         Raises:
             RanksDisagreeError: if ranks have gradients for different parameters, differ in their layout, or (on gloo)
-                are at different calls. What this rank owns may have been updated.
-            PeerFailedError: if another rank's inner ``step`` failed; that rank raises its own error. Owned parameters
-                may then have been updated without having been shared: load a checkpoint before going on.
+                are in different calls. This rank's shards may have been updated.
+            PeerFailedError: if another rank's inner ``step`` failed; that rank raises its own error. Shards may have
+                been updated on their owners and not sent to the other ranks: load a checkpoint before going on.
         """
         if self.overlap_with_ddp:
             check_step_arguments(self.__dict__, closure, kwargs)
@@ -209,9 +203,10 @@ class ZeroRedundancyOptimizer(OptimizerOverOwned, Joinable):
         return loss
 
     def wait(self) -> None:
-        """Wait until this replica is up to date, which ``ShardedDataParallel(overlap_forward=True)`` leaves for later.
+        """Wait for updated parameters that are still in flight to this rank.
 
-        Call it before reading parameters outside the model's forward.
+        With ``ShardedDataParallel(overlap_forward=True)``, ``step()`` returns before all parameters have arrived. Call
+        this before reading parameters outside the model's forward.
         """
         if self.wait_for_transfers is not None:
             self.wait_for_transfers()
@@ -220,13 +215,13 @@ class ZeroRedundancyOptimizer(OptimizerOverOwned, Joinable):
         """Reset the gradients of all parameters.
 
         Args:
-            set_to_none: set them to None instead of zero.
+            set_to_none: set gradients to None instead of zero.
         """
         self.engine.clear_accumulated()
         super().zero_grad(set_to_none)
 
     def grad_norm(self, norm_type: float = 2.0) -> Tensor:
-        """The norm of all gradients, from what each rank owns; right also after the reduce-scatter hook.
+        """Return the norm of the gradients of all parameters, also after the reduce-scatter hook.
 
         All ranks make this call together.
 
@@ -236,21 +231,24 @@ class ZeroRedundancyOptimizer(OptimizerOverOwned, Joinable):
         return total_norm([self.engine], norm_type)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
-        """Scale the gradients so that their norm is at most ``max_norm``; return the norm they had.
+        """Scale the gradients so that their norm is at most ``max_norm``.
 
-        All ranks make this call together. For several optimizers over one model: :func:`onecopy.clip_grad_norm_`.
+        All ranks make this call together. For several optimizers over one model use :func:`onecopy.clip_grad_norm_`.
 
         Args:
             max_norm: the largest norm allowed.
             norm_type: the order of the norm, or infinity.
             error_if_nonfinite: raise if the norm is infinite or not a number.
+
+        Returns:
+            The norm before scaling.
         """
         return clip([self.engine], max_norm, norm_type, error_if_nonfinite)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a parameter group; ownership of what is there already does not move.
+        """Add a parameter group; shards of earlier groups stay on their owners.
 
-        All ranks make this call together. If one of them fails, all raise and nothing has changed anywhere.
+        All ranks make this call together. If it fails on one rank, it raises on all ranks and nothing has changed.
 
         Args:
             param_group: a dict with ``params`` and the group's options.
@@ -261,80 +259,76 @@ class ZeroRedundancyOptimizer(OptimizerOverOwned, Joinable):
         if self.wait_for_transfers is not None:
             raise RuntimeError("a group cannot be added to an optimizer that ShardedDataParallel has taken over")
         engine, known = self.engine, len(self.param_groups)
-        before = list(engine.params), engine.layout
-        failure: Exception | None = None
-        facts: list[Fact] = []
+        old_params, old_layout = list(engine.params), engine.layout
         try:
-            group = normalise_group(param_group, known)
-            tensors, specs = plan_params([*self.param_groups, group])
-            layout = extend(
-                engine.layout, specs[len(engine.params) :], self.world_size, self._shard_by, self.splittable
-            )
-            engine.inner.push_options(self.param_groups)
-            super().add_param_group(group)
-            engine.inner.add_group(group, layout, tensors, flat_views(tensors))
-            facts = sharding_facts(layout, self._shard_by, self.param_groups, self.optim.param_groups)
-        except Exception as error:
-            failure = error
-        try:
-            has_state = agree(engine.collectives, "add_param_group()", facts, failure, flag=bool(self.optim.state))
-            together(engine.collectives, "add_param_group()", lambda: engine.set_layout(tensors, layout))
+            with FailTogether(engine.collectives, "add_param_group()") as together:
+                group = normalise_group(param_group, known)
+                tensors, specs = plan_params([*self.param_groups, group])
+                new_specs = specs[len(engine.params) :]
+                layout = extend(engine.layout, new_specs, self.world_size, self._shard_by, self.splittable)
+                engine.inner.push_options(self.param_groups)
+                super().add_param_group(group)
+                engine.inner.add_group(group, layout, tensors, flat_views(tensors))
+                together.flag = bool(self.optim.state)
+                together.facts = sharding_facts(layout, self._shard_by, self.param_groups, self.optim.param_groups)
+            with FailTogether(engine.collectives, "add_param_group()"):
+                engine.set_layout(tensors, layout)
         except Exception:
             del self.param_groups[known:]
-            engine.inner.keep_groups(known, before[1])
-            if engine.layout is not before[1]:
-                engine.set_layout(*before)
+            engine.inner.keep_groups(known, old_layout)
+            if engine.layout is not old_layout:
+                engine.set_layout(old_params, old_layout)
             raise
         engine.inner.pull_options(self.param_groups)
-        engine.inner.has_state = engine.inner.has_state or has_state
+        engine.inner.has_state = engine.inner.has_state or together.any_flag
         self._consolidated = None
         log_layout(engine)
 
     def consolidate_state_dict(self, to: int = 0) -> None:
-        """Gather the state of all ranks on one of them, as tensors on the CPU, for :meth:`state_dict` there.
+        """Gather the state of all ranks on one rank, as CPU tensors, for :meth:`state_dict` on that rank.
 
-        All ranks make this call together. A step, a load or a new group makes the result stale, which counts as none.
+        All ranks make this call together. After a step, a load or a new group the state must be gathered again.
 
         Args:
             to: the group rank that receives the state.
 
         Raises:
-            ValueError: if there is no such rank.
-            TypeError: if the state holds something other than plain data and tensors.
+            ValueError: if ``to`` is not a rank of the group.
+            TypeError: if the state contains objects other than plain data and tensors.
             RanksDisagreeError: if ranks differ in options, or in state under keys that are not parameters.
         """
         self._consolidated = None
         self._consolidated = consolidated(self.engine, self.param_groups, to)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the whole optimizer's state dict, exactly as the plain optimizer's would be; never communicates.
+        """Return the consolidated state dict, in the format of the plain optimizer's state dict.
 
-        Master weights come in an entry of their own, ``master_weights``, by the parameter's position.
+        This call does not communicate. Master weights are in an entry ``master_weights``, by position of the parameter.
 
         Raises:
-            RuntimeError: if there is state that was not consolidated on this rank since it last changed.
+            RuntimeError: if the state was not consolidated on this rank since it last changed.
         """
-        local, held = self.engine.inner, self._consolidated or Consolidated({}, {}, -1)
-        if held.version != local.version and (local.has_state or local.uses_master_weights):
+        inner, gathered = self.engine.inner, self._consolidated or Consolidated({}, {}, -1)
+        if gathered.version != inner.version and (inner.has_state or inner.uses_master_weights):
             raise RuntimeError(
-                f"rank {self.rank} does not hold the whole optimizer state, or no longer the current one: call "
+                f"rank {self.rank} does not have the whole optimizer state, or it has changed since: call "
                 f"consolidate_state_dict(to={self.rank}) on all ranks first, and state_dict() on that rank (with "
                 "torch.distributed.checkpoint: onecopy.checkpoint.get_optimizer_state_dict)"
             )
-        live, self._shown_state = self._shown_state, copy_tree(held.by_param)
+        owned_state, self._shown_state = self._shown_state, copy_tree(gathered.by_param)
         try:
-            return super().state_dict() | ({STATE_DICT_KEY: copy_tree(held.masters)} if held.masters else {})
+            return super().state_dict() | ({STATE_DICT_KEY: copy_tree(gathered.masters)} if gathered.masters else {})
         finally:
-            self._shown_state = live
+            self._shown_state = owned_state
 
     def sharded_state_dict(self, to_load: bool = False) -> dict[str, Any]:
-        """What this rank owns of the state, by name, for torch.distributed.checkpoint to save, load and reshard.
+        """Return the state of this rank's shards by name, for torch.distributed.checkpoint to save, load and reshard.
 
-        Names are those of ``named_parameters()`` if the optimizer was given that. See
-        :func:`onecopy.checkpoint.get_optimizer_state_dict` for a model's names, and for how it is put back.
+        Names come from ``named_parameters()`` if the optimizer was constructed with it. See
+        :func:`onecopy.checkpoint.get_optimizer_state_dict` for a model's names, and for loading the result.
 
         Args:
-            to_load: give parameters that have no state yet memory to load it into; the optimizer is left as it is.
+            to_load: also return memory for parameters that have no state yet, without changing the optimizer.
         """
         from onecopy.state_dict.dcp_tensor import sharded_state_dict  # needs torch.distributed.checkpoint
 
@@ -342,11 +336,11 @@ class ZeroRedundancyOptimizer(OptimizerOverOwned, Joinable):
         return sharded_state_dict(self.engine.inner, self.layout, self.param_groups, names, to_load)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict of the plain optimizer or of this class, saved with any number of ranks and any policy.
+        """Load a state dict of the plain optimizer or of this class, saved with any world size and any ``shard_by``.
 
-        All ranks make this call together, with the whole state dict; each copies what it owns, and the caller's dict
-        is left as it is. If a rank refuses, all raise and nothing has changed anywhere. If a hook that runs after the
-        load fails on a rank, all raise too, and the state has been loaded.
+        All ranks make this call together, with the whole state dict. Each rank copies the state of its shards and does
+        not change the given dict. If one rank refuses it, all ranks raise and nothing has changed. If a hook that runs
+        after the load fails on one rank, all ranks raise, and the state has been loaded.
 
         Args:
             state_dict: an optimizer's state dict.
@@ -354,32 +348,32 @@ class ZeroRedundancyOptimizer(OptimizerOverOwned, Joinable):
         load(self.engine, self, state_dict, self.splittable)
         self._consolidated = None
 
-    def join_hook(self, **kwargs: Any) -> JoinHook:  # noqa: ARG002 - torch passes what other joinables need
-        """Return the hook with which a rank that has run out of inputs goes on serving its shard.
+    def join_hook(self, **kwargs: Any) -> JoinHook:  # noqa: ARG002 - torch passes arguments of other joinables
+        """Return the hook with which a rank that has run out of inputs goes on updating its shards.
 
         Args:
-            **kwargs: not used; shared with the other joinables.
+            **kwargs: not used; arguments of other joinables.
         """
 
-        def serve() -> None:
+        def step_without_inputs() -> None:
             self.wait()
             if self.overlap is None or not self.overlap.finish_step(self.param_groups):
                 joined_step(self.engine, self.param_groups)
 
-        return ZeROJoinHook(serve, self.engine, lambda: self.param_groups)
+        return ZeROJoinHook(step_without_inputs, self.engine, lambda: self.param_groups)
 
     @property
     def join_device(self) -> torch.device:
-        """The device for the join context's own communication."""
+        """The device of the join context's own collectives."""
         return self.engine.collectives.control_device
 
     @property
     def join_process_group(self) -> Any:
-        """The process group for the join context's own communication."""
+        """The process group of the join context's own collectives."""
         return self.process_group
 
     def __getattr__(self, name: str) -> Any:
-        """Forward ``train`` and ``eval`` of inner optimizers that have them (schedule-free ones); share afterwards."""
+        """Return ``train`` or ``eval`` of a schedule-free inner optimizer; a call sends the parameters it changes."""
         if name in ("train", "eval") and "engine" in self.__dict__ and callable(getattr(self.optim, name, None)):
             return lambda: change_and_share(self.engine, self.param_groups, getattr(self.optim, name))
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
@@ -387,14 +381,14 @@ class ZeroRedundancyOptimizer(OptimizerOverOwned, Joinable):
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         """Refuse to be pickled or deep-copied."""
         raise TypeError(
-            "a ZeroRedundancyOptimizer cannot be pickled or deep-copied: it belongs to a process group and holds only "
-            "this rank's share; save consolidate_state_dict() + state_dict(), and construct a new one"
+            "a ZeroRedundancyOptimizer cannot be pickled or deep-copied: it belongs to a process group and has only "
+            "the state of this rank's shards; save consolidate_state_dict() + state_dict(), and construct a new one"
         )
 
     @property
     def _overlap_with_ddp(self) -> NoReturn:
-        """What torch's hooks ask first; they would go on to call what only torch's class has."""
+        """Refuse torch's overlap hooks, which read this attribute first and need methods of torch's own class."""
         raise ValueError(
-            "torch's hooks go with torch's class: use onecopy.hook_with_zero_step or "
+            "torch's hooks work with torch's class only: use onecopy.hook_with_zero_step or "
             "onecopy.hook_with_zero_step_interleaved with a onecopy.ZeroRedundancyOptimizer"
         )

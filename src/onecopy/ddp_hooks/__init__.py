@@ -2,12 +2,11 @@
 
 from onecopy.ddp_hooks.hooks import (
     ReduceScatter,
-    clip_grad_norm_,
-    grad_norm,
     hook_with_zero_step,
     hook_with_zero_step_interleaved,
     reduce_scatter_hook,
 )
+from onecopy.step.gradient_norm import clip_grad_norm_, grad_norm
 
 __all__ = [
     "ReduceScatter",

@@ -1,6 +1,6 @@
-"""DDP's gradient buckets, seen through layouts: which range of a bucket belongs to which rank.
+"""Maps of DDP's gradient buckets to owners: which range of a bucket belongs to which rank.
 
-DDP decides what is in a bucket and regroups as it likes; ownership never follows from that, only the schedule does.
+DDP decides which parameters are in a bucket, and may rebuild its buckets. The layout alone decides ownership.
 """
 
 from __future__ import annotations
@@ -18,96 +18,114 @@ from onecopy.layout import Layout, Shard
 
 
 class GradBucket(Protocol):
-    """What DDP hands to a communication hook."""
+    """The bucket of gradients that DDP gives to a communication hook."""
 
     def index(self) -> int:
-        """Its number in this backward pass, from 0."""
+        """Return the position of this bucket in the backward pass, from 0."""
 
     def is_last(self) -> bool:
-        """Whether no other bucket follows in this backward pass."""
+        """Return whether this is the last bucket of the backward pass."""
 
     def buffer(self) -> Tensor:
-        """Its gradients, flat."""
+        """Return the flat gradients of this bucket."""
 
     def parameters(self) -> list[Tensor]:
-        """The parameters whose gradients it holds, in order."""
+        """Return the parameters of this bucket, in the order of their gradients in the buffer."""
 
 
 @dataclass(frozen=True, slots=True)
 class BucketSegment:
-    """A stretch of a bucket's buffer: a shard of one of several layouts, or (without a shard) nobody's."""
+    """A range of a bucket's buffer that holds the gradient of one shard.
+
+    Attributes:
+        numel: the length of the range.
+        layout_index: the position of the shard's layout among the layouts; -1 without a shard.
+        shard: the shard, or None if the parameter belongs to no optimizer.
+    """
 
     numel: int
-    source: int
+    layout_index: int
     shard: Shard | None
 
 
 class DDPBucketAssignment:
-    """One bucket as segments in the order of its buffer, and ready-made ways to pick some of them out of it.
+    """Divides one DDP bucket into segments, each owned by one rank.
 
     Attributes:
-        sizes_per_owner: elements that each rank owns.
-        large: by rank, the stretches that it owns and that are long enough to be sent from where they are.
-        small: by rank, the other ones.
-        starts_of_others: by layout, where segments begin that this rank does not own.
+        segments: all segments, in the order of the buffer.
+        sizes_per_owner: by rank, how many elements of the bucket it owns.
+        in_place_ranges: by rank, the owned ranges that are long enough to be sent without a copy.
+        packed_ranges: by rank, the other owned ranges.
+        starts_not_owned: by layout, the start of each segment that another rank owns.
     """
 
-    def __init__(self, segments: Sequence[BucketSegment], world_size: int, group_rank: int, direct: int) -> None:
+    def __init__(
+        self, segments: Sequence[BucketSegment], world_size: int, group_rank: int, in_place_numel: int
+    ) -> None:
         self.segments = tuple(segments)
         self._sizes = [segment.numel for segment in segments]
-        owned = [(segment.shard.owner, position) for position, segment in enumerate(segments) if segment.shard]
-        self._by_owner = sorted(owned)
-        self._mine = [position for owner, position in owned if owner == group_rank]
-        self._foreign = [position for position, segment in enumerate(segments) if segment.shard is None]
+        owners = [(segment.shard.owner, position) for position, segment in enumerate(segments) if segment.shard]
+        self._by_owner = sorted(owners)
+        self._owned_here = [position for owner, position in owners if owner == group_rank]
+        self._without_optimizer = [position for position, segment in enumerate(segments) if segment.shard is None]
         self.sizes_per_owner = [0] * world_size
-        for owner, position in owned:
+        for owner, position in owners:
             self.sizes_per_owner[owner] += segments[position].numel
-        self.starts_of_others: dict[int, list[int]] = {}
-        stretches: list[list[slice]] = [[] for _ in range(world_size)]
-        offset = 0
+        self.starts_not_owned: dict[int, list[int]] = {}
+        ranges_per_owner: list[list[slice]] = [[] for _ in range(world_size)]
+        start = 0
         for segment in segments:
-            end = offset + segment.numel
+            stop = start + segment.numel
             if segment.shard is not None and segment.numel:
-                known = stretches[segment.shard.owner]
-                start = known.pop().start if known and known[-1].stop == offset else offset
-                known.append(slice(start, end))
+                ranges = ranges_per_owner[segment.shard.owner]
+                # Neighbouring segments of one owner are one range.
+                range_start = ranges.pop().start if ranges and ranges[-1].stop == start else start
+                ranges.append(slice(range_start, stop))
                 if segment.shard.owner != group_rank:
-                    self.starts_of_others.setdefault(segment.source, []).append(offset)
-            offset = end
-        self.large = [[each for each in known if each.stop - each.start >= direct] for known in stretches]
-        self.small = [[each for each in known if each.stop - each.start < direct] for known in stretches]
+                    self.starts_not_owned.setdefault(segment.layout_index, []).append(start)
+            start = stop
+        self.in_place_ranges = [
+            [each for each in ranges if each.stop - each.start >= in_place_numel] for ranges in ranges_per_owner
+        ]
+        self.packed_ranges = [
+            [each for each in ranges if each.stop - each.start < in_place_numel] for ranges in ranges_per_owner
+        ]
 
-    def in_order_of_owners(self, buffer: Tensor) -> list[Tensor]:
-        """Views of all owned segments, rank after rank."""
+    def views_by_owner(self, buffer: Tensor) -> list[Tensor]:
+        """Return views of all segments that have an owner, sorted by owner."""
         views = buffer.split(self._sizes)
-        return [views[place] for _, place in self._by_owner]
+        return [views[position] for _, position in self._by_owner]
 
-    def mine(self, buffer: Tensor) -> list[tuple[BucketSegment, Tensor]]:
-        """This rank's segments, each with its view of the buffer."""
+    def owned_views(self, buffer: Tensor) -> list[tuple[BucketSegment, Tensor]]:
+        """Return the segments that this rank owns, each with its view of the buffer."""
         views = buffer.split(self._sizes)
-        return [(self.segments[position], views[position]) for position in self._mine]
+        return [(self.segments[position], views[position]) for position in self._owned_here]
 
-    def foreign(self, buffer: Tensor) -> list[Tensor]:
-        """Views of what belongs to no optimizer."""
-        if not self._foreign:
+    def views_without_optimizer(self, buffer: Tensor) -> list[Tensor]:
+        """Return views of the gradients of parameters that belong to no optimizer."""
+        if not self._without_optimizer:
             return []
         views = buffer.split(self._sizes)
-        return [views[position] for position in self._foreign]
+        return [views[position] for position in self._without_optimizer]
 
 
 def pack(sources: Sequence[Tensor], scale: float, out: Tensor) -> None:
-    """Copy tensors one after the other, times ``scale``, into ``out``, which may be of another type."""
+    """Write the concatenation of tensors, times ``scale``, into ``out``, which may have another data type."""
     if len(sources) * limits.GATHERED_COPY_BYTES <= out.numel() * out.element_size():
         for source, target in zip(sources, out.split([source.numel() for source in sources]), strict=True):
             torch.mul(source, scale, out=target) if scale != 1.0 else target.copy_(source)
     elif sources:
-        # Many small ones: one call that copies them all, and another pass to scale them.
-        together = torch.cat(list(sources))
-        out.copy_(together.mul_(scale) if scale != 1.0 else together)
+        # For many small tensors one concatenation and one pass for the scale are faster than a call for each.
+        concatenated = torch.cat(list(sources))
+        out.copy_(concatenated.mul_(scale) if scale != 1.0 else concatenated)
 
 
-class DDPBucketAssignments:
-    """Maps of the buckets seen so far; one that DDP has regrouped is mapped anew."""
+class DDPBucketAssignmentCache:
+    """Keeps the assignment of each DDP bucket, and makes a new one when DDP has rebuilt the bucket.
+
+    Attributes:
+        layouts: the layouts that decide ownership.
+    """
 
     def __init__(
         self, layouts: Sequence[Layout], params: Sequence[Sequence[Tensor]], world_size: int, group_rank: int
@@ -115,26 +133,31 @@ class DDPBucketAssignments:
         self.layouts = list(layouts)
         self._world_size = world_size
         self._group_rank = group_rank
-        self._known: dict[int, tuple[list[int], int, DDPBucketAssignment]] = {}
-        self._shards: dict[int, list[BucketSegment]] = {}
-        for source, (layout, tensors) in enumerate(zip(layouts, params, strict=True)):
+        self._cached: dict[int, tuple[list[int], int, DDPBucketAssignment]] = {}
+        self._segments_of: dict[int, list[BucketSegment]] = {}  # by the identity of the parameter
+        for layout_index, (layout, tensors) in enumerate(zip(layouts, params, strict=True)):
             for shard in layout.shards:
-                segment = BucketSegment(shard.numel, source, shard)
-                self._shards.setdefault(id(tensors[shard.param]), []).append(segment)
+                segment = BucketSegment(shard.numel, layout_index, shard)
+                self._segments_of.setdefault(id(tensors[shard.param]), []).append(segment)
 
-    def find(self, number: int, members: Sequence[Tensor], direct: int = sys.maxsize) -> DDPBucketAssignment:
-        """The map of bucket ``number``: the gradients of ``members`` one after the other, each in storage order.
+    def get(
+        self, bucket_index: int, params: Sequence[Tensor], in_place_numel: int = sys.maxsize
+    ) -> DDPBucketAssignment:
+        """Return the assignment of a bucket.
 
-        Stretches of at least ``direct`` elements are its large ones.
+        Args:
+            bucket_index: the index of the bucket.
+            params: its parameters. The buffer holds their gradients one after the other, each in storage order.
+            in_place_numel: ranges of at least this many elements are sent in place.
         """
-        identities = list(map(id, members))
-        known = self._known.get(number)
-        if known is None or known[:2] != (identities, direct):
+        identities = list(map(id, params))
+        cached = self._cached.get(bucket_index)
+        if cached is None or cached[:2] != (identities, in_place_numel):
             segments = [
                 segment
-                for member in members
-                for segment in self._shards.get(id(member), [BucketSegment(member.numel(), -1, None)])
+                for param in params
+                for segment in self._segments_of.get(id(param), [BucketSegment(param.numel(), -1, None)])
             ]
-            known = (identities, direct, DDPBucketAssignment(segments, self._world_size, self._group_rank, direct))
-            self._known[number] = known
-        return known[2]
+            assignment = DDPBucketAssignment(segments, self._world_size, self._group_rank, in_place_numel)
+            cached = self._cached[bucket_index] = (identities, in_place_numel, assignment)
+        return cached[2]

@@ -1,9 +1,12 @@
-"""Gradients to their owners: what the reduce-scatter hook does with each bucket that DDP hands it.
+"""The reduce-scatter of DDP's gradient buckets: each rank receives the sum of the gradients that it owns.
 
-The exchange of a bucket starts when DDP calls, in the same order on all ranks. Its end (adding up, writing the owned
-ranges back into the bucket) comes at a later call, for all that are left at the last one, on the thread that runs the
-backward pass: no other thread touches anything, few buckets are under way at a time, and everything that a GradScaler
-or a clipping function may look at is there when backward returns.
+1. DDP calls the hook for a bucket, in the same order on all ranks. The exchange of the bucket starts.
+2. A later call waits for the exchange, sums the gradients and writes the owned ranges back into the bucket. The call
+   for the last bucket does this for all buckets that are still in flight.
+3. That call also tells all ranks whether all gradients are finite.
+
+Everything runs on the thread of the backward pass. So few buckets are in flight at a time, and all gradients are in
+place for a GradScaler or a clipping function when ``backward()`` returns.
 """
 
 from __future__ import annotations
@@ -24,238 +27,269 @@ from onecopy.comm.buffer_pool import BufferPool
 from onecopy.comm.pairwise_exchange import PairwiseExchange, message_length, message_lengths, sum_into
 from onecopy.comm.side_stream import SideStream
 from onecopy.comm.work import Work
-from onecopy.ddp_hooks.bucket_assignment import DDPBucketAssignment, DDPBucketAssignments, GradBucket, pack
+from onecopy.ddp_hooks.bucket_assignment import DDPBucketAssignment, DDPBucketAssignmentCache, GradBucket, pack
 from onecopy.step.engine import Engine
 
 
 @dataclass(frozen=True, slots=True)
-class _PendingBucket:
-    """A bucket under way. ``memories`` are what its transfers read and write: kept until they have ended.
+class _BucketInFlight:
+    """A bucket whose exchange has started.
 
-    The last of them is what the sum arrives in, if a backend adds up.
+    Attributes:
+        assignment: which rank owns which range of the bucket.
+        buffer: the bucket's gradients.
+        work: the exchange: messages between pairs of ranks, or the backend's reduce-scatter.
+        all_reduce: the all-reduce of the gradients that belong to no optimizer, and its buffer.
+        staging: the buffers that the exchange reads and writes. They must live until the exchange has ended. The
+            last one receives the result of the backend's reduce-scatter.
     """
 
-    map: DDPBucketAssignment
+    assignment: DDPBucketAssignment
     buffer: Tensor
     work: PairwiseExchange | Work
-    foreign: tuple[Work, Tensor] | None
-    memories: tuple[Tensor, ...]
+    all_reduce: tuple[Work, Tensor] | None
+    staging: tuple[Tensor, ...]
 
 
 class GradientReducer:
-    """Reduces DDP's buckets so that each rank receives what it owns; the rest of ``param.grad`` stays unreduced."""
+    """Reduce-scatters DDP's buckets to the owners of the gradients.
+
+    After that, ``param.grad`` is reduced in the range that this rank owns, and unreduced elsewhere.
+    """
 
     def __init__(self, engines: Sequence[Engine], reduce_dtype: torch.dtype | None) -> None:
         self._engines = list(engines)
         self._collectives = engines[0].collectives
         self._reduce_dtype = reduce_dtype
         self._scale = 1.0 / self._collectives.world_size
-        self._here = self._collectives.group_rank
-        self._pending: deque[_PendingBucket] = deque()
-        self._done: list[tuple[DDPBucketAssignment, Tensor, Future[Tensor]]] = []
+        self._group_rank = self._collectives.group_rank
+        self._in_flight: deque[_BucketInFlight] = deque()
+        self._futures: list[tuple[DDPBucketAssignment, Tensor, Future[Tensor]]] = []  # one for each bucket of the pass
         self._extremes: list[list[Tensor]] = [[] for _ in engines]
         self._pool = BufferPool()
-        self._tags = self._collectives.reserve_tags()
-        self._passes = 0
+        self._first_tag = self._collectives.reserve_tags()
+        self._pass_number = 0
         self._side_streams: dict[torch.device, SideStream] = {}
         self._assignments = self._make_assignments()
         self._guarded: set[int] = set()
 
     def reduce(self, bucket: GradBucket) -> Future[Tensor]:
-        """Start reducing one bucket; the future gives its buffer with the owned ranges reduced."""
+        """Start the reduce-scatter of one bucket; the future gives the buffer with this rank's ranges reduced."""
         if bucket.index() == 0:
-            self._begin()
+            self._begin_pass()
         buffer = bucket.buffer()
         side_stream = self._side_streams.setdefault(buffer.device, SideStream(buffer.device))
         future = side_stream.future()
         with side_stream.use():
-            while len(self._pending) >= limits.DDP_BUCKETS_IN_FLIGHT:
-                self._finish(self._pending.popleft())
-            assignment = self._assignments.find(bucket.index(), bucket.parameters(), self._direct(buffer))
-            tag = (
-                self._tags + self._passes * limits.DDP_BUCKETS_WITH_TAGS + bucket.index() % limits.DDP_BUCKETS_WITH_TAGS
-            )
-            self._pending.append(self._start(assignment, buffer, tag, bucket.is_last()))
-            self._done.append((assignment, buffer, future))
+            while len(self._in_flight) >= limits.DDP_BUCKETS_IN_FLIGHT:
+                self._finish_bucket(self._in_flight.popleft())
+            assignment = self._assignments.get(bucket.index(), bucket.parameters(), self._in_place_numel(buffer))
+            self._in_flight.append(self._start_bucket(assignment, buffer, self._tag(bucket.index()), bucket.is_last()))
+            self._futures.append((assignment, buffer, future))
             if bucket.is_last():
-                self._finish_all()
+                self._finish_pass()
         return future
 
-    def _make_assignments(self) -> DDPBucketAssignments:
-        return DDPBucketAssignments(
+    def _make_assignments(self) -> DDPBucketAssignmentCache:
+        """Return an empty cache of assignments for the current layouts."""
+        return DDPBucketAssignmentCache(
             [engine.layout for engine in self._engines],
             [engine.params for engine in self._engines],
             self._collectives.world_size,
-            self._here,
+            self._group_rank,
         )
 
-    def _direct(self, buffer: Tensor) -> int:
-        """From how many elements on a stretch is sent from where it is: never if it is converted or scaled for it."""
-        as_it_is = self._reduce_dtype in (None, buffer.dtype) and buffer.dtype is not torch.float16
-        return limits.DIRECT_GRADIENT_BYTES // buffer.element_size() if as_it_is else sys.maxsize
+    def _in_place_numel(self, buffer: Tensor) -> int:
+        """Return the length from which ranges are sent in place; gradients that are cast or scaled first never are."""
+        unchanged = self._reduce_dtype in (None, buffer.dtype) and buffer.dtype is not torch.float16
+        return limits.DIRECT_GRADIENT_BYTES // buffer.element_size() if unchanged else sys.maxsize
 
-    def _begin(self) -> None:
-        if any(
-            engine.layout is not known for engine, known in zip(self._engines, self._assignments.layouts, strict=True)
-        ):
+    def _tag(self, bucket_index: int) -> int:
+        """Return the message tag of a bucket, which no bucket of this pass or the pass before has."""
+        first_tag_of_pass = self._first_tag + self._pass_number * limits.DDP_BUCKETS_WITH_TAGS
+        return first_tag_of_pass + bucket_index % limits.DDP_BUCKETS_WITH_TAGS
+
+    def _begin_pass(self) -> None:
+        """Prepare for the first bucket of a backward pass."""
+        layouts = zip(self._engines, self._assignments.layouts, strict=True)
+        if any(engine.layout is not layout for engine, layout in layouts):
             self._assignments = self._make_assignments()
         for engine in self._engines:
             _guard_accumulation(engine, self._guarded)
-        self._passes = (self._passes + 1) % (limits.TAGS // limits.DDP_BUCKETS_WITH_TAGS)
-        # What an interrupted backward pass left behind is not waited for, and its memory not used again.
-        if self._pending:
+        self._pass_number = (self._pass_number + 1) % (limits.TAGS // limits.DDP_BUCKETS_WITH_TAGS)
+        if self._in_flight:
+            # An interrupted pass has left messages in flight. They are not waited for, so their buffers are not reused.
             self._pool = BufferPool()
-        self._pending.clear()
-        self._done.clear()
+        self._in_flight.clear()
+        self._futures.clear()
         self._extremes = [[] for _ in self._engines]
         for engine in self._engines:
             engine.reduced_shards.clear()
 
-    def _start(self, assignment: DDPBucketAssignment, buffer: Tensor, tag: int, is_last: bool) -> _PendingBucket:
-        dtype, collectives = self._reduce_dtype or buffer.dtype, self._collectives
+    def _start_bucket(
+        self, assignment: DDPBucketAssignment, buffer: Tensor, tag: int, is_last: bool
+    ) -> _BucketInFlight:
+        """Start the exchange of one bucket."""
         work: PairwiseExchange | Work
-        if collectives.uses_pairwise(buffer.device):
-            before = self._scale if dtype is torch.float16 else 1.0  # a sum of many could leave its narrow range
-            parts, packs = [], []
-            for owner in range(collectives.world_size):
-                loose = [] if owner == self._here else [buffer[each] for each in assignment.small[owner]]
-                packs.append(self._pool.take(sum(view.numel() for view in loose), dtype, buffer.device))
-                pack(loose, before, packs[-1])
-                parts.append(self._messages([*(buffer[each] for each in assignment.large[owner]), packs[-1]], dtype))
-            mine = [each.stop - each.start for each in assignment.large[self._here]]
-            mine.append(assignment.sizes_per_owner[self._here] - sum(mine))
-            lengths = message_lengths(mine, collectives.world_size, dtype.itemsize)
-            # The last one is waited for at once, on all ranks.
-            work = PairwiseExchange(
-                collectives, parts, lengths, dtype, buffer.device, self._pool, tag, in_turns=is_last
-            )
-            memories = tuple(packs)
+        if self._collectives.uses_pairwise(buffer.device):
+            work, staging = self._start_pairwise(assignment, buffer, tag, is_last)
         else:
+            dtype = self._reduce_dtype or buffer.dtype
             packed = self._pool.take(sum(assignment.sizes_per_owner), dtype, buffer.device)
             received = self._pool.take(max(assignment.sizes_per_owner), dtype, buffer.device)
-            pack(assignment.in_order_of_owners(buffer), self._scale, packed)
-            work = collectives.reduce_scatter(packed, assignment.sizes_per_owner, received)
-            memories = (packed, received)
-        rest = assignment.foreign(buffer)
-        foreign = None
-        if rest:
-            together = torch.cat(rest).mul_(self._scale)
-            foreign = (self._collectives.all_reduce(together), together)
-        return _PendingBucket(assignment, buffer, work, foreign, memories)
+            pack(assignment.views_by_owner(buffer), self._scale, packed)
+            work = self._collectives.reduce_scatter(packed, assignment.sizes_per_owner, received)
+            staging = (packed, received)
+        views = assignment.views_without_optimizer(buffer)
+        all_reduce = None
+        if views:
+            packed_views = torch.cat(views).mul_(self._scale)
+            all_reduce = (self._collectives.all_reduce(packed_views), packed_views)
+        return _BucketInFlight(assignment, buffer, work, all_reduce, staging)
 
-    def _messages(self, stretches: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-        """The parts in which something travels as ``dtype``."""
+    def _start_pairwise(
+        self, assignment: DDPBucketAssignment, buffer: Tensor, tag: int, is_last: bool
+    ) -> tuple[PairwiseExchange, tuple[Tensor, ...]]:
+        """Start the exchange of one bucket by messages between pairs of ranks; return it and its packed buffers."""
+        dtype, world_size = self._reduce_dtype or buffer.dtype, self._collectives.world_size
+        # A sum of many ranks could overflow fp16, so every rank scales its gradients before it sends them.
+        send_scale = self._scale if dtype is torch.float16 else 1.0
+        messages, packed_buffers = [], []
+        for owner in range(world_size):
+            ranges = [] if owner == self._group_rank else assignment.packed_ranges[owner]
+            views = [buffer[each] for each in ranges]
+            packed = self._pool.take(sum(view.numel() for view in views), dtype, buffer.device)
+            pack(views, send_scale, packed)
+            packed_buffers.append(packed)
+            in_place = [buffer[each] for each in assignment.in_place_ranges[owner]]
+            messages.append(self._split_messages([*in_place, packed], dtype))
+        own_sizes = [each.stop - each.start for each in assignment.in_place_ranges[self._group_rank]]
+        own_sizes.append(assignment.sizes_per_owner[self._group_rank] - sum(own_sizes))
+        lengths = message_lengths(own_sizes, world_size, dtype.itemsize)
+        # All ranks wait for the last bucket at once, so that it may be received in turns.
+        exchange = PairwiseExchange(
+            self._collectives, messages, lengths, dtype, buffer.device, self._pool, tag, in_turns=is_last
+        )
+        return exchange, tuple(packed_buffers)
+
+    def _split_messages(self, ranges: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+        """Split ranges into messages of the length at which ``dtype`` is sent."""
         length = message_length(self._collectives.world_size, dtype.itemsize)
-        return [part for stretch in stretches if stretch.numel() for part in stretch.split(length)]
+        return [part for each in ranges if each.numel() for part in each.split(length)]
 
-    def _finish_all(self) -> None:
-        while self._pending:
-            self._finish(self._pending.popleft())
-        self._spread_non_finite()
+    def _finish_pass(self) -> None:
+        """Finish all buckets in flight, exchange whether gradients are finite, and complete the futures."""
+        while self._in_flight:
+            self._finish_bucket(self._in_flight.popleft())
+        self._write_inf_on_all_ranks()
         for engine in self._engines:
             engine.note_reduce_scattered()
-        for _, buffer, future in self._done:
+        for _, buffer, future in self._futures:
             future.set_result(buffer)
-        self._done.clear()
+        self._futures.clear()
 
-    def _finish(self, pending: _PendingBucket) -> None:
-        mine = pending.map.mine(pending.buffer)
-        if isinstance(pending.work, PairwiseExchange):
-            self._add_up(pending, pending.work)
+    def _finish_bucket(self, bucket: _BucketInFlight) -> None:
+        """Wait for the exchange of a bucket and write the reduced gradients into its buffer."""
+        owned = bucket.assignment.owned_views(bucket.buffer)
+        if isinstance(bucket.work, PairwiseExchange):
+            self._sum_received(bucket, bucket.work)
         else:
-            pending.work.wait()
-            _write(pending.memories[-1], [view for _, view in mine])
-        for segment, view in mine:
+            bucket.work.wait()
+            _unpack(bucket.staging[-1], [view for _, view in owned])
+        for segment, view in owned:
             assert segment.shard is not None
             if segment.numel:
-                # Infinities and NaNs survive in the extremes, so one pass that writes nothing tells of them.
+                # A NaN or an infinity shows in the minimum or maximum, which one read of the gradients computes.
                 real = torch.view_as_real(view) if view.is_complex() else view
-                self._extremes[segment.source] += torch.aminmax(real)
-            self._engines[segment.source].reduced_shards[segment.shard.param] = view
-        if pending.foreign is not None:
-            work, together = pending.foreign
+                self._extremes[segment.layout_index] += torch.aminmax(real)
+            self._engines[segment.layout_index].reduced_shards[segment.shard.param] = view
+        if bucket.all_reduce is not None:
+            work, reduced = bucket.all_reduce
             work.wait()
-            rest = pending.map.foreign(pending.buffer)
-            torch._foreach_copy_(rest, list(together.split([view.numel() for view in rest])))
-        self._pool.give_back(*pending.memories)
+            _unpack(reduced, bucket.assignment.views_without_optimizer(bucket.buffer))
+        self._pool.give_back(*bucket.staging)
 
-    def _add_up(self, pending: _PendingBucket, work: PairwiseExchange) -> None:
-        """Make this rank's own values the mean over all ranks: large stretches as they come, then the small ones."""
-        assignment, buffer = pending.map, pending.buffer
-        large, small = ([buffer[each] for each in kind[self._here]] for kind in (assignment.large, assignment.small))
+    def _sum_received(self, bucket: _BucketInFlight, exchange: PairwiseExchange) -> None:
+        """Replace the gradients that this rank owns by the mean over all ranks, message by message."""
+        assignment, buffer = bucket.assignment, bucket.buffer
+        in_place = [buffer[each] for each in assignment.in_place_ranges[self._group_rank]]
+        small = [buffer[each] for each in assignment.packed_ranges[self._group_rank]]
         dtype, scale = self._reduce_dtype or buffer.dtype, self._scale
-        if dtype is torch.float16:  # the others have scaled theirs
+        if dtype is torch.float16:  # the other ranks have scaled their gradients before sending
             scale = 1.0
             for view in small:
                 view.mul_(self._scale)
-        together = torch.cat(small) if small else buffer[:0]
-        for own, others in zip(self._messages([*large, together], dtype), work.arrivals(), strict=True):
-            self._sum(own, others, scale)
-        work.end()
-        _write(together, small)
+        packed = torch.cat(small) if small else buffer[:0]
+        own_messages = self._split_messages([*in_place, packed], dtype)
+        for own, received in zip(own_messages, exchange.arrivals(), strict=True):
+            # The sum is in rank order and overwrites `own`, which is needed later if two other ranks come before it.
+            own_values = own.clone() if self._group_rank > 1 else own
+            rows = [*received[: self._group_rank], own_values, *received[self._group_rank :]]
+            sum_into(own, rows, scale)
+        exchange.end()
+        _unpack(packed, small)
 
-    def _sum(self, own: Tensor, others: Sequence[Tensor], scale: float) -> None:
-        """In rank order, in place; where others come before this rank's turn, its own values are set aside first."""
-        mine = own.clone() if self._here > 1 else own
-        sum_into(own, [*others[: self._here], mine, *others[self._here :]], scale)
+    def _write_inf_on_all_ranks(self) -> None:
+        """If one rank's reduced gradients are not finite, write infinities into ranges that other ranks own.
 
-    def _spread_non_finite(self) -> None:
-        """If any rank's reduced range is not finite, show it in what every rank does not own, for each optimizer.
-
-        A GradScaler looks at its own rank's ``param.grad`` only; this way all ranks skip the same steps. Owned ranges
-        are left as they are, so that without a scaler training goes on as it would have.
+        A GradScaler reads its own rank's ``param.grad`` only. The infinities make it skip the same steps on all ranks.
+        The owned ranges are not changed, so that training without a GradScaler gives the same result as plain DDP.
         """
-        control = self._collectives.control_device
-        flags = torch.zeros(len(self._engines), dtype=torch.int64, device=control)
-        for source, values in enumerate(self._extremes):
-            if values:
-                together = torch.stack([value.to(control, torch.float64) for value in values])
-                flags[source] = ~torch.isfinite(together).all()
-        self._collectives.all_reduce(flags, largest=True).wait()
-        if control.type == "cpu" and not flags.any():
+        control_device = self._collectives.control_device
+        not_finite = torch.zeros(len(self._engines), dtype=torch.int64, device=control_device)
+        for layout_index, extremes in enumerate(self._extremes):
+            if extremes:
+                values = torch.stack([value.to(control_device, torch.float64) for value in extremes])
+                not_finite[layout_index] = ~torch.isfinite(values).all()
+        self._collectives.all_reduce(not_finite, largest=True).wait()
+        if control_device.type == "cpu" and not not_finite.any():
             return
-        for assignment, buffer, _ in self._done:
-            for source, starts in assignment.starts_of_others.items():
+        for assignment, buffer, _ in self._futures:
+            for layout_index, starts in assignment.starts_not_owned.items():
                 index = torch.tensor(starts, device=buffer.device)
-                shown = torch.where(flags[source].to(buffer.device) > 0, math.inf, buffer[index])
-                buffer.index_copy_(0, index, shown.to(buffer.dtype))
+                flag = not_finite[layout_index].to(buffer.device)
+                values = torch.where(flag > 0, math.inf, buffer[index])
+                buffer.index_copy_(0, index, values.to(buffer.dtype))
 
 
-def _write(values: Tensor, views: Sequence[Tensor]) -> None:
-    """Write values, which may be followed by padding, into ``views``, one after the other."""
+def _unpack(packed: Tensor, views: Sequence[Tensor]) -> None:
+    """Copy a packed buffer, which may end in padding, into ``views``, one after the other."""
     sizes = [view.numel() for view in views]
-    if not sizes:
-        return
-    torch._foreach_copy_(list(views), list(values[: sum(sizes)].split(sizes)))
+    if sizes:
+        torch._foreach_copy_(list(views), list(packed[: sum(sizes)].split(sizes)))
 
 
 def _guard_accumulation(engine: Engine, guarded: set[int]) -> None:
-    """Make a backward pass that would add to reduced gradients raise.
+    """Register hooks on the parameters that raise if a backward pass would add to reduced gradients.
 
-    Reducing the sum again would count reduced ranges twice. A hook on a leaf runs before its gradient is accumulated,
-    so it sees whether what is there was left by an earlier pass; after ``zero_grad()``, anyone's, nothing is left.
+    A second reduction of the sum would count the reduced ranges twice. A hook on a leaf runs before its gradient is
+    accumulated, so that it finds the gradient of an earlier pass in ``param.grad``, unless it was zeroed.
+
+    Args:
+        engine: its parameters are guarded.
+        guarded: the identities of parameters that have such a hook already; extended here.
     """
-    reference = weakref.ref(engine)
+    engine_reference = weakref.ref(engine)
 
-    def guard(param: Tensor) -> Callable[[Tensor], None]:
-        weak_param = weakref.ref(param)
+    def make_guard(param: Tensor) -> Callable[[Tensor], None]:
+        param_reference = weakref.ref(param)
 
-        def check(_gradient: Tensor) -> None:
-            live, leaf = reference(), weak_param()
-            if live is None or leaf is None or id(leaf) not in live.params_with_reduced_grad:
+        def guard(_gradient: Tensor) -> None:
+            live_engine, leaf = engine_reference(), param_reference()
+            if live_engine is None or leaf is None or id(leaf) not in live_engine.params_with_reduced_grad:
                 return
             if leaf.grad is None or not torch.count_nonzero(leaf.grad):
-                live.params_with_reduced_grad.discard(id(leaf))
+                live_engine.params_with_reduced_grad.discard(id(leaf))
                 return
             raise RuntimeError(
                 "a second backward pass would add to gradients that the reduce-scatter hook has already reduced; "
-                "accumulate inside ddp.no_sync(), leave it for the last backward pass before step(), and zero the "
+                "run all backward passes before step() except the last one inside ddp.no_sync(), and zero the "
                 "gradients after step()"
             )
 
-        return check
+        return guard
 
     for param in engine.params:
         if param.requires_grad and id(param) not in guarded:
-            param.register_hook(guard(param))
+            param.register_hook(make_guard(param))
             guarded.add(id(param))

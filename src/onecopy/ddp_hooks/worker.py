@@ -1,4 +1,4 @@
-"""Who runs the jobs of overlapped stepping: a thread on the CPU, a side stream on an accelerator."""
+"""Workers that run the tasks of the overlapped step: a thread on the CPU, a side stream on an accelerator."""
 
 from __future__ import annotations
 
@@ -16,67 +16,71 @@ from onecopy.comm.side_stream import SideStream
 Task = Callable[[], None]
 
 
-class Worker(Protocol):
-    """Runs jobs one at a time, in the order in which they were submitted."""
+class TaskWorker(Protocol):
+    """Runs tasks one at a time, in the order in which they were submitted."""
 
-    def submit(self, job: Task) -> None:
-        """Run a job now or later. A job does not raise: what goes wrong in it is its own business to report."""
+    def submit(self, task: Task) -> None:
+        """Run a task now or later; a task must not raise."""
 
     def future(self) -> Future[Any]:
-        """A future for a job to complete."""
+        """Return a future that a task will complete."""
 
 
 class ThreadWorker:
-    """One thread, so that jobs start their collectives in the same order on every rank. It ends with this object."""
+    """Runs tasks on one thread, so that every rank starts its collectives in the same order.
+
+    The thread ends when this object is freed.
+    """
 
     def __init__(self) -> None:
-        self._jobs: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
-        # The thread knows the queue only, so that this object can go away and take the thread with it.
+        self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
+        # The thread refers to the queue only: a reference to this object would keep it, and the thread, alive.
         thread = threading.Thread(
-            target=_work, args=(self._jobs, torch.get_num_threads()), name="onecopy-overlap", daemon=True
+            target=_run_tasks, args=(self._tasks, torch.get_num_threads()), name="onecopy-overlap", daemon=True
         )
         thread.start()
-        weakref.finalize(self, self._jobs.put, None)
+        weakref.finalize(self, self._tasks.put, None)
 
-    def submit(self, job: Task) -> None:
-        """Queue a job."""
-        self._jobs.put(job)
+    def submit(self, task: Task) -> None:
+        """Add a task to the thread's queue."""
+        self._tasks.put(task)
 
     def future(self) -> Future[Any]:
-        """A future without devices."""
+        """Return a future without devices."""
         return Future()
 
 
 class StreamWorker:
-    """Enqueues jobs on a side stream as they come (on a CPU: runs them in place).
+    """Enqueues the kernels of each task on a side stream; on the CPU, runs the task at once.
 
-    Kernels and transfers do not wait on the host; the last job's status word does.
+    The host does not wait for kernels and messages. It waits for the status flags of the last task.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._lane = SideStream(device)
+        self._side_stream = SideStream(device)
 
-    def submit(self, job: Task) -> None:
-        """Run a job on the side stream."""
-        with self._lane.use():
-            job()
+    def submit(self, task: Task) -> None:
+        """Run a task with the side stream as the current stream."""
+        with self._side_stream.use():
+            task()
 
     def future(self) -> Future[Any]:
-        """A future whose completion makes streams wait for the lane."""
-        return self._lane.future()
+        """Return a future; streams that wait for it wait for the side stream."""
+        return self._side_stream.future()
 
 
-def make_worker(device: torch.device) -> Worker:
-    """The kind that fits the device of the parameters."""
+def make_worker(device: torch.device) -> TaskWorker:
+    """Return a worker for parameters on this device."""
     return ThreadWorker() if device.type == "cpu" else StreamWorker(device)
 
 
-def _work(jobs: queue.SimpleQueue[Task | None], num_threads: int) -> None:
+def _run_tasks(tasks: queue.SimpleQueue[Task | None], num_threads: int) -> None:
+    """Run tasks from a queue until it gives None."""
     torch.set_num_threads(num_threads)
     while True:
-        job = jobs.get()
-        if job is None:
+        task = tasks.get()
+        if task is None:
             return
-        job()
-        # A job holds tensors and a future: they must not live on until the next one comes.
-        del job
+        task()
+        # A task refers to tensors and a future: free them before waiting for the next task.
+        del task

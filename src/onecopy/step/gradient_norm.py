@@ -10,9 +10,45 @@ from torch import Tensor
 
 from onecopy.comm.agreement import Fact, FailTogether
 from onecopy.step.engine import Engine
+from onecopy.step.owned_state import OwnedStateOptimizer, engine_of, optimizer_list
 from onecopy.step.sharded_norm import check_defined, combined_norms, local_norms
 
 CALL = "the norm of the gradients"
+
+
+def grad_norm(optimizers: OwnedStateOptimizer | Sequence[OwnedStateOptimizer], norm_type: float = 2.0) -> Tensor:
+    """Return the norm of the gradients of all parameters of one or several optimizers.
+
+    All ranks make this call together.
+
+    Args:
+        optimizers: one optimizer or several.
+        norm_type: the order of the norm, or infinity.
+    """
+    return total_norm([engine_of(optimizer) for optimizer in optimizer_list(optimizers)], norm_type)
+
+
+def clip_grad_norm_(
+    optimizers: OwnedStateOptimizer | Sequence[OwnedStateOptimizer],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+) -> Tensor:
+    """Scale the gradients of one or several optimizers so that their common norm is at most ``max_norm``.
+
+    All ranks make this call together.
+
+    Args:
+        optimizers: one optimizer or several over one model.
+        max_norm: the largest norm allowed.
+        norm_type: the order of the norm, or infinity.
+        error_if_nonfinite: raise if the norm is infinite or not a number.
+
+    Returns:
+        The norm before scaling.
+    """
+    engines = [engine_of(optimizer) for optimizer in optimizer_list(optimizers)]
+    return clip(engines, max_norm, norm_type, error_if_nonfinite)
 
 
 def total_norm(engines: Sequence[Engine], norm_type: float) -> Tensor:

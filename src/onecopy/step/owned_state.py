@@ -77,12 +77,12 @@ class OwnedState(MutableMapping[Any, Any]):
         return f"{type(self).__name__}({dict(self)!r})"
 
 
-class OptimizerOverOwned(Optimizer):
-    """An optimizer whose ``state`` shows, and takes, the state of the inner optimizer by parameter.
+class OwnedStateOptimizer(Optimizer):
+    """An optimizer whose ``state`` reads and writes the inner optimizer's state by parameter.
 
     Attributes:
-        engine: the machinery of a step, for hooks and other extensions.
-        initialized: True once constructed.
+        engine: runs the phases of a step; hooks and extensions use it.
+        initialized: True after construction.
     """
 
     engine: Engine
@@ -91,23 +91,40 @@ class OptimizerOverOwned(Optimizer):
 
     @property
     def state(self) -> Any:
-        """This rank's state by parameter.
+        """The state of this rank's shards by parameter.
 
-        Assigning a mapping replaces it. Its values are this rank's own, as ``state`` shows them; entries for parameters
-        that other ranks own are left out.
+        Assigning a mapping replaces the state. The values describe this rank's shards, as ``state`` shows them. Entries
+        for parameters that other ranks own are ignored.
         """
         return self._shown_state
 
     @state.setter
     def state(self, value: Mapping[Any, Any]) -> None:
-        """Replace this rank's state."""
+        """Replace the state of this rank's shards."""
         if self.initialized:
             self.engine.inner.replace_state(value)
         else:
-            self._shown_state = value  # torch's constructor assigns it before there is an inner optimizer
+            self._shown_state = value  # torch's constructor assigns it before the inner optimizer exists
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take over attributes; a ``state`` among them replaces this rank's state."""
+        """Set attributes from a dict; an entry ``state`` replaces this rank's state."""
         super().__setstate__({key: value for key, value in state.items() if key != "state"})
         if "state" in state:
             self.state = state["state"]
+
+
+def optimizer_list(optimizers: Any) -> list[Any]:
+    """Return one optimizer, or a list or tuple of optimizers, as a list."""
+    return list(optimizers) if isinstance(optimizers, (list, tuple)) else [optimizers]
+
+
+def engine_of(optimizer: Any) -> Engine:
+    """Return the engine of a ``ZeroRedundancyOptimizer``; raise a TypeError for any other object."""
+    engine = getattr(optimizer, "engine", None)
+    if not isinstance(engine, Engine):
+        raise TypeError(
+            f"expected a onecopy.ZeroRedundancyOptimizer, got {type(optimizer).__module__}."
+            f"{type(optimizer).__qualname__}. Wrap the class of a plain optimizer: ZeroRedundancyOptimizer(params, "
+            "AdamW, ...). reduce_scatter_hook and clip_grad_norm_ take one or a list, an overlap hook takes one"
+        )
+    return engine

@@ -379,9 +379,9 @@ def test_reading_parameters_waits_for_them(world_size: int, reader: str) -> None
         one_step(plain, step)
         one_step(ours, step)
         pipelines = [each for _, each in ours.sharded._pipelines]
-        assert any(each.under_way for each in pipelines), "nothing was under way"
+        assert any(each.in_flight for each in pipelines), "nothing was under way"
         read[reader](ours)
-        assert not any(each.under_way for each in pipelines)
+        assert not any(each.in_flight for each in pipelines)
         assert_equal(ours.module.parameters(), plain.params, reader, 0.0 if world_size == 2 else ROUNDING)
 
 

@@ -22,7 +22,7 @@ from models import assert_equal, assert_replicas_equal
 from onecopy import MixedPrecision, ShardedDataParallel, ZeroRedundancyOptimizer
 from onecopy.bench.launching import loopback_bytes
 from onecopy.comm import limits
-from onecopy.data_parallel import optimizer_takeover
+from onecopy.data_parallel import sparse_rows
 from onecopy.data_parallel.sparse_rows import EmbeddingRows, RowBucket, RowRange
 from onecopy.errors import RanksDisagreeError
 from test_data_parallel import ADAMW, ROUNDING, SGD, Side, as_if_large
@@ -84,7 +84,7 @@ def words_of(rank: int, step: int, few: bool = True) -> Tensor:
 def small_ones_too() -> Iterator[None]:
     """Send embeddings by rows that are so small that it would not be worth it."""
     with pytest.MonkeyPatch.context() as patch, as_if_large():
-        patch.setattr(optimizer_takeover, "SPARSE_BYTES", 1)
+        patch.setattr(sparse_rows, "SPARSE_BYTES", 1)
         yield
 
 

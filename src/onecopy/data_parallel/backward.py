@@ -1,16 +1,16 @@
-"""Gradients sharded during the backward pass: every bucket is reduced to its owners as soon as it is full.
+"""The backward pass of ``ShardedDataParallel``: every bucket of gradients is reduced to its owners when it is full.
 
-1. A hook in front of a parameter's gradient takes away the range that an earlier pass left there, so that autograd
-   finds nothing to add to. A hook behind it gives the new gradient to its bucket, which copies it only if it is small
-   (and takes an embedding's by rows, if wanted).
-2. Buckets are exchanged in the same order on all ranks: each when it is full and all before it are under way, those
-   that do not fill (unused parameters) when the pass ends. Few are under way at a time.
-3. When the pass ends, all are added up, the ranks agree on which parameters have a gradient anywhere, and
-   ``param.grad`` becomes the owned range of it.
+1. A hook before autograd's accumulation removes the ``ShardGrad`` of an earlier pass from ``param.grad``, so that
+   autograd adds to nothing. A hook after it gives the new gradient to its bucket.
+2. All ranks launch the buckets in the same order. A bucket is launched when it is full and all buckets before it are
+   launched; buckets that do not fill (unused parameters) are launched when the pass ends. The bytes in flight are
+   limited.
+3. When the pass ends, all buckets are added up, the ranks exchange which parameters have a gradient on any rank, and
+   ``param.grad`` becomes a ``ShardGrad``.
 
-Nothing raises before the end, because other ranks count on every exchange: what goes wrong is told to all of them then.
-On an accelerator 1 and 2 are enqueued on a stream of their own, and the host reads what the ranks agree on only where
-a parameter of its own has no gradient; a failure elsewhere it reads in the next pass.
+Hooks do not raise, because the other ranks wait for every reduction. The first failure is kept, and the flags at the
+end of the pass tell all ranks. On an accelerator, 1 and 2 are enqueued on a side stream. There the host reads the flags
+at once only if a parameter has no gradient on this rank; otherwise it reads them in the next pass.
 """
 
 from __future__ import annotations
@@ -21,88 +21,97 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from onecopy.comm import limits
-from onecopy.comm.agreement import raise_together
+from onecopy.comm.agreement import FirstFailure, raise_together
 from onecopy.comm.buffer_pool import BufferPool
-from onecopy.comm.pairwise_exchange import PairwiseExchange, sum_into
 from onecopy.comm.side_stream import SideStream
-from onecopy.comm.status_flags import DeferredRead, flags_on
-from onecopy.comm.work import Work
+from onecopy.comm.status_flags import DeferredFlags, flags_on
 from onecopy.common.profiling import profile_range
 from onecopy.common.torch_private import backward_number, when_backward_ends, will_accumulate
-from onecopy.data_parallel.gradient_buckets import Bucket, Policy
-from onecopy.data_parallel.pass_flags import PassFlags, failure_of_last, flags_of, frozen_on_some
+from onecopy.data_parallel.gradient_buckets import GradientBucket, GradState, ReductionPolicy
+from onecopy.data_parallel.gradient_reduction import InFlightReduction
+from onecopy.data_parallel.pass_flags import PassFlags, failure_of_last_pass, frozen_on_some_ranks, local_flags
 from onecopy.data_parallel.sharded_gradients import ShardGrad
-from onecopy.data_parallel.sparse_rows import RowBucket, RowExchange
 from onecopy.errors import PeerFailedError
 
 
 @dataclass(frozen=True, slots=True)
 class _BucketInFlight:
-    """An exchange under way.
+    """A bucket and its reduction, which reads the bucket's gradients until it has ended."""
 
-    Attributes:
-        bucket: whose gradients it reads until it has ended.
-        keeps: whether the sum is added to what the shard holds.
-        work: the transfers.
-        sum: what the sum arrives in if a backend adds up; at least as long as the shard.
-    """
+    bucket: GradientBucket
+    reduction: InFlightReduction
 
-    bucket: Bucket
-    keeps: bool
-    work: PairwiseExchange | RowExchange | Work
-    sum: Tensor | None = None
+    def end(self, pool: BufferPool) -> None:
+        """End the reduction and release the gradients."""
+        self.reduction.end()
+        self.bucket.release_gradients(pool)
 
 
 @dataclass(slots=True)
-class _Pass:
-    """One backward pass."""
+class _BackwardPass:
+    """One backward pass.
+
+    Attributes:
+        number: autograd's number of the pass.
+        failure: the first failure of this rank in the pass.
+        next_bucket: the position of the bucket that is launched next.
+        in_flight: the buckets that are not added up yet, in the order of their launch.
+        sending: buckets that are added up, but whose messages may still leave until the pass ends.
+    """
 
     number: int
-    next: int = 0  # the bucket that is launched next
-    pending: deque[_BucketInFlight] = field(default_factory=deque)
-    departing: list[RowExchange] = field(default_factory=list)  # added up, but perhaps not all sent
-    failure: Exception | None = None
+    failure: FirstFailure = field(default_factory=FirstFailure)
+    next_bucket: int = 0
+    in_flight: deque[_BucketInFlight] = field(default_factory=deque)
+    sending: list[_BucketInFlight] = field(default_factory=list)
 
 
 class BackwardReducer:
-    """Reduces the gradients of some buckets, in order, in every backward pass that synchronises."""
+    """Reduces the gradients of all buckets, in order, in every backward pass that synchronises.
 
-    def __init__(self, buckets: Sequence[Bucket], policy: Policy) -> None:
+    Attributes:
+        synchronises: whether backward passes reduce gradients; False under ``no_sync()``.
+    """
+
+    def __init__(self, buckets: Sequence[GradientBucket], policy: ReductionPolicy) -> None:
         self.synchronises = True
         self._buckets = list(buckets)
         self._policy = policy
         self._pool = BufferPool()
-        # Its own, because two modules in one backward pass may launch their buckets in another order on every rank.
+        # Two modules in one backward pass may launch their buckets in another order on every rank, so each has tags of
+        # its own.
         self._tags = policy.collectives.reserve_tags()
         self._side_streams = {bucket.device: SideStream(bucket.device) for bucket in buckets}
-        self._unread: DeferredRead | None = None
-        self._pass: _Pass | None = None
-        self._left_in: dict[int, Tensor] = {}  # by address, whose gradient a pass without synchronising has left there
-        self._nodes: dict[int, Any] = {}  # autograd's accumulators, which live as long as they are held
+        self._deferred_flags = DeferredFlags()
+        self._pass: _BackwardPass | None = None
+        self._no_sync_owners: dict[int, Tensor] = {}  # by address of a no_sync() gradient, its parameter
+        self._accumulators: dict[int, Any] = {}  # autograd's nodes, which live only as long as a reference to them
         self._lock = threading.RLock()  # a module on several devices has several autograd threads
-        self.attach()
+        self.attach_hooks()
 
-    def attach(self) -> None:
-        """Put hooks on all parameters that need a gradient and have none yet."""
+    def attach_hooks(self) -> None:
+        """Attach hooks to all parameters that need a gradient and have no hooks yet."""
         for bucket in self._buckets:
             for position, param in enumerate(bucket.params):
-                if param.requires_grad and id(param) not in self._nodes:
-                    self._nodes[id(param)] = torch.autograd.graph.get_gradient_edge(param).node
-                    _attach(weakref.ref(self), weakref.ref(bucket), position, param)
+                if param.requires_grad and id(param) not in self._accumulators:
+                    self._accumulators[id(param)] = torch.autograd.graph.get_gradient_edge(param).node
+                    _attach_hooks(weakref.ref(self), weakref.ref(bucket), position, param)
 
-    def reached(self) -> bool:
-        """Whether the running pass will accumulate a gradient for a parameter of ours."""
-        return any(will_accumulate(node) for node in self._nodes.values())
+    def reaches_params(self) -> bool:
+        """Whether the current backward pass will accumulate a gradient for a parameter of the buckets."""
+        return any(will_accumulate(node) for node in self._accumulators.values())
 
-    def begin(self) -> None:
-        """Note that a backward pass runs; also where none of its gradients is for a parameter of ours."""
+    def begin_pass(self) -> None:
+        """Begin a backward pass, unless it has begun already.
+
+        It is also called for a pass that reaches no parameter of the buckets.
+        """
         number = backward_number()
         if not self.synchronises or (self._pass is not None and self._pass.number == number):
             return
@@ -111,107 +120,107 @@ class BackwardReducer:
                 "a backward pass began before another one ended: with activation checkpointing use "
                 "use_reentrant=False; after an exception in backward() run a forward pass first"
             )
-        self._pass = _Pass(number)
-        unread, self._unread = self._unread, None
-        if unread is not None:
-            self._pass.failure = failure_of_last(self._buckets, unread.read())
-        self._left_in.clear()
+        last_flags = self._deferred_flags.take()
+        last_failure = None if last_flags is None else failure_of_last_pass(self._buckets, last_flags)
+        self._pass = _BackwardPass(number, FirstFailure(last_failure))
+        self._no_sync_owners.clear()
         for bucket in self._buckets:
-            bucket.begin(self._pool)
-        me = weakref.ref(self)
+            bucket.begin_pass(self._pool)
+        reducer = weakref.ref(self)
 
         def end() -> None:
-            live = me()
+            live = reducer()
             if live is not None and live._pass is not None and live._pass.number == number:
-                live.finish()
+                live.end_pass()
 
         when_backward_ends(end)
 
     def reset(self) -> None:
-        """End a backward pass that an exception has interrupted, so that the next one finds all ranks in step.
+        """End a backward pass that an exception has interrupted, so that the ranks can begin another pass together.
 
-        The exchanges that are left are made with zeros and thrown away. Ranks on which the pass went well hear of it.
+        The remaining reductions are made with zeros, and their results are ignored. Ranks whose pass succeeded are told
+        of the failure.
         """
         current, self._pass = self._pass, None
         if current is not None:
-            current.failure = RuntimeError("backward() was interrupted by an exception")
+            current.failure = FirstFailure(RuntimeError("backward() was interrupted by an exception"))
             with contextlib.suppress(RuntimeError):
-                self._finish(current, active=True)
+                self._reduce_remaining(current, active=True)
 
-    def forget_accumulated(self) -> None:
-        """Note that gradients were zeroed, also those that were set aside."""
+    def clear_accumulated(self) -> None:
+        """Note that all gradients were zeroed."""
         for bucket in self._buckets:
-            bucket.kept = [False] * len(bucket.params)
-            bucket.left.clear()
+            bucket.clear_accumulated()
 
-    def before(self, bucket: Bucket, position: int) -> None:
-        """In front of autograd's accumulation: set aside what an earlier pass has reduced."""
+    def before_accumulation(self, bucket: GradientBucket, position: int) -> None:
+        """Before autograd accumulates: remove the ``ShardGrad`` of an earlier pass from ``param.grad``."""
         param = bucket.params[position]
         if param.grad is None and self._pass is not None and self._pass.number == backward_number():
-            bucket.kept[position] = False  # the usual case, and nothing to set aside
+            bucket.has_reduced_grad[position] = False  # the usual case: nothing to remove
             return
-        if not will_accumulate(self._nodes[id(param)]):  # torch.autograd.grad() passes by here too
+        if not will_accumulate(self._accumulators[id(param)]):  # torch.autograd.grad() runs this hook too
             return
         with self._lock:
-            self.begin()
+            self.begin_pass()
             if isinstance(param.grad, ShardGrad):
-                bucket.kept[position] = True
-                bucket.aside.add(position)
+                bucket.has_reduced_grad[position] = True
+                bucket.states[position] = GradState.SHARD_REMOVED
                 param.grad = None
-            elif param.grad is None or not bucket.is_as_left(position):
-                bucket.kept[position] = False
+            elif param.grad is None or bucket.was_zeroed(position):
+                bucket.has_reduced_grad[position] = False
 
-    def after(self, bucket: Bucket, position: int) -> None:
-        """Behind autograd's accumulation: give the whole local gradient to its bucket."""
+    def after_accumulation(self, bucket: GradientBucket, position: int) -> None:
+        """After autograd has accumulated: give the whole local gradient to its bucket, and launch full buckets."""
         current, param = self._pass, bucket.params[position]
         if param.grad is None:
             return
         if not self.synchronises or current is None:
-            self._leave(bucket, position)
+            self._leave_unreduced(bucket, position)
             return
         with self._lock:
-            try:
+            try:  # not `with current.failure`, which takes longer: this runs for every parameter
                 self._put(bucket, position, param.grad)
-                while current.next < len(self._buckets) and self._buckets[current.next].missing == 0:
+                while (
+                    current.next_bucket < len(self._buckets) and self._buckets[current.next_bucket].pending_count == 0
+                ):
                     self._launch(current)
             except Exception as error:
-                current.failure = current.failure or error
+                current.failure.error = current.failure.error or error
 
-    def _leave(self, bucket: Bucket, position: int) -> None:
-        """Leave a whole gradient for a later pass, in memory of its own.
+    def _leave_unreduced(self, bucket: GradientBucket, position: int) -> None:
+        """Leave a whole gradient in ``param.grad`` for a later pass, in memory that no other gradient has.
 
-        Autograd gives two parameters the same memory if their gradients are equal, and then adds to both of them in
-        place.
+        Autograd gives two parameters the same memory if their gradients are equal, and then adds to both in place.
         """
         param = bucket.params[position]
         with self._lock:
-            other = self._left_in.get(_address(param.grad))
+            other = self._no_sync_owners.get(_address(param.grad))
             if other is not None and other is not param and _address(other.grad) == _address(param.grad) != 0:
                 assert param.grad is not None
                 param.grad = param.grad.clone()
-            self._left_in[_address(param.grad)] = param
-        bucket.leave(position)
+            self._no_sync_owners[_address(param.grad)] = param
+        bucket.note_no_sync_grad(position)
 
-    def take_part(self) -> None:
-        """Serve one backward pass of other ranks, with nothing to add (uneven inputs)."""
-        self._pass = current = _Pass(-1)
+    def serve_pass(self) -> None:
+        """Take part in a backward pass of the other ranks, with zeros, on a rank without inputs (uneven inputs)."""
+        self._pass = current = _BackwardPass(-1)
         for bucket in self._buckets:
-            bucket.begin(self._pool)
-            bucket.allocate()
+            bucket.begin_pass(self._pool)
+            bucket.allocate_shard()
             for param in bucket.params:
                 param.grad = None
         before = [bucket.shard.clone() for bucket in self._buckets]
-        agreed = self._finish(current, active=False)
+        flags = self._reduce_remaining(current, active=False)
         self._pass = None
-        # The others know whether gradients were zeroed since the last pass; this rank has seen nothing of that.
-        for bucket, old, keeps in zip(self._buckets, before, agreed.kept, strict=True):
+        # This rank does not know whether the gradients were zeroed since the last pass. The other ranks' flags tell it.
+        for bucket, old, has_reduced_grad in zip(self._buckets, before, flags.has_reduced_grad, strict=True):
             new = bucket.shard.clone()
             bucket.shard.copy_(old)
-            bucket.clear(keeps)
+            bucket.zero_ranges(has_reduced_grad)
             bucket.shard.add_(new)
-        self._show(agreed.present)
+        self._set_shard_grads(flags.present)
 
-    def _put(self, bucket: Bucket, position: int, gradient: Tensor) -> None:
+    def _put(self, bucket: GradientBucket, position: int, gradient: Tensor) -> None:
         side_stream = self._side_streams[bucket.device]
         if side_stream.is_cpu:
             bucket.put(position, gradient, self._pool)
@@ -221,173 +230,120 @@ class BackwardReducer:
                 side_stream.record(gradient)
         bucket.params[position].grad = None
 
-    def _launch(self, current: _Pass) -> None:
-        number = current.next
+    def _launch(self, current: _BackwardPass) -> None:
+        """Start the reduction of the next bucket, when few enough bytes are in flight."""
+        number = current.next_bucket
         bucket = self._buckets[number]
-        current.next += 1
-        while sum(pending.bucket.nbytes for pending in current.pending) >= limits.GRADIENT_BYTES_IN_FLIGHT:
-            self._add_up(current)
-        try:
-            if current.failure is None:  # else nothing is reduced, and it stays where it is
-                self._take_unused(bucket)
-        except Exception as error:
-            current.failure = error
+        current.next_bucket += 1
+        while sum(each.bucket.nbytes for each in current.in_flight) >= limits.GRADIENT_BYTES_IN_FLIGHT:
+            self._add_up_oldest(current)
+        with current.failure:
+            if not current.failure:  # after a failure nothing is reduced, and no_sync() gradients stay in param.grad
+                self._put_no_sync_grads(bucket)
         with profile_range("onecopy.reduce"), self._side_streams[bucket.device].use():
-            current.pending.append(self._exchange(number, bucket))
+            reduction = bucket.launch(self._pool, self._tags + number, is_last=number == len(self._buckets) - 1)
+        current.in_flight.append(_BucketInFlight(bucket, reduction))
 
-    def _exchange(self, number: int, bucket: Bucket) -> _BucketInFlight:
-        collectives, plan = self._policy.collectives, bucket.plan
-        bucket.close(self._pool)
-        bucket.allocate()
-        keeps = any(bucket.kept)
-        if isinstance(bucket, RowBucket):
-            return _BucketInFlight(bucket, keeps, RowExchange(bucket, collectives, self._pool, self._tags + number))
-        if not collectives.uses_pairwise(bucket.device):
-            memory = self._pool.take(plan.longest, bucket.wire_dtype, bucket.device)
-            sizes = [stop - start for start, stop in pairwise(plan.bounds)]
-            (run,) = bucket.runs
-            assert run.memory is not None
-            return _BucketInFlight(bucket, keeps, collectives.reduce_scatter(run.memory, sizes, memory), memory)
-        # One of the rows can arrive where the sum will be, unless that is added to something.
-        fits = bucket.wire_dtype == bucket.kept_dtype and self._policy.replicas is None and not keeps
-        mine = bucket.messages[collectives.group_rank]
-        lengths = [message.owner_slice.stop - message.owner_slice.start for message in mine]
-        homes = [bucket.shard[message.owner_slice] for message in mine] if fits else ()
-        work = PairwiseExchange(
-            collectives,
-            bucket.outgoing(),
-            lengths,
-            bucket.wire_dtype,
-            bucket.device,
-            self._pool,
-            self._tags + number,
-            homes,
-            # Between its launch and the end of the pass, which all ranks reach, nothing waits for it.
-            in_turns=number == len(self._buckets) - 1,
-        )
-        return _BucketInFlight(bucket, keeps, work)
-
-    def _add_up(self, current: _Pass) -> None:
-        pending = current.pending.popleft()
-        with self._side_streams[pending.bucket.device].use():
-            self._add_up_here(pending)
-        if isinstance(pending.work, RowExchange):
-            current.departing.append(pending.work)
-
-    def _add_up_here(self, pending: _BucketInFlight) -> None:
-        bucket, replicas, keeps = pending.bucket, self._policy.replicas, pending.keeps
-        if keeps:
-            bucket.clear(bucket.kept)
-        scale = 1.0 if bucket.wire_dtype is torch.float16 else self._policy.scale
-        # Zeros, because nothing is written into the gaps between parameters.
-        target = bucket.shard if replicas is None else torch.zeros_like(bucket.shard)
-        adds = keeps and replicas is None
-        if isinstance(pending.work, RowExchange):
-            with profile_range("onecopy.add"):
-                pending.work.add_up(target, scale, adds)
-        elif isinstance(pending.work, PairwiseExchange):
-            here = self._policy.collectives.group_rank
-            for message, rows in zip(bucket.messages[here], pending.work.arrivals(), strict=True):
-                with profile_range("onecopy.add"):
-                    rows.insert(here, message.values)
-                    sum_into(target[message.owner_slice], rows, scale, adds)
-            pending.work.end()
-        else:
-            assert pending.sum is not None
-            pending.work.wait()
-            with profile_range("onecopy.add"):
-                sum_into(target, [pending.sum[: target.numel()]], scale, adds)
-            self._pool.give_back(pending.sum)
-        if replicas is not None:
-            replicas.all_reduce(target).wait()
-            bucket.shard.add_(target) if keeps else bucket.shard.copy_(target)
-        if not isinstance(pending.work, RowExchange):  # which ends later
-            bucket.give_back(self._pool)
-
-    def finish(self) -> None:
-        """The end of a backward pass."""
-        current, self._pass = self._pass, None
-        assert current is not None
-        self._show(self._finish(current, active=True).present)
-
-    def _take_unused(self, bucket: Bucket) -> None:
-        """Put in what was accumulated without synchronising for parameters that get nothing in this pass."""
+    def _put_no_sync_grads(self, bucket: GradientBucket) -> None:
+        """Put gradients of ``no_sync()`` passes into the bucket, for parameters that this pass does not use."""
         for position, param in enumerate(bucket.params):
-            if bucket.arrived[position] or param.grad is None or isinstance(param.grad, ShardGrad):
+            if bucket.states[position] is GradState.ARRIVED or param.grad is None or isinstance(param.grad, ShardGrad):
                 continue
-            if not bucket.is_as_left(position):
-                bucket.kept[position] = False
+            if bucket.was_zeroed(position):
+                bucket.has_reduced_grad[position] = False
             self._put(bucket, position, param.grad)
 
-    def _finish(self, current: _Pass, active: bool) -> PassFlags:
-        """Exchange what is left and add up; return the flags that hold on any rank."""
+    def _add_up_oldest(self, current: _BackwardPass) -> None:
+        """Add up the bucket that has been in flight for the longest time."""
+        oldest = current.in_flight.popleft()
+        with self._side_streams[oldest.bucket.device].use():
+            oldest.bucket.add_up(oldest.reduction)
+            if not oldest.reduction.ends_with_pass:
+                oldest.end(self._pool)
+        if oldest.reduction.ends_with_pass:
+            current.sending.append(oldest)
+
+    def end_pass(self) -> None:
+        """End a backward pass: reduce the remaining buckets and set ``param.grad``."""
+        current, self._pass = self._pass, None
+        assert current is not None
+        self._set_shard_grads(self._reduce_remaining(current, active=True).present)
+
+    def _reduce_remaining(self, current: _BackwardPass, active: bool) -> PassFlags:
+        """Launch the remaining buckets, add all buckets up, and return the flags that are set on any rank."""
         collectives = self._policy.collectives
         with collectives.naming("backward()"):
-            while current.next < len(self._buckets):
+            while current.next_bucket < len(self._buckets):
                 self._launch(current)
-            mine = flags_of(self._buckets, current.failure is not None, active)
-            word = flags_on(collectives.control_device, mine.word(), torch.uint8)
-            work = collectives.all_reduce(word, largest=True)
-            while current.pending:
-                self._add_up(current)
-            for departing in current.departing:
-                departing.end()
+            mine = local_flags(self._buckets, bool(current.failure), active)
+            row = flags_on(collectives.control_device, mine.to_row(), torch.uint8)
+            work = collectives.all_reduce(row, largest=True)
+            while current.in_flight:
+                self._add_up_oldest(current)
+            for sending in current.sending:
+                sending.end(self._pool)
             work.wait()
             if self._policy.replicas is not None:
-                self._policy.replicas.all_reduce(word, largest=True).wait()
+                self._policy.replicas.all_reduce(row, largest=True).wait()
         for side_stream in self._side_streams.values():
             side_stream.join()
-        agreed = self._read(DeferredRead(word), current.failure, mine)
-        if agreed.failed:
-            raise_together(collectives, "backward()", current.failure)
-        disagreement = frozen_on_some(self._buckets, agreed)
+        flags = self._read_flags(row, current.failure.error, mine)
+        if flags.failed:
+            raise_together(collectives, "backward()", current.failure.error)
+        disagreement = frozen_on_some_ranks(self._buckets, flags)
         if disagreement is not None:
             raise disagreement
-        return agreed
+        return flags
 
-    def _read(self, word: DeferredRead, failure: Exception | None, mine: PassFlags) -> PassFlags:
-        """What the ranks agree on; on an accelerator what must be the same, where this rank can tell by itself."""
+    def _read_flags(self, row: Tensor, failure: Exception | None, mine: PassFlags) -> PassFlags:
+        """Read the flags of all ranks; on an accelerator only where this rank's own flags cannot replace them."""
         if not self._policy.collectives.defers_host_reads:
-            return PassFlags.of_word(word.read(), mine.sizes)
+            return PassFlags.from_row(row.tolist(), mine.sizes)
         if failure is not None:
             raise failure
+        self._deferred_flags.put(row)
         if all(map(all, mine.present)):
-            self._unread = word
             return mine
-        agreed = PassFlags.of_word(word.read(), mine.sizes)
-        if agreed.failed:
+        values = self._deferred_flags.take()
+        assert values is not None
+        flags = PassFlags.from_row(values, mine.sizes)
+        if flags.failed:
             raise PeerFailedError("backward() failed on another rank; see its own error")
-        return agreed
+        return flags
 
-    def _show(self, present: Sequence[Sequence[bool]]) -> None:
+    def _set_shard_grads(self, present: Sequence[Sequence[bool]]) -> None:
+        """Set ``param.grad`` for every parameter that has a gradient on any rank."""
         for bucket, flags in zip(self._buckets, present, strict=True):
-            for param, gradient, has in zip(bucket.params, bucket.gradients, flags, strict=True):
+            for param, gradient, has in zip(bucket.params, bucket.shard_grads, flags, strict=True):
                 if has:
                     param.grad = gradient
 
 
 def _address(gradient: Tensor | None) -> int:
-    """Where a whole dense gradient's memory begins; 0 for everything else."""
+    """The address of a whole dense gradient's memory; 0 for None and for other gradients."""
     if gradient is None or isinstance(gradient, ShardGrad) or gradient.layout is not torch.strided:
         return 0
     return gradient.untyped_storage().data_ptr()
 
 
-def _attach(
-    reducer: Callable[[], BackwardReducer | None], bucket: Callable[[], Bucket | None], position: int, param: Tensor
+def _attach_hooks(
+    reducer: Callable[[], BackwardReducer | None],
+    bucket: Callable[[], GradientBucket | None],
+    position: int,
+    param: Tensor,
 ) -> None:
-    """Hooks that do not keep the reducer alive, and do nothing once it is gone."""
+    """Attach hooks that do not keep the reducer alive, and do nothing when it is gone."""
 
     def before(gradient: Tensor | None) -> None:
-        live, home = reducer(), bucket()
-        # A function may have no gradient to give; then autograd accumulates nothing.
-        if live is not None and home is not None and gradient is not None:
-            live.before(home, position)
+        live_reducer, live_bucket = reducer(), bucket()
+        # A function may return no gradient; then autograd accumulates nothing.
+        if live_reducer is not None and live_bucket is not None and gradient is not None:
+            live_reducer.before_accumulation(live_bucket, position)
 
     def after(_param: Tensor) -> None:
-        live, home = reducer(), bucket()
-        if live is not None and home is not None:
-            live.after(home, position)
+        live_reducer, live_bucket = reducer(), bucket()
+        if live_reducer is not None and live_bucket is not None:
+            live_reducer.after_accumulation(live_bucket, position)
 
     param.register_hook(before)
     param.register_post_accumulate_grad_hook(after)

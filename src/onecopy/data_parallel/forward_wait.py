@@ -1,9 +1,9 @@
-"""Modules that wait for their own parameters just before they run, while others are still on their way.
+"""With ``overlap_forward``, every submodule waits for its own parameters just before it runs.
 
-A module waits for what it holds directly, and for what the user says it reads beside that. What belongs to modules
-whose forward does not run is waited for before anything else: some modules, such as ``nn.MultiheadAttention``, read
-their children's parameters without calling them. Which ones run is learnt from the last forward pass; before the
-first one ends, everything is waited for at once.
+Other parameters may still be in flight then. A submodule waits for the parameters that it has directly, and for the
+parameters that the user's ``uses`` names. Parameters of submodules whose forward does not run are waited for before the
+whole forward pass: some modules, such as ``nn.MultiheadAttention``, read their children's parameters without a call.
+The last forward pass shows which submodules run. Before the first one has ended, everything is waited for at once.
 """
 
 from __future__ import annotations
@@ -17,87 +17,104 @@ from torch import nn
 from onecopy.data_parallel.pipelined_step import PipelinedStep
 
 READ_THEIR_CHILDREN = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)
-"""Modules of torch's own that read parameters of their children themselves."""
+"""torch's modules that read the parameters of their children themselves."""
 
-_Wanted = tuple[PipelinedStep, list[int]]
+_ParamsOfStep = tuple[PipelinedStep, list[int]]
+"""A pipelined step, and the indices of some of its parameters."""
+
+
+def check_uses(module: nn.Module, uses: Mapping[str, Sequence[str]], overlap_forward: bool) -> None:
+    """Raise if ``uses`` is given without ``overlap_forward``, or names something that the module does not have."""
+    if uses and not overlap_forward:
+        raise ValueError("uses says what to wait for with overlap_forward=True, and means nothing without it")
+    resolve_uses(module, uses)
 
 
 def resolve_uses(module: nn.Module, uses: Mapping[str, Sequence[str]]) -> dict[str, list[int]]:
-    """Identities of the parameters that submodules are said to read beside their own; raise if a name is unknown."""
+    """The identities of the parameters that ``uses`` names, by submodule; raise if a name is unknown."""
     names = dict(module.named_parameters(remove_duplicate=False))
     modules = dict(module.named_modules())
     resolved: dict[str, list[int]] = {}
-    for name, others in uses.items():
+    for name, used_names in uses.items():
         if name not in modules:
             raise ValueError(f"uses names a submodule {name!r} that the module does not have")
         resolved[name] = []
-        for other in others:
-            if other in names:
-                resolved[name].append(id(names[other]))
-            elif other in modules:
-                resolved[name] += [id(param) for param in modules[other].parameters()]
+        for used in used_names:
+            if used in names:
+                resolved[name].append(id(names[used]))
+            elif used in modules:
+                resolved[name] += [id(param) for param in modules[used].parameters()]
             else:
-                raise ValueError(f"uses[{name!r}] names {other!r}, which is neither a parameter nor a submodule")
+                raise ValueError(f"uses[{name!r}] names {used!r}, which is neither a parameter nor a submodule")
     return resolved
 
 
 class ForwardWaitHooks:
-    """Forward pre-hooks on all submodules that hold or read parameters."""
+    """Forward pre-hooks on all submodules that have or read parameters.
+
+    Args:
+        module: the whole module.
+        pipelines: by identity of a parameter, the pipelined step that sends it, and its index there.
+        uses: parameters or submodules that a submodule reads beside its own, by name.
+    """
 
     def __init__(
         self, module: nn.Module, pipelines: Mapping[int, tuple[PipelinedStep, int]], uses: Mapping[str, Sequence[str]]
     ) -> None:
         self._pipelines = dict(pipelines)
-        self._reads: dict[str, list[int]] = {}  # by submodule, identities of parameters
-        self._ran: set[str] = set()
-        self._ran_before: set[str] | None = None
-        self._unread: tuple[set[str], list[_Wanted]] = (set(), [])  # after these have run, what none of them reads
+        self._read_params: dict[str, list[int]] = {}  # by submodule, identities of parameters
+        self._running: set[str] = set()  # submodules that have run in the current forward pass
+        self._ran_last: set[str] | None = None
+        # A set of submodules, and the parameters that none of them reads; computed again when the set changes.
+        self._unread: tuple[set[str], list[_ParamsOfStep]] = (set(), [])
         modules = dict(module.named_modules())
         for name, submodule in modules.items():
-            deep = isinstance(submodule, READ_THEIR_CHILDREN)
-            self._reads[name] = [id(param) for param in submodule.parameters(recurse=deep)]
+            recurse = isinstance(submodule, READ_THEIR_CHILDREN)
+            self._read_params[name] = [id(param) for param in submodule.parameters(recurse=recurse)]
         for name, params in resolve_uses(module, uses).items():
-            self._reads[name] += params
-        self._waits = {name: self._wanted(params) for name, params in self._reads.items()}
-        me = weakref.ref(self)
+            self._read_params[name] += params
+        self._waits = {name: self._by_pipeline(params) for name, params in self._read_params.items()}
+        hooks = weakref.ref(self)
         for name, submodule in modules.items():
-            if self._reads[name]:
-                submodule.register_forward_pre_hook(_hook(me, name), prepend=True)
+            if self._read_params[name]:
+                submodule.register_forward_pre_hook(_pre_hook(hooks, name), prepend=True)
 
-    def begin(self) -> None:
-        """Before the module's forward: wait for what no submodule will wait for."""
-        known, self._ran_before, self._ran = self._ran_before, self._ran, set()
-        if known is None or not self._ran_before:
+    def before_forward(self) -> None:
+        """Before the whole module's forward: wait for the parameters that no submodule will wait for."""
+        known, self._ran_last, self._running = self._ran_last, self._running, set()
+        if known is None or not self._ran_last:
             for pipeline in {id(pipeline): pipeline for pipeline, _ in self._pipelines.values()}.values():
                 pipeline.wait()
             return
-        if self._unread[0] != self._ran_before:
-            waited = {param for name in self._ran_before for param in self._reads[name]}
-            unread = self._wanted([param for param in self._pipelines if param not in waited])
-            self._unread = (self._ran_before, unread)
+        if self._unread[0] != self._ran_last:
+            read = {param for name in self._ran_last for param in self._read_params[name]}
+            self._unread = (
+                self._ran_last,
+                self._by_pipeline([param for param in self._pipelines if param not in read]),
+            )
         for pipeline, indices in self._unread[1]:
             pipeline.wait_for(indices)
 
-    def before(self, name: str) -> None:
-        """Before one submodule's forward."""
-        self._ran.add(name)
+    def before_submodule(self, name: str) -> None:
+        """Before one submodule's forward: wait for the parameters that it reads."""
+        self._running.add(name)
         for pipeline, indices in self._waits[name]:
             pipeline.wait_for(indices)
 
-    def _wanted(self, params: Sequence[int]) -> list[_Wanted]:
-        """By pipeline, the positions of these parameters."""
-        wanted: dict[int, _Wanted] = {}
+    def _by_pipeline(self, params: Sequence[int]) -> list[_ParamsOfStep]:
+        """The indices of parameters, grouped by pipelined step."""
+        grouped: dict[int, _ParamsOfStep] = {}
         for param in params:
             if param in self._pipelines:
                 pipeline, index = self._pipelines[param]
-                wanted.setdefault(id(pipeline), (pipeline, []))[1].append(index)
-        return list(wanted.values())
+                grouped.setdefault(id(pipeline), (pipeline, []))[1].append(index)
+        return list(grouped.values())
 
 
-def _hook(hooks: weakref.ref[ForwardWaitHooks], name: str) -> Any:
+def _pre_hook(hooks: weakref.ref[ForwardWaitHooks], name: str) -> Any:
     def wait(_module: nn.Module, _inputs: Any) -> None:
         live = hooks()
         if live is not None:
-            live.before(name)
+            live.before_submodule(name)
 
     return wait

@@ -1,87 +1,91 @@
-"""What a module has beside gradients: parameters and buffers, made equal on all ranks; and its inputs and outputs."""
+"""Parameters and buffers of a module, broadcast from one rank to all others, as DDP does it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields, is_dataclass
-from typing import Any
+import sys
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from onecopy.comm.collectives import Collectives
+from onecopy.comm.packing import InFlight, plan_messages, unpacker
 from onecopy.common.flat_views import as_bytes, flat_view
 from onecopy.common.torch_private import buffers_of
 
-PACK_BYTES = 16 << 20
 
+class ModuleSync:
+    """Broadcasts a module's parameters and buffers.
 
-class ModuleState:
-    """Sends parameters and buffers of one rank to the others."""
+    Args:
+        module: the module.
+        broadcast_buffers: whether buffers are broadcast before each training forward pass.
+        collectives: the ranks that share one replica's gradients and state.
+        replicas: the ranks with the same place in other replicas (with a mesh), or None.
+    """
 
-    def __init__(self, module: nn.Module, broadcast_buffers: bool) -> None:
+    def __init__(
+        self, module: nn.Module, broadcast_buffers: bool, collectives: Collectives, replicas: Collectives | None
+    ) -> None:
         self._module = module
         self._broadcast_buffers = broadcast_buffers
+        self._collectives, self._replicas = collectives, replicas
 
-    def buffers_to_share(self) -> list[Tensor]:
-        """The buffers that the module has now."""
-        return [buffer.detach() for buffer in buffers_of(self._module)] if self._broadcast_buffers else []
+    def buffers_to_broadcast(self) -> list[Tensor]:
+        """The buffers that the module has now; none without ``broadcast_buffers``."""
+        return buffers_of(self._module) if self._broadcast_buffers else []
 
-    def share_all(self, shard: Collectives, replicas: Collectives | None) -> None:
-        """Make parameters and buffers those of the first rank."""
+    def broadcast_all(self) -> None:
+        """Broadcast all parameters and buffers of the first rank."""
         tensors = [*self._module.parameters(), *self._module.buffers()]
-        for collectives in (replicas, shard):
+        for collectives in (self._replicas, self._collectives):
             if collectives is not None:
-                _broadcast([tensor.detach() for tensor in tensors], collectives, 0)
+                _broadcast(tensors, collectives, 0)
 
-    def share_buffers(
-        self, buffers: Sequence[Tensor], shard: Collectives, replicas: Collectives | None, source: int
-    ) -> None:
-        """Make these buffers those of ``source``."""
-        for collectives, rank in ((replicas, 0), (shard, source)):
+    def broadcast_buffers(self, buffers: Sequence[Tensor], source: int) -> None:
+        """Broadcast these buffers from rank ``source`` of the shard group, and of the first replica."""
+        for collectives, source_rank in ((self._replicas, 0), (self._collectives, source)):
             if buffers and collectives is not None and collectives.world_size > 1:
-                _broadcast(buffers, collectives, rank)
+                _broadcast(buffers, collectives, source_rank)
 
 
 def _broadcast(tensors: Sequence[Tensor], collectives: Collectives, source: int) -> None:
-    """Send tensors packed together, a few megabytes at a time."""
-    pack: list[Tensor] = []
-    for tensor in (*tensors, None):
-        full = tensor is None or (pack and tensor.device != pack[0].device)
-        if pack and (full or sum(t.numel() * t.element_size() for t in pack) >= PACK_BYTES):
-            parts = [as_bytes(flat_view(t.contiguous())) for t in pack]
-            buffer = torch.cat(parts)
-            collectives.broadcast(buffer, source).wait()
-            if collectives.group_rank != source:
-                for t, part in zip(pack, buffer.split([part.numel() for part in parts]), strict=True):
-                    # Behind autograd's back, as in DDP: an earlier forward pass may still need what it has seen.
-                    t.data.copy_(part.clone().view(t.dtype).view(t.shape))
-            pack = []
-        if tensor is not None and tensor.numel():
-            pack.append(tensor)
+    """Broadcast tensors, packed, device by device.
+
+    All are packed, in the order of their elements, because ranks may have other strides.
+    """
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for tensor in tensors:
+        by_device.setdefault(tensor.device, []).append(tensor)
+    in_flight = InFlight()
+    for members in by_device.values():
+        sizes = [tensor.numel() * tensor.element_size() for tensor in members]
+        for message in plan_messages(sizes, direct_bytes=sys.maxsize):
+            packed = [members[position] for position in message.ranges]
+            if collectives.group_rank == source:
+                buffer = torch.cat([_bytes_of(tensor.detach().contiguous()) for tensor in packed])
+                in_flight.add(collectives.broadcast(buffer, source), buffer, staged=True)
+            else:
+                buffer = torch.empty(message.stop, dtype=torch.uint8, device=packed[0].device)
+                in_flight.add(collectives.broadcast(buffer, source), buffer, True, _writer(buffer, packed))
+    in_flight.drain()
 
 
-def tensors_in(tree: Any) -> Iterator[Tensor]:
-    """All tensors in nested containers."""
-    if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, Mapping):
-        for value in tree.values():
-            yield from tensors_in(value)
-    elif isinstance(tree, (list, tuple)):
-        for value in tree:
-            yield from tensors_in(value)
-    elif is_dataclass(tree) and not isinstance(tree, type):
-        for field in fields(tree):
-            yield from tensors_in(getattr(tree, field.name))
+def _writer(buffer: Tensor, tensors: Sequence[Tensor]) -> Callable[[], None]:
+    """A function that writes a packed buffer into the tensors."""
+
+    def write() -> None:
+        # Through .data, so that autograd does not see it, as in DDP: the backward pass of an earlier forward pass may
+        # still need the old version.
+        targets = [tensor.data for tensor in tensors]
+        contiguous = [target.contiguous() for target in targets]  # the target itself, or a copy with other strides
+        unpacker(buffer, [_bytes_of(memory) for memory in contiguous])()
+        for target, memory in zip(targets, contiguous, strict=True):
+            if memory is not target:
+                target.copy_(memory)
+
+    return write
 
 
-def cast_floating(tree: Any, dtype: torch.dtype) -> Any:
-    """The same nested containers with floating-point tensors converted."""
-    if isinstance(tree, Tensor):
-        return tree.to(dtype) if tree.is_floating_point() else tree
-    if type(tree) is dict:
-        return {key: cast_floating(value, dtype) for key, value in tree.items()}
-    if type(tree) in (list, tuple):
-        return type(tree)(cast_floating(value, dtype) for value in tree)
-    return tree
+def _bytes_of(contiguous: Tensor) -> Tensor:
+    return as_bytes(flat_view(contiguous))

@@ -1,9 +1,9 @@
-"""The driver for parameters in divided buckets: update a bucket while the one before it is on its way to all ranks.
+"""The step schedule of ``ShardedDataParallel``: it updates a segment of buckets while the one before is sent.
 
 1. Confirm: all ranks have gradients for the same parameters and the same options, and none has failed yet.
-2. Bucket by bucket, those that the next forward pass reads first in front: update, start sending.
-3. Confirm again, and wait for all of it; or leave both to the next forward pass (``overlap``), whose modules wait for
-   what they read.
+2. For each segment, in the order in which the next forward pass reads them: update, start sending.
+3. Exchange status flags and wait for all transfers. With ``overlap``, the next forward pass does both: each submodule
+   waits for the parameters that it reads.
 """
 
 from __future__ import annotations
@@ -17,11 +17,10 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from onecopy.comm import limits
-from onecopy.comm.agreement import raise_together
+from onecopy.comm.agreement import FirstFailure, raise_together
 from onecopy.comm.collectives import Collectives
 from onecopy.comm.packing import InFlight
-from onecopy.comm.status_flags import DeferredRead, flags_on
-from onecopy.comm.work import Work
+from onecopy.comm.status_flags import DeferredFlags, flags_on
 from onecopy.common.profiling import profile_range
 from onecopy.data_parallel.parameter_buckets import ParameterBuckets
 from onecopy.errors import PeerFailedError
@@ -35,7 +34,7 @@ from onecopy.step.parameter_sync import ParameterSync
 
 @dataclass(frozen=True, slots=True)
 class _UpdateSegment:
-    """Some buckets that are updated together: their parameters, what this rank owns of them, and how they are sent."""
+    """Buckets that are updated and sent together: their parameters, this rank's shards, and the transfers."""
 
     params: frozenset[int]
     owned: tuple[OwnedShard, ...]
@@ -43,163 +42,172 @@ class _UpdateSegment:
 
 
 class PipelinedStep:
-    """Steps one engine, whose storage is an :class:`~onecopy.data_parallel.parameter_buckets.Arena`."""
+    """Steps one engine, whose storage is :class:`~onecopy.data_parallel.parameter_buckets.ParameterBuckets`.
+
+    Args:
+        engine: the engine.
+        plans: the buckets of its parameters.
+        overlap: whether ``step()`` returns while parameters are in flight.
+        is_only_optimizer: whether the module has no other optimizer.
+        replicas: the ranks that own the same shards in other replicas (with a mesh), or None.
+    """
 
     def __init__(
-        self, engine: Engine, plans: Sequence[BucketPlan], overlap: bool, alone: bool, replicas: Collectives | None
+        self,
+        engine: Engine,
+        plans: Sequence[BucketPlan],
+        overlap: bool,
+        is_only_optimizer: bool,
+        replicas: Collectives | None,
     ) -> None:
         self._engine = engine
         self._plans = list(plans)
         self._overlap = overlap
-        # With another optimizer's step to come, ranks must know of a failure before it.
-        self._defers_word = overlap and alone and replicas is None
+        # If another optimizer steps next, the ranks must know of a failure before that.
+        self._defers_flags = overlap and is_only_optimizer and replicas is None
         self._storage: object = None
         self._segments: list[_UpdateSegment] = []
         self._segment_of: dict[int, int] = {}  # by parameter
-        self._flying: dict[int, tuple[InFlight, list[Tensor]]] = {}
+        # By segment, the transfers that have not ended, and the parameters that they change.
+        self._transfers: dict[int, tuple[InFlight, list[Tensor]]] = {}
         self._replicas = replicas
-        self._unread: DeferredRead | None = None
-        self._arriving: Work | None = None
-        self._plan()
+        self._deferred_flags = DeferredFlags()
+        self._plan_segments()
 
     def step(
         self, engine: Engine, groups: Sequence[Group], closure: Callable[[], Any] | None, kwargs: dict[str, Any]
     ) -> Any:
-        """One step, as every driver does it."""
+        """Make one step; return the loss of the closure, if there is one."""
         self._raise_failure_of_last_step()
         loss = None
         if callable(closure):
             with torch.enable_grad():
                 loss = closure()
-        local, gradients = engine.inner, engine.gradients
-        ranges: dict[int, Tensor] = {}
-        failure: Exception | None = None
+        inner, gradients = engine.inner, engine.gradients
+        gradient_shards: dict[int, Tensor] = {}
+        failure = FirstFailure()
         self.wait()
-        try:
+        # 1. Confirm.
+        with failure:
             engine.follow_moved_params()
-            self._plan()
+            self._plan_segments()
             engine.check_groups(groups)
-            local.push_options(groups)
-            local.master_weights.refresh_from_params()
-            ranges = dict(gradients.owned_shards() or {})
-        except Exception as error:
-            failure = error
+            inner.push_options(groups)
+            inner.master_weights.refresh_from_params()
+            gradient_shards = dict(gradients.owned_shards() or {})
         has_gradient = gradients.has_gradient()
-        engine.confirm(groups, has_gradient, failure)
-        options = OptionsSnapshot.of(local.optim.param_groups)
+        engine.confirm(groups, has_gradient, failure.error)
+        # 2. Update and send. A rank that fails goes on sending, because the other ranks receive.
+        options = OptionsSnapshot.of(inner.optim.param_groups)
         for number, segment in enumerate(self._segments):
-            try:
-                if failure is None:
+            with failure:
+                if not failure:
                     with profile_range("onecopy.update"):
-                        options.restore(local.optim.param_groups)
-                        local.step_part(segment.owned, ranges, kwargs)
-            except Exception as error:
-                failure = error
-            self._send(number, segment, has_gradient)
-        self._end(failure)
-        local.pull_options(groups)
+                        options.restore(inner.optim.param_groups)
+                        inner.step_part(segment.owned, gradient_shards, kwargs)
+            self._start_sending(number, segment, has_gradient)
+        # 3. Exchange status flags and wait.
+        self._finish_step(failure.error)
+        inner.pull_options(groups)
         return loss
 
-    def _send(self, number: int, segment: _UpdateSegment, has_gradient: Sequence[bool]) -> None:
+    def _start_sending(self, number: int, segment: _UpdateSegment, has_gradient: Sequence[bool]) -> None:
         engine = self._engine
-        everything = engine.inner.moves_all or engine.defers_status
-        changed = [engine.params[index] for index in segment.params if everything or has_gradient[index]]
+        sends_all = engine.inner.moves_all or engine.defers_status
+        changed = [engine.params[index] for index in segment.params if sends_all or has_gradient[index]]
         with profile_range("onecopy.share"):
-            self._flying[number] = (segment.param_sync.start(None if everything else has_gradient), changed)
+            self._transfers[number] = (segment.param_sync.start(None if sends_all else has_gradient), changed)
 
-    def _end(self, failure: Exception | None) -> None:
-        """Tell all ranks whether one has failed; then wait, or leave that for later."""
-        words = [collectives for collectives in (self._engine.collectives, self._replicas) if collectives is not None]
-        mine = 0 if failure is None else 1 + words[0].group_rank
-        word = flags_on(words[0].control_device, [mine])
-        if self._defers_word and not words[0].defers_host_reads:
-            # The word arrives behind the parameters, for which nobody waits here: it is read in the next forward pass.
-            self._arriving, self._unread = words[0].all_reduce(word, largest=True), DeferredRead(word)
+    def _finish_step(self, failure: Exception | None) -> None:
+        """Exchange whether a rank has failed, and wait for all transfers, or leave both for later."""
+        collectives = self._engine.collectives
+        flags = flags_on(collectives.control_device, [0 if failure is None else 1 + collectives.group_rank])
+        if self._defers_flags and not collectives.defers_host_reads:
+            # The flags arrive after the parameters, for which this step does not wait. The next forward reads them.
+            self._deferred_flags.put(flags, collectives.all_reduce(flags, largest=True))
             if failure is not None:
                 self.wait()
                 raise failure
             return
-        for collectives in words:
-            collectives.all_reduce(word, largest=True).wait()
-        if words[0].defers_host_reads:
+        collectives.all_reduce(flags, largest=True).wait()
+        if self._replicas is not None:
+            self._replicas.all_reduce(flags, largest=True).wait()
+        if collectives.defers_host_reads:
             if failure is not None:
                 self.wait()
                 raise failure
-            self._unread = DeferredRead(word)
-        elif word.item():
+            self._deferred_flags.put(flags)
+        elif flags.item():
             self.wait()
             self._engine.clear_status()
-            raise_together(words[0], "step()", failure)
+            raise_together(collectives, "step()", failure)
         if not self._overlap:
             self.wait()
 
     def raise_deferred_failure(self) -> None:
-        """In a forward pass, before anything else is exchanged: raise if the last step has failed on a rank."""
-        if self._arriving is not None:
+        """In a forward pass, before the ranks exchange anything: raise if the last step has failed on any rank."""
+        if self._deferred_flags.in_flight:
             self._raise_failure_of_last_step()
 
     def _raise_failure_of_last_step(self) -> None:
-        """Raise on all ranks if the update has failed on one of them in the last step."""
-        arriving, self._arriving = self._arriving, None
-        unread, self._unread = self._unread, None
-        if arriving is not None:
-            arriving.wait()
-        failed = unread.read()[0] if unread is not None else 0
-        if failed:
+        """Raise if the deferred flags tell that the update of the last step has failed on any rank."""
+        flags = self._deferred_flags.take()
+        if flags is not None and flags[0]:
             raise PeerFailedError(
-                f"rank {self._engine.collectives.group_rank}: the previous step() failed on rank {failed - 1}; see its "
-                "own error, and load a checkpoint before going on"
+                f"rank {self._engine.collectives.group_rank}: the previous step() failed on rank {flags[0] - 1}; see "
+                "its own error, and load a checkpoint before going on"
             )
 
     def wait(self) -> None:
-        """End everything that is under way."""
-        self._drain(list(self._flying))
-        if self._arriving is not None:
-            self._arriving.wait()  # what it says is for the next forward pass
+        """Wait for all transfers. The deferred flags have arrived then, but the next forward pass reads them."""
+        self._end_transfers(list(self._transfers))
+        self._deferred_flags.wait()
 
     @property
-    def under_way(self) -> bool:
-        """Whether something has not arrived everywhere yet."""
-        return bool(self._flying)
+    def in_flight(self) -> bool:
+        """Whether parameters are in flight."""
+        return bool(self._transfers)
 
     def wait_for(self, params: Iterable[int]) -> None:
-        """End the transfers of what holds some parameters."""
-        for param in params if self._flying else ():
+        """Wait for the segments that hold these parameters."""
+        for param in params if self._transfers else ():
             number = self._segment_of[param]
-            if number in self._flying:
-                self._drain([number])
+            if number in self._transfers:
+                self._end_transfers([number])
 
-    def _drain(self, numbers: Sequence[int]) -> None:
+    def _end_transfers(self, numbers: Sequence[int]) -> None:
         for number in numbers:
-            flying, changed = self._flying.pop(number)
-            flying.drain()
+            transfers, changed = self._transfers.pop(number)
+            transfers.drain()
             if changed:
-                # Written behind autograd's back: whoever has used the old values is told so by autograd.
+                # The values were written without autograd's knowledge. The version counter lets a backward pass that
+                # needs the old values raise.
                 increment_version(changed)
 
-    def _plan(self) -> None:
-        """Divide the buckets into segments, anew where parameters have moved."""
+    def _plan_segments(self) -> None:
+        """Divide the buckets into segments, again if the parameters have moved."""
         engine, storage = self._engine, self._engine.storage
         if storage is self._storage:
             return
         assert isinstance(storage, ParameterBuckets)
-        sets: list[list[int]] = [[]]
-        size = before = 0
+        buckets_of_segment: list[list[int]] = [[]]
+        size = size_before = 0
         for number in reversed(range(len(self._plans))):
-            if sets[-1] and size >= min(limits.SEGMENT_BYTES, before) and not engine.inner.moves_all:
-                sets.append([])
-                before += size
+            is_full = size >= min(limits.SEGMENT_BYTES, size_before)
+            if buckets_of_segment[-1] and is_full and not engine.inner.moves_all:
+                buckets_of_segment.append([])
+                size_before += size
                 size = 0
-            sets[-1].append(number)
+            buckets_of_segment[-1].append(number)
             size += storage.buckets[number].numel() * storage.buckets[number].element_size()
         segments = []
-        for numbers in sets:
+        for numbers in buckets_of_segment:
             params = frozenset(index for number in numbers for index in self._plans[number].params)
             owned = tuple(entry for entry in engine.inner.owned if entry.shard.param in params)
-            pieces = [piece for number in numbers for piece in storage.pieces_of[number]]
+            ranges = [owned_range for number in numbers for owned_range in storage.ranges_by_bucket[number]]
             segments.append(
-                _UpdateSegment(params, owned, ParameterSync(engine.collectives, pieces, storage.direct_bytes))
+                _UpdateSegment(params, owned, ParameterSync(engine.collectives, ranges, storage.direct_bytes))
             )
-        # Last, so that a plan which failed is made again.
+        # Assigned last, so that planning is repeated after a failure.
         self._storage, self._segments = storage, segments
         self._segment_of = {param: number for number, each in enumerate(self._segments) for param in each.params}

@@ -1,8 +1,8 @@
-"""What ``param.grad`` is where gradients are sharded: a tensor of the parameter's shape that holds this rank's range.
+"""Sharded gradients: ``param.grad`` has the parameter's shape, but holds only this rank's range.
 
-Code that asks whether there is a gradient, zeroes it, scales it, unscales it with a GradScaler or takes its norm works
-as with an ordinary one (a norm and an unscaling are then calls that all ranks make together). Everything else is
-refused, because only a part of the values is here.
+Code that tests ``param.grad`` for None, zeroes it, scales it, unscales it with a GradScaler or takes its norm works as
+with a whole gradient (all ranks must take a norm and unscale together). Every other operation raises, because a rank
+has only a part of the values.
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ from onecopy.step.sharded_norm import check_defined, combined_norms, local_norms
 
 
 class ShardGrad(Tensor):
-    """A gradient of which only this rank's range exists, in :attr:`local`.
+    """A gradient that holds only this rank's range, in :attr:`local`.
 
     Attributes:
-        local: the reduced values of the range that this rank owns, flat, in storage order (possibly none).
+        local: the reduced values of the range that this rank owns, flat, in storage order (possibly empty).
+        collectives: the ranks that own the other ranges.
     """
 
     local: Tensor
@@ -42,11 +43,11 @@ class ShardGrad(Tensor):
 
     @staticmethod
     def __new__(cls, local: Tensor, param: Tensor, collectives: Collectives) -> ShardGrad:
-        """A tensor with the parameter's shape, type and device, without memory of its own."""
-        made = tensor_without_memory(cls, param)
-        made.local = local
-        made.collectives = collectives
-        return made
+        """Make a tensor with the parameter's shape, type and device, without memory of its own."""
+        tensor = tensor_without_memory(cls, param)
+        tensor.local = local
+        tensor.collectives = collectives
+        return tensor
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"ShardGrad({self.local.numel()} of {self.numel()} elements, {self.local})"
@@ -73,7 +74,7 @@ def _local(value: Any) -> Any:
 
 
 def _on_locals(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """An operation in place that treats all elements alike."""
+    """Run an in-place operation that treats all elements alike on the local ranges."""
     func(*(_local(arg) for arg in args), **kwargs)
     return None if isinstance(args[0], (list, tuple)) else args[0]
 
@@ -85,13 +86,13 @@ def _alias(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardGra
 
 
 def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Unscale what is here, and make all ranks see an infinity that one of them has found."""
+    """Unscale the local ranges, and set ``found_inf`` on all ranks if one rank has found an infinity."""
     gradients, found_inf, inverse_scale = args
     func([gradient.local for gradient in gradients], found_inf, inverse_scale, **kwargs)
     collectives: Collectives = gradients[0].collectives
-    word = found_inf.to(collectives.control_device)
-    collectives.all_reduce(word, largest=True).wait()
-    found_inf.copy_(word)
+    flag = found_inf.to(collectives.control_device)
+    collectives.all_reduce(flag, largest=True).wait()
+    found_inf.copy_(flag)
 
 
 def _norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -128,7 +129,12 @@ _HANDLERS: dict[Any, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {
 
 
 class ShardedGradients:
-    """This rank's ranges, in ``param.grad`` and nowhere else. One for each optimizer."""
+    """The gradients of one optimizer under ``ShardedDataParallel``: this rank's ranges, in ``param.grad``.
+
+    Attributes:
+        accumulating: whether the last forward pass ran under ``no_sync()``.
+        on_zero: a function to call when gradients are zeroed.
+    """
 
     is_reduce_scattered = True
 
@@ -139,18 +145,18 @@ class ShardedGradients:
         self.on_zero: Callable[[], None] = lambda: None
 
     def clear_accumulated(self) -> None:
-        """Tell whoever has set gradients aside."""
+        """Tell the backward pass that the gradients were zeroed."""
         self.on_zero()
 
     def clear(self) -> None:
-        """Nothing to note: ``param.grad`` tells."""
+        """Do nothing: ``param.grad`` says whether there is a gradient."""
 
     def has_gradient(self) -> list[bool]:
         """Which parameters have a gradient now."""
         return [param.grad is not None for param in self._params]
 
     def owned_shards(self) -> dict[int, Tensor]:
-        """This rank's ranges by parameter."""
+        """This rank's range of each gradient, by parameter."""
         found = {}
         for index, param in enumerate(self._params):
             gradient = param.grad
@@ -165,7 +171,7 @@ class ShardedGradients:
         return found
 
     def owned_gradients(self, owned: Sequence[OwnedShard], layout: Layout) -> dict[int, Tensor]:
-        """This rank's part of the gradients that exist, by parameter."""
+        """This rank's ranges of the gradients that exist, by parameter."""
         del layout
         gradient_shards = self.owned_shards()
         return {
@@ -175,5 +181,5 @@ class ShardedGradients:
         }
 
     def to_scale(self, owned: Sequence[OwnedShard], layout: Layout) -> list[Tensor]:
-        """The same."""
+        """The gradients that clipping multiplies: this rank's ranges."""
         return list(self.owned_gradients(owned, layout).values())

@@ -1,10 +1,10 @@
-"""``ShardedDataParallel``: in place of DDP, with gradients and optimizer state divided among the ranks."""
+"""``ShardedDataParallel``: in place of DDP, with gradients and optimizer state sharded among the ranks."""
 
 from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -13,29 +13,24 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.distributed.device_mesh import DeviceMesh
 
 from onecopy.comm import limits
-from onecopy.comm.agreement import Fact, agree
-from onecopy.comm.collectives import Collectives
+from onecopy.comm.agreement import Fact, FailTogether
 from onecopy.common.torch_private import accumulates_into_leaves, in_backward, in_join_context
-from onecopy.data_parallel.backward import BackwardReducer
-from onecopy.data_parallel.forward_wait import ForwardWaitHooks, resolve_uses
-from onecopy.data_parallel.gradient_buckets import Bucket, Policy
-from onecopy.data_parallel.module_sync import ModuleState, cast_floating, tensors_in
-from onecopy.data_parallel.optimizer_takeover import (
-    MixedPrecision,
-    Planned,
-    agree_with_replicas,
+from onecopy.data_parallel.argument_checks import (
+    check_mixed_precision,
     check_module,
     check_optimizers,
-    convert,
     module_facts,
-    plan,
     replicas_of,
-    sparse_embeddings_of,
-    take_over,
-    to_convert,
 )
+from onecopy.data_parallel.backward import BackwardReducer
+from onecopy.data_parallel.forward_wait import ForwardWaitHooks, check_uses
+from onecopy.data_parallel.gradient_buckets import GradientBucket, ReductionPolicy
+from onecopy.data_parallel.mixed_precision import MixedPrecision, convert_params, params_to_convert
+from onecopy.data_parallel.module_sync import ModuleSync
+from onecopy.data_parallel.nested_tensors import cast_floating, tensors_in
+from onecopy.data_parallel.optimizer_takeover import OptimizerPlan, plan_optimizer, take_over
 from onecopy.data_parallel.pipelined_step import PipelinedStep
-from onecopy.data_parallel.sparse_rows import RowBucket
+from onecopy.data_parallel.sparse_rows import RowBucket, embeddings_to_send_by_rows
 from onecopy.errors import RanksDisagreeError
 from onecopy.optimizer import ZeroRedundancyOptimizer
 from onecopy.step.debug_log import log_layout
@@ -44,13 +39,15 @@ from onecopy.step.gradient_norm import clip, total_norm
 from onecopy.step.join import naming_the_rule
 from onecopy.step.rank_comparison import layout_facts
 
+_CONSTRUCTING = "constructing ShardedDataParallel"
+
 
 class ShardedDataParallel(nn.Module, Joinable):
     r"""Trains a replica of ``module`` on every rank, and keeps 1/N of gradients and optimizer state on each.
 
-    It replaces DistributedDataParallel. Parameters stay plain tensors in flat buckets; each bucket's gradients are
-    reduced to their owners during the backward pass and then let go, ``optimizer.step()`` updates what this rank owns
-    and shares it. After ``backward()`` a ``param.grad`` shows this rank's range only.
+    It replaces DistributedDataParallel. Parameters stay plain tensors in flat buckets. The backward pass reduces each
+    bucket's gradients to their owners and then releases them. ``optimizer.step()`` updates this rank's shards and
+    shares them. After ``backward()`` a ``param.grad`` shows this rank's range only.
 
     Example::
 
@@ -58,20 +55,20 @@ class ShardedDataParallel(nn.Module, Joinable):
         model = ShardedDataParallel(model, optimizer)
 
     Args:
-        module: the model; its parameters and buffers are made equal on all ranks, those of rank 0.
+        module: the model; all ranks begin with the parameters and buffers of rank 0.
         optimizer: a :class:`ZeroRedundancyOptimizer` that has not stepped yet, or several; together they must have
             every parameter of the module that needs a gradient.
-        broadcast_buffers: send rank 0's buffers to all before each training forward.
+        broadcast_buffers: broadcast the buffers of rank 0 before each training forward.
         bucket_bytes: the size from which a bucket is full; the last ones are smaller, one parameter may be larger.
-        overlap_forward: let ``step()`` return while new values are on their way, and each submodule wait for its own
-            just before its forward. Read :attr:`uses` first.
+        overlap_forward: let ``step()`` return while parameters are in flight; each submodule waits for its own
+            parameters just before its forward. Read :attr:`uses` first.
         uses: with ``overlap_forward``, parameters or submodules that a submodule reads beside its own, by name, such as
             ``{"head": ["embed.weight"]}``; the empty name is the module itself.
         sparse_embeddings: let large embeddings produce sparse gradients, of which only the rows that a batch has used
-            are sent; what is stepped on is the same. On gloo only, elsewhere it changes nothing.
+            are sent; the reduced gradients are the same. On gloo only; with other backends it changes nothing.
         mixed_precision: the types to compute and communicate in.
-        mesh: a mesh of (replicate, shard): gradients and state are divided along the second dimension, whose group the
-            optimizers must be on, and reduced over both.
+        mesh: a mesh of (replicate, shard): gradients and state are sharded along the second dimension, whose group the
+            optimizers must be on, and gradients are reduced over both.
 
     Attributes:
         module: as given.
@@ -100,92 +97,79 @@ class ShardedDataParallel(nn.Module, Joinable):
         Joinable.__init__(self)
         optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
         collectives = collectives_of(optimizers)
-        replicas: Collectives | None = None
-        policy = mixed_precision or MixedPrecision()
-        failure: Exception | None = None
-        facts: list[Fact] = []
-        planned: list[Planned] = []
-        embeddings: list[nn.Embedding] = []
-        apart: set[int] = set()
-        try:
+        mixed_precision = mixed_precision or MixedPrecision()
+        uses = uses or {}
+        with FailTogether(collectives, _CONSTRUCTING) as together:
+            # First of all, because the mesh determines the ranks that compare the other arguments.
             check_optimizers(optimizers, collectives)
             replicas = None if mesh is None else replicas_of(mesh, collectives)
-            facts = [Fact("mesh", str(None if mesh is None else tuple(mesh.shape)))]
-        except Exception as error:
-            failure = error
-        # Before anything else: the mesh says with which ranks the rest is compared.
-        agree(collectives, "constructing ShardedDataParallel", facts, failure)
-        try:
-            if not isinstance(policy, MixedPrecision):
-                raise TypeError(
-                    f"mixed_precision must be a onecopy.MixedPrecision, as in MixedPrecision(param_dtype={policy!r}), "
-                    f"not {policy!r}"
-                )
+            together.facts = [Fact("mesh", str(None if mesh is None else tuple(mesh.shape)))]
+        # Compared inside the shard group first, then across replicas, so that all ranks of the mesh raise together.
+        with FailTogether(replicas, _CONSTRUCTING) as across, FailTogether(collectives, _CONSTRUCTING) as together:
+            check_mixed_precision(mixed_precision)
             check_module(module, optimizers)
-            if sparse_embeddings:
-                found = sparse_embeddings_of(module)
-                embeddings = [each for each in found if collectives.uses_pairwise(each.weight.device)]
-            apart = {id(each.weight) for each in embeddings}
-            planned = [plan(module, each, bucket_bytes, policy, apart) for each in optimizers]
-            if uses and not overlap_forward:
-                raise ValueError("uses says what to wait for with overlap_forward=True, and means nothing without it")
-            resolve_uses(module, uses or {})
-            facts = [
-                Fact("broadcast_buffers", str(bool(broadcast_buffers))),
-                Fact("bucket_bytes", str(bucket_bytes)),
-                Fact("overlap_forward", str(bool(overlap_forward))),
-                Fact("uses", str({name: list(others) for name, others in sorted((uses or {}).items())})),
-                Fact("sparse_embeddings", str(bool(sparse_embeddings))),
-                Fact("mixed_precision", str(policy)),
-            ]
-            facts += module_facts(module)
-            facts.append(Fact("embeddings whose gradients travel by rows", str(len(embeddings))))
-            facts += [fact for each in planned for fact in layout_facts(each.layout, "bucket")]
-            facts += [Fact("bucket", str(bucket)) for each in planned for bucket in each.plans]
-        except Exception as error:
-            failure = error
-        agree_with_replicas(collectives, replicas, "constructing ShardedDataParallel", facts, failure)
+            embeddings = embeddings_to_send_by_rows(module, collectives) if sparse_embeddings else []
+            row_params = {id(embedding.weight) for embedding in embeddings}
+            plans = [plan_optimizer(module, each, bucket_bytes, mixed_precision, row_params) for each in optimizers]
+            check_uses(module, uses, overlap_forward)
+            arguments = {
+                "broadcast_buffers": bool(broadcast_buffers),
+                "bucket_bytes": bucket_bytes,
+                "overlap_forward": bool(overlap_forward),
+                "uses": {name: list(used) for name, used in sorted(uses.items())},
+                "sparse_embeddings": bool(sparse_embeddings),
+                "mixed_precision": mixed_precision,
+            }
+            together.facts = across.facts = _facts(arguments, module, embeddings, plans)
         self.module = module
-        self.mixed_precision = policy
+        self.mixed_precision = mixed_precision
         self.require_backward_grad_sync = True
         devices = list(dict.fromkeys(param.device for param in module.parameters()))
         self.process_group: Any = collectives.process_group
         self.device: torch.device = devices[0]
         self.device_type: str = devices[0].type
         self.is_multi_device_module: bool = len(devices) > 1
-        self.require_forward_param_sync = True  # as DDP calls it: whether the last pass synchronises
-        self._collectives, self._replicas = collectives, replicas
-        self._state = ModuleState(module, broadcast_buffers)
-        self._state.share_all(collectives, replicas)
-        names = {id(param): name for name, param in module.named_parameters()}
-        how = Policy(collectives, replicas, policy.reduce_dtype)
-        buckets: list[tuple[int, Bucket]] = []
-        taken = []
-        chosen = to_convert(module, policy)
+        self.require_forward_param_sync = True  # DDP's name: whether the last pass synchronises
+        self._collectives = collectives
+        self._reduction_policy = ReductionPolicy(collectives, replicas, mixed_precision.reduce_dtype)
+        self._module_sync = ModuleSync(module, broadcast_buffers, collectives, replicas)
+        self._module_sync.broadcast_all()
         self._pipelines: list[tuple[ZeroRedundancyOptimizer, PipelinedStep]] = []
+        self._reducer = self._take_over(plans, row_params, overlap_forward)
+        # Embeddings that make sparse gradients only inside this module's forward pass.
+        self._sparse_in_forward = [embedding for embedding in embeddings if not embedding.sparse]
+        self._wait_hooks = ForwardWaitHooks(module, self._pipelines_by_param(), uses) if overlap_forward else None
+        module.register_state_dict_pre_hook(_waiting_hook(weakref.ref(self)))
+
+    def _take_over(
+        self, plans: Sequence[OptimizerPlan], row_params: Collection[int], overlap_forward: bool
+    ) -> BackwardReducer:
+        """Take over the optimizers, make their step schedules, and return the reducer of all gradient buckets."""
+        module, policy = self.module, self._reduction_policy
+        to_convert = params_to_convert(module, self.mixed_precision)
+        names = {id(param): name for name, param in module.named_parameters()}
         order = {id(param): place for place, param in enumerate(reversed(list(module.parameters())))}
-        for each in planned:
-            engine = each.optimizer.engine
-            taken.append(take_over(each, chosen, policy))
-            pipeline = PipelinedStep(engine, each.plans, overlap_forward, len(planned) == 1, replicas)
-            self._pipelines.append((each.optimizer, pipeline))
-            each.optimizer.step_schedule = pipeline.step
-            each.optimizer.wait_for_transfers = pipeline.wait
-            for bucket in each.plans:
-                params = [engine.params[index] for index in bucket.params]
-                last = max(order[id(param)] for param in params)
-                kind = RowBucket if id(params[0]) in apart else Bucket
-                buckets.append((last, kind(bucket, params, [names[id(param)] for param in params], how)))
+        gradient_sources = []
+        buckets: list[tuple[int, GradientBucket]] = []  # with the place of the parameter that autograd reaches last
+        for plan in plans:
+            engine = plan.optimizer.engine
+            gradient_sources.append(take_over(plan, to_convert, self.mixed_precision))
+            pipeline = PipelinedStep(engine, plan.buckets, overlap_forward, len(plans) == 1, policy.replicas)
+            self._pipelines.append((plan.optimizer, pipeline))
+            plan.optimizer.step_schedule = pipeline.step
+            plan.optimizer.wait_for_transfers = pipeline.wait
+            for bucket_plan in plan.buckets:
+                params = [engine.params[index] for index in bucket_plan.params]
+                bucket_class = RowBucket if id(params[0]) in row_params else GradientBucket
+                bucket = bucket_class(bucket_plan, params, [names[id(param)] for param in params], policy)
+                buckets.append((max(order[id(param)] for param in params), bucket))
             log_layout(engine)
-        convert(module.parameters(), chosen, policy)  # what no optimizer has
-        self._made_sparse = [embedding for embedding in embeddings if not embedding.sparse]
+        convert_params(module.parameters(), to_convert, self.mixed_precision)  # parameters that no optimizer has
         buckets.sort(key=lambda entry: entry[0])
-        self._reducer = BackwardReducer([bucket for _, bucket in buckets], how)
-        for gradients in taken:
-            gradients.on_zero = self._reducer.forget_accumulated
-        self._waiting = ForwardWaitHooks(module, self._pipelines_by_param(), uses or {}) if overlap_forward else None
-        me = weakref.ref(self)
-        module.register_state_dict_pre_hook(lambda *_: _wait_for(me))
+        reducer = BackwardReducer([bucket for _, bucket in buckets], policy)
+        for gradients in gradient_sources:
+            gradients.on_zero = reducer.clear_accumulated
+        return reducer
 
     def _pipelines_by_param(self) -> dict[int, tuple[PipelinedStep, int]]:
         return {
@@ -195,37 +179,37 @@ class ShardedDataParallel(nn.Module, Joinable):
         }
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """The module's forward, after what its replicas must agree on."""
+        """Run the module's forward, after buffers are broadcast and failures of the last step are raised."""
         if not in_backward():
             self._reducer.reset()
-        if self._waiting is not None:
-            self._waiting.begin()
+        if self._wait_hooks is not None:
+            self._wait_hooks.before_forward()
         if torch.is_grad_enabled():
             self._before_training_forward()
         dtype = self.mixed_precision.param_dtype
         if dtype is not None and self.mixed_precision.cast_inputs:
             inputs, kwargs = cast_floating(inputs, dtype), cast_floating(kwargs, dtype)
-        with self._sparse():
+        with self._sparse_embeddings():
             output = self.module(*inputs, **kwargs)
         self._raise_deferred_failures()
         if torch.is_grad_enabled():
-            self._watch(output)
+            self._watch_backward(output)
         return output
 
     @contextlib.contextmanager
-    def _sparse(self) -> Iterator[None]:
-        """Let the chosen embeddings make sparse gradients of what is run inside, and of nothing else."""
-        for embedding in self._made_sparse:
+    def _sparse_embeddings(self) -> Iterator[None]:
+        """Let embeddings make sparse gradients in the forward pass inside, and nowhere else."""
+        for embedding in self._sparse_in_forward:
             embedding.sparse = True
         try:
             yield
         finally:
-            for embedding in self._made_sparse:
+            for embedding in self._sparse_in_forward:
                 embedding.sparse = False
 
     def _before_training_forward(self) -> None:
-        self._reducer.attach()
-        buffers = self._state.buffers_to_share() if self.module.training else []
+        self._reducer.attach_hooks()
+        buffers = self._module_sync.buffers_to_broadcast() if self.module.training else []
         if in_join_context(self) or buffers:
             self._raise_deferred_failures()
         source = 0
@@ -235,32 +219,33 @@ class ShardedDataParallel(nn.Module, Joinable):
         self._reducer.synchronises = self.require_forward_param_sync = self.require_backward_grad_sync
         for engine in self._engines:
             engine.gradients.accumulating = not self.require_backward_grad_sync
-        self._state.share_buffers(buffers, self._collectives, self._replicas, source)
+        self._module_sync.broadcast_buffers(buffers, source)
 
     def _raise_deferred_failures(self) -> None:
-        """Before ranks exchange anything: raise if the last step has failed on one of them."""
+        """Before the ranks exchange anything: raise if the last step has failed on any rank."""
         for _, pipeline in self._pipelines:
             pipeline.raise_deferred_failure()
 
-    def _watch(self, output: Any) -> None:
-        """Let the reducer know when a backward pass begins, even if it reaches no parameter on this rank."""
+    def _watch_backward(self, output: Any) -> None:
+        """Begin the reducer's pass with every ``backward()`` from the output, even if it reaches no parameter."""
         reducer = weakref.ref(self._reducer)
-        watched = [tensor for tensor in tensors_in(output) if tensor.grad_fn is not None]
-        # What the outputs are made of, and not the outputs, which would then hold themselves.
-        made_by = [tensor.grad_fn for tensor in watched if tensor.grad_fn is not None]
-        behind = [node for maker in made_by for node, _ in maker.next_functions if node is not None]
+        tensors = [tensor for tensor in tensors_in(output) if tensor.grad_fn is not None]
+
+        # Not the outputs' own nodes: a hook on an output that refers to its node would keep the output alive.
+        producers = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
+        inner_nodes = [node for producer in producers for node, _ in producer.next_functions if node is not None]
 
         def begin(_gradient: Tensor) -> None:
             live = reducer()
-            if live is not None and (live.reached() or accumulates_into_leaves(behind)):
-                live.begin()
+            if live is not None and (live.reaches_params() or accumulates_into_leaves(inner_nodes)):
+                live.begin_pass()
 
-        if watched:
-            torch.autograd.graph.register_multi_grad_hook(watched, begin, mode="any")
+        if tensors:
+            torch.autograd.graph.register_multi_grad_hook(tensors, begin, mode="any")
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Forward passes inside leave their whole local gradients in ``param.grad``, for a later pass to reduce."""
+        """Leave the whole local gradients of forward passes inside in ``param.grad``; a later pass reduces them."""
         before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
         try:
             yield
@@ -268,7 +253,7 @@ class ShardedDataParallel(nn.Module, Joinable):
             self.require_backward_grad_sync = before
 
     def wait(self) -> None:
-        """End transfers that ``overlap_forward`` has left for the next forward."""
+        """Wait for the parameters that ``overlap_forward`` has left in flight."""
         for _, pipeline in self._pipelines:
             pipeline.wait()
 
@@ -325,8 +310,8 @@ class ShardedDataParallel(nn.Module, Joinable):
             return super().load_state_dict(state_dict, strict)
         return self.module.load_state_dict(state_dict, strict)
 
-    def join_hook(self, **kwargs: Any) -> JoinHook:  # noqa: ARG002 - torch passes what other joinables need
-        """Return the hook with which a rank that has run out of inputs takes part in the others' backward passes.
+    def join_hook(self, **kwargs: Any) -> JoinHook:  # noqa: ARG002 - torch passes the arguments of other joinables
+        """Return the hook with which a rank that has run out of inputs takes part in the other ranks' passes.
 
         Args:
             **kwargs: not used; shared with the other joinables.
@@ -335,7 +320,7 @@ class ShardedDataParallel(nn.Module, Joinable):
 
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> NoReturn:
-        """What DDP asks a module for first; around this one it would reduce what has been reduced."""
+        """The attribute that DDP reads first: it raises, because DDP would reduce reduced gradients again."""
         raise TypeError("ShardedDataParallel takes the place of DDP: do not wrap it in DDP")
 
     @property
@@ -354,36 +339,57 @@ class ShardedDataParallel(nn.Module, Joinable):
         self._raise_deferred_failures()
         source, synchronises = self._exchange_join_flags(active=False, synchronises=False)
         self.require_forward_param_sync = synchronises
-        self._state.share_buffers(self._state.buffers_to_share(), self._collectives, self._replicas, source)
+        self._module_sync.broadcast_buffers(self._module_sync.buffers_to_broadcast(), source)
         if synchronises:
-            self._reducer.take_part()
+            self._reducer.serve_pass()
 
     def _exchange_join_flags(self, active: bool, synchronises: bool) -> tuple[int, bool]:
-        """The lowest rank that has inputs, and whether the backward passes of those that have will synchronise."""
+        """Return the lowest rank that has inputs, and whether the backward passes of ranks with inputs synchronise."""
         with naming_the_rule():
             flags = self._collectives.all_gather_flags([int(active), int(synchronises)], "forward()")
-        having = {group_rank: bool(flag[1]) for group_rank, flag in enumerate(flags) if flag[0]}
-        if len(set(having.values())) > 1:
-            accumulating = [group_rank for group_rank, flag in having.items() if not flag]
+        with_inputs = {group_rank: bool(flag[1]) for group_rank, flag in enumerate(flags) if flag[0]}
+        if len(set(with_inputs.values())) > 1:
+            accumulating = [group_rank for group_rank, flag in with_inputs.items() if not flag]
             raise RanksDisagreeError(
                 f"rank {self._collectives.group_rank}: forward() runs under no_sync() on ranks {accumulating}, and on "
                 "the other ranks that have inputs it does not; use no_sync() on all of them or on none"
             )
-        return next(iter(having.items()))
+        return next(iter(with_inputs.items()))
 
 
-def _wait_for(model: weakref.ref[ShardedDataParallel]) -> None:
-    live = model()
-    if live is not None:
-        live.wait()
+def _facts(
+    arguments: Mapping[str, object],
+    module: nn.Module,
+    embeddings: Sequence[nn.Embedding],
+    plans: Sequence[OptimizerPlan],
+) -> list[Fact]:
+    """The facts that must be equal on all ranks before the wrapper changes anything."""
+    return [
+        *(Fact(name, str(value)) for name, value in arguments.items()),
+        *module_facts(module),
+        Fact("embeddings whose gradients are sent by rows", str(len(embeddings))),
+        *(fact for plan in plans for fact in layout_facts(plan.layout, "bucket")),
+        *(Fact("bucket", str(bucket)) for plan in plans for bucket in plan.buckets),
+    ]
+
+
+def _waiting_hook(model: weakref.ref[ShardedDataParallel]) -> Callable[..., None]:
+    """A hook that waits for parameters in flight, and does not keep the wrapper alive."""
+
+    def wait(*_arguments: object) -> None:
+        live = model()
+        if live is not None:
+            live.wait()
+
+    return wait
 
 
 class _BackwardJoinHook(JoinHook):
-    """What a rank that has run out of inputs does for each pass of the others."""
+    """Lets a rank that has run out of inputs take part in the other ranks' passes."""
 
     def __init__(self, model: ShardedDataParallel) -> None:
         self._model = model
 
     def main_hook(self) -> None:
-        """Serve one pass."""
+        """Take part in one pass."""
         self._model.serve_backward()

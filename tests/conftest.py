@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import settings
 
-from harness import EVERYTHING, pools
 from onecopy.bench import processor
+from tests.support.harness import EVERYTHING, pools
 
 PROCESSOR = processor.protect()
 """What the header says of this processor; set in the environment before the first test and the first worker."""
@@ -55,6 +55,15 @@ def pytest_report_header() -> list[str]:
     """Say what was left out, and what this processor needs."""
     cases = "every case of every table" if EVERYTHING else "every value of every table, not every combination"
     return [cases, PROCESSOR] if PROCESSOR else [cases]
+
+
+@pytest.fixture(scope="module")
+def fresh_processes() -> None:
+    """Processes in which no earlier test has left groups that only some of the ranks are in.
+
+    With such groups torch cannot make one by its members alone.
+    """
+    pools.close()
 
 
 @pytest.fixture(scope="session", autouse=True)

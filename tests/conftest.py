@@ -9,6 +9,7 @@ import pytest
 from hypothesis import settings
 
 from onecopy.bench import processor
+from tests.support.covering import covering
 from tests.support.harness import EVERYTHING, pools
 
 PROCESSOR = processor.protect()
@@ -30,25 +31,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     tables = defaultdict(list)
     for item in items:
         tables[item.nodeid.partition("[")[0]].append(item)
-    kept = {id(item) for table in tables.values() for item in covering(table)}
+    kept = {id(item) for table in tables.values() for item in enough(table)}
     config.hook.pytest_deselected(items=[item for item in items if id(item) not in kept])
     items[:] = [item for item in items if id(item) in kept]
 
 
-def covering(table: list[pytest.Item]) -> Iterator[pytest.Item]:
-    """Cases in which every value of every parameter occurs: first those that have only new values, then the rest."""
-    if len(table) == 1 or not hasattr(table[0], "callspec"):
-        yield from table
-        return
-    rows = [getattr(item, "callspec").params for item in table]  # noqa: B009 - typed as an item of any kind
-    varying = [name for name in rows[0] if len({id(row[name]) for row in rows}) > 1]
-    seen: set[tuple[str, int]] = set()
-    for wanted in (all, any):
-        for item, row in zip(table, rows, strict=True):
-            values = [(name, id(row[name])) for name in varying]
-            if wanted(value not in seen for value in values):
-                yield item
-                seen.update(values)
+def enough(table: list[pytest.Item]) -> list[pytest.Item]:
+    """Return the cases of one test in which every value of every parameter occurs."""
+    if not hasattr(table[0], "callspec"):
+        return table
+    # Values need not be hashable; the same object stands for a value in all cases.
+    rows = [{name: id(value) for name, value in getattr(item, "callspec").params.items()} for item in table]  # noqa: B009
+    return [table[position] for position in covering(rows)]
 
 
 def pytest_report_header() -> list[str]:

@@ -31,18 +31,12 @@ from tests.support.models import (
     assert_replicas_equal,
     assert_same_tree,
     everything_inputs,
+    more_for_earlier_ranks,
+    more_for_later_ranks,
     values,
 )
 
 # Uneven inputs
-
-
-def more_for_later_ranks(rank: int) -> int:
-    return 2 + 2 * rank
-
-
-def more_for_earlier_ranks(rank: int) -> int:
-    return 8 - 2 * rank
 
 
 @pytest.mark.parametrize("counts", [more_for_later_ranks, more_for_earlier_ranks])

@@ -23,9 +23,9 @@ from torch.optim.lr_scheduler import StepLR
 from onecopy import ShardedDataParallel, ZeroRedundancyOptimizer
 from tests.support.data_parallel import ROUNDING, SGD, Layers, Side, as_if_large, different_layers, inputs_of, one_step
 from tests.support.data_parallel_use import Batched, Checkpointed, closure, loss_of
+from tests.support.ddp_training import Branching
 from tests.support.harness import distributed
 from tests.support.models import assert_equal, assert_replicas_equal, small_model, values
-from tests.support.reduce_scatter import Branching
 
 STEPS = 5
 

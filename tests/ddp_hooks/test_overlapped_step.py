@@ -8,49 +8,81 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
     bf16_compress_hook,
     fp16_compress_hook,
 )
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
 
 import onecopy.ddp_hooks.hooks
 from onecopy import ZeroRedundancyOptimizer, hook_with_zero_step
 from onecopy.ddp_hooks.worker import StreamWorker
-from tests.support.harness import distributed
-from tests.support.overlapped_step import (
-    COUNTING,
+from tests.support.ddp_training import (
     ELEMENT,
-    HOOKS,
     SGD,
-    SMALL,
     STATIC,
-    UNEVEN,
     UNUSED,
     VIEW,
     Branching,
-    Case,
-    MakeHook,
-    Run,
-    TwoTypes,
-    assert_parity,
     assert_same_state,
     half_loss,
     half_model,
     halving,
     make_ddp,
-    matrices,
-    never_branching_loss,
-    one_cycle,
+    train_both,
+)
+from tests.support.harness import distributed
+from tests.support.models import small_inputs
+from tests.support.overlapped_step import (
+    COUNTING,
+    HOOKS,
+    UNEVEN,
+    Case,
+    MakeHook,
+    Run,
+    assert_parity,
     overlapped_run,
     plain_run,
     reduced_mean,
     three_groups,
-    train_both,
-    zero_of,
 )
 
 pytestmark = pytest.mark.usefixtures("fresh_processes")
+
+SMALL = 0.002
+"""A limit for DDP's buckets, in MiB, that gives a weight and a bias a bucket."""
+
+
+class TwoTypes(nn.Module):
+    """Half of it in single, half in double precision."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.single = nn.Linear(8, 160)
+        self.double_ = nn.Linear(160, 4).double()
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs: Tensor = self.double_(torch.tanh(self.single(inputs)).double())
+        return outputs
+
+
+def matrices() -> nn.Sequential:
+    """Nothing but matrices, for Muon."""
+    return nn.Sequential(nn.Linear(8, 32, bias=False), nn.Tanh(), nn.Linear(32, 4, bias=False))
+
+
+def never_branching_loss(model: nn.Module, step: int) -> Tensor:
+    loss: Tensor = model(small_inputs(dist.get_rank(), step), False).square().mean()
+    return loss
+
+
+def one_cycle(optimizer: Optimizer) -> LRScheduler:
+    return OneCycleLR(optimizer, max_lr=0.1, total_steps=20)
+
 
 CASES = (
     Case("momentum"),
@@ -240,7 +272,7 @@ def test_every_iteration_updates_every_parameter_with_a_gradient_once(
         if step == count.freeze_at:
             ours.ddp.module.get_submodule("middle").requires_grad_(False)
         ours.iterate(step)
-    zero = zero_of(ours)
+    zero = ours.zero
     assert zero.param_groups[0]["steps"] == 6
     zero.consolidate_state_dict(to=0)
     if zero.rank == 0:

@@ -19,19 +19,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import onecopy.ddp_hooks.hooks
 from onecopy import ZeroRedundancyOptimizer, hook_with_zero_step, hook_with_zero_step_interleaved
+from tests.support.ddp_training import ELEMENT, assert_same_values, make_ddp, train_both
 from tests.support.harness import distributed
-from tests.support.overlapped_step import (
-    ELEMENT,
-    HOOKS,
-    Case,
-    MakeHook,
-    assert_same_values,
-    make_ddp,
-    overlapped_run,
-    plain_run,
-    reduced_mean,
-    train_both,
-)
+from tests.support.overlapped_step import HOOKS, Case, MakeHook, overlapped_run, plain_run, reduced_mean
 
 pytestmark = pytest.mark.usefixtures("fresh_processes")
 

@@ -12,29 +12,23 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from onecopy import hook_with_zero_step, hook_with_zero_step_interleaved
+from tests.support.ddp_training import (
+    ELEMENT,
+    STATIC,
+    UNUSED,
+    VIEW,
+    Branching,
+    assert_same_state,
+    assert_same_values,
+    branching_loss,
+    train_both,
+)
 from tests.support.harness import distributed
 from tests.support.models import (
     small_inputs,
     small_loss,
 )
-from tests.support.overlapped_step import (
-    ELEMENT,
-    HOOKS,
-    STATIC,
-    UNUSED,
-    VIEW,
-    Branching,
-    Case,
-    MakeHook,
-    Run,
-    assert_same_state,
-    assert_same_values,
-    branching_loss,
-    overlapped_run,
-    plain_run,
-    train_both,
-    zero_of,
-)
+from tests.support.overlapped_step import HOOKS, Case, MakeHook, Run, overlapped_run, plain_run
 from tests.support.resnet import ResNet50
 
 pytestmark = pytest.mark.usefixtures("fresh_processes")
@@ -256,7 +250,7 @@ def clip_with_torch(run: Run) -> None:
 
 
 def clip_with_ours(run: Run) -> None:
-    zero_of(run).clip_grad_norm_(0.01)
+    run.zero.clip_grad_norm_(0.01)
 
 
 def replace_gradient(run: Run) -> None:

@@ -15,30 +15,26 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
 )
 from torch.distributed.algorithms.join import Join
 
+from tests.support.ddp_training import ELEMENT, assert_same_state, assert_same_values, halving, tolerance_of, train_both
 from tests.support.harness import distributed
 from tests.support.models import (
     assert_equal,
     assert_replicas_equal,
     assert_same_tree,
+    more_for_earlier_ranks,
+    more_for_later_ranks,
     small_model,
 )
 from tests.support.overlapped_step import (
     COUNTING,
-    ELEMENT,
     HOOKS,
     UNEVEN,
     Case,
     MakeHook,
     Run,
     assert_parity,
-    assert_same_state,
-    assert_same_values,
-    halving,
     overlapped_run,
     plain_run,
-    tolerance_of,
-    train_both,
-    zero_of,
 )
 
 pytestmark = pytest.mark.usefixtures("fresh_processes")
@@ -55,9 +51,9 @@ def test_a_saved_run_goes_on_as_if_it_had_never_stopped(world_size: int, iterati
     first, reference = overlapped_run(case, make_hook), plain_run(case)
     train_both(first, reference, range(iterations))
     saved: list[Any] = [None]
-    zero_of(first).consolidate_state_dict(to=0)
+    first.zero.consolidate_state_dict(to=0)
     if dist.get_rank() == 0:
-        saved = [zero_of(first).state_dict()]
+        saved = [first.zero.state_dict()]
         assert_same_tree(saved[0], reference.optimizer.state_dict(), "saved", tolerance_of(case))
     dist.broadcast_object_list(saved, src=0)
     second = overlapped_run(case, make_hook)
@@ -99,7 +95,7 @@ def test_state_after_a_loop_without_step_is_out_of_date_until_consolidated(
     ours = overlapped_run(Case(), make_hook)
     for step in range(3):
         ours.iterate(step)
-    zero_of(ours).consolidate_state_dict(to=0)
+    ours.zero.consolidate_state_dict(to=0)
     ours.backward(3)
     with pytest.raises(RuntimeError, match="consolidate_state_dict"):
         ours.optimizer.state_dict()
@@ -192,14 +188,6 @@ def test_parameters_as_bucket_views_are_ignored_and_that_is_logged(world_size: i
 # Uneven inputs
 
 
-def more_for_later_ranks(rank: int) -> int:
-    return 1 + 2 * rank
-
-
-def more_for_earlier_ranks(rank: int) -> int:
-    return 8 - 2 * rank
-
-
 def join_run(run: Run, joinables: list[Any], count: int) -> None:
     with Join(joinables):
         for step in range(count):
@@ -226,10 +214,10 @@ def test_uneven_inputs_equal_plain_ddp(
     assert_same_values(ours, reference, "after uneven inputs")
     assert_replicas_equal(ours.params)
     last = max(range(world_size), key=counts)
-    zero_of(ours).consolidate_state_dict(to=last)
+    ours.zero.consolidate_state_dict(to=last)
     if dist.get_rank() == last:
         expected = reference.optimizer.state_dict()
-        assert_same_tree(zero_of(ours).state_dict(), expected, "state", tolerance_of(case))
+        assert_same_tree(ours.zero.state_dict(), expected, "state", tolerance_of(case))
 
 
 @HOOKS
@@ -264,7 +252,7 @@ def test_a_subgroup_whose_ranks_are_numbered_otherwise_equals_plain_ddp(
         ours.iterate(step)
         assert_equal(ours.params, reference.params, f"iteration {step}")
     assert ours.updated_in_backward == [False, False, True, True, True]
-    zero = zero_of(ours)
+    zero = ours.zero
     assert zero.rank == {1: 0, 3: 1}[dist.get_rank()]
     zero.consolidate_state_dict(to=1)
     if zero.rank == 1:

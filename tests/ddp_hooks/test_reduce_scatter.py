@@ -11,6 +11,19 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 
 from onecopy import ReduceScatter, ZeroRedundancyOptimizer, reduce_scatter_hook
 from onecopy.comm import limits
+from tests.support.ddp_training import (
+    ADAMW,
+    BRANCHING,
+    ELEMENT,
+    ROUNDING,
+    SGD,
+    TINY,
+    VIEW,
+    Counting,
+    half_loss,
+    half_model,
+    make_ddp,
+)
 from tests.support.harness import distributed
 from tests.support.models import (
     assert_equal,
@@ -18,25 +31,14 @@ from tests.support.models import (
     small_loss,
 )
 from tests.support.reduce_scatter import (
-    ADAMW,
     BUCKETS,
-    ELEMENT,
     MUON_AND_ADAMW,
-    ROUNDING,
-    SGD,
-    TINY,
     TWO_ADAMWS,
-    UNUSED,
-    VIEW,
     Case,
-    Counting,
     Part,
     assert_parity,
     double_loss,
     double_model,
-    half_loss,
-    half_model,
-    make_ddp,
     matrices,
     plain_run,
     scattered_run,
@@ -47,25 +49,25 @@ CASES = (
     Case("cut"),
     Case("cut, default buckets", ddp={}),
     Case("cut, in buckets", (Part(ours={**ELEMENT, **BUCKETS}),)),
-    Case("cut, in buckets, gradients are views", (Part(ours={**ELEMENT, **BUCKETS}),), VIEW),
+    Case("cut, in buckets, gradients are views", (Part(ours={**ELEMENT, **BUCKETS}),), ddp=VIEW),
     Case("whole", (Part(ours={}),)),
     Case("whole, in buckets", (Part(torch.optim.SGD, SGD, BUCKETS),)),
-    Case("whole, gradients are views", (Part(torch.optim.SGD, SGD, {}),), VIEW),
+    Case("whole, gradients are views", (Part(torch.optim.SGD, SGD, {}),), ddp=VIEW),
     Case("gradients are views, set to zero", ddp=VIEW, set_to_none=False),
     Case("fused", (Part(options={**ADAMW, "fused": True}),), scheduled=True),
     Case("static graph", ddp={"static_graph": True, "bucket_cap_mb": TINY}),
     Case("a list", MUON_AND_ADAMW, tolerance=1e-3),
-    Case("a list, gradients are views", MUON_AND_ADAMW, VIEW, scheduled=True, tolerance=1e-3),
-    Case("a list, all in one bucket", TWO_ADAMWS, {}),
+    Case("a list, gradients are views", MUON_AND_ADAMW, ddp=VIEW, scheduled=True, tolerance=1e-3),
+    Case("a list, all in one bucket", TWO_ADAMWS, ddp={}),
     Case("some parameters are nobody's", (Part(params=matrices),)),
-    Case("some parameters are nobody's, in one bucket", (Part(params=matrices),), {}),
-    Case("unused parameters", **UNUSED),
-    Case("unused parameters, whole", (Part(ours={}),), **UNUSED),
-    Case("unused parameters, set to zero", **UNUSED, set_to_none=False),
+    Case("some parameters are nobody's, in one bucket", (Part(params=matrices),), ddp={}),
+    Case("unused parameters", **BRANCHING),
+    Case("unused parameters, whole", (Part(ours={}),), **BRANCHING),
+    Case("unused parameters, set to zero", **BRANCHING, set_to_none=False),
     Case("accumulation", passes=3),
     Case("accumulation in bucket views", ddp=VIEW, passes=3),
     Case("accumulation, in one bucket, whole", (Part(ours={}),), ddp={}, passes=2),
-    Case("accumulation with unused parameters", **UNUSED, passes=3),
+    Case("accumulation with unused parameters", **BRANCHING, passes=3),
     Case("double precision", model=double_model, loss=double_loss),
     Case("half precision", model=half_model, loss=half_loss, tolerance=2e-2),
     Case("counters", (Part(Counting, {"lr": 0.1}, {**ELEMENT, "elementwise": True}),)),
@@ -84,7 +86,7 @@ def test_three_ranks_equal_plain_ddp_within_rounding(world_size: int, case: Case
     assert_parity(case)
 
 
-@pytest.mark.parametrize("case", [Case("a list", TWO_ADAMWS), Case("unused", **UNUSED)], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [Case("a list", TWO_ADAMWS), Case("unused", **BRANCHING)], ids=lambda case: case.name)
 @distributed(1, 4)
 def test_one_and_four_ranks_equal_plain_ddp(world_size: int, case: Case) -> None:
     assert_parity(case)
@@ -92,7 +94,7 @@ def test_one_and_four_ranks_equal_plain_ddp(world_size: int, case: Case) -> None
 
 @pytest.mark.parametrize(
     "case",
-    [Case("cut"), Case("whole", (Part(ours={}),)), Case("a list", TWO_ADAMWS, {}), Case("unused", **UNUSED)],
+    [Case("cut"), Case("whole", (Part(ours={}),)), Case("a list", TWO_ADAMWS, ddp={}), Case("unused", **BRANCHING)],
     ids=lambda case: case.name,
 )
 @distributed(2, 3)

@@ -13,6 +13,20 @@ from torch import Tensor, nn
 
 import onecopy
 from onecopy import ZeroRedundancyOptimizer
+from tests.support.ddp_training import (
+    BRANCHING,
+    ELEMENT,
+    ROUNDING,
+    SGD,
+    TINY,
+    VIEW,
+    Counting,
+    DDPRun,
+    assert_same_values,
+    branching_loss,
+    make_ddp,
+    tolerance_of,
+)
 from tests.support.harness import distributed
 from tests.support.models import (
     assert_equal,
@@ -21,28 +35,16 @@ from tests.support.models import (
 )
 from tests.support.reduce_scatter import (
     BUCKETS,
-    ELEMENT,
-    ROUNDING,
-    SGD,
-    TINY,
     TWO_ADAMWS,
-    UNUSED,
-    VIEW,
     Case,
-    Counting,
     Part,
-    Run,
     Split,
-    assert_same_values,
-    branching_loss,
     double_loss,
     double_model,
-    make_ddp,
     make_scaler,
     matrices,
     plain_run,
     scattered_run,
-    tolerance_of,
     vectors,
 )
 
@@ -57,9 +59,9 @@ NORM_TYPES = pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, math.inf])
     "case",
     [
         Case("cut", (Part(torch.optim.SGD, SGD),)),
-        Case("whole", (Part(torch.optim.SGD, SGD, {}),), VIEW),
+        Case("whole", (Part(torch.optim.SGD, SGD, {}),), ddp=VIEW),
         Case("a list", (Part(torch.optim.SGD, SGD, params=matrices), Part(torch.optim.SGD, SGD, params=vectors))),
-        Case("unused", (Part(torch.optim.SGD, SGD),), **UNUSED),
+        Case("unused", (Part(torch.optim.SGD, SGD),), **BRANCHING),
         Case("accumulated", (Part(torch.optim.SGD, SGD),), passes=2),
     ],
     ids=lambda case: case.name,
@@ -180,7 +182,7 @@ def test_a_norm_that_is_not_finite_raises_on_request(world_size: int) -> None:
 def test_without_the_hook_clipping_equals_torchs_too(world_size: int, norm_type: float) -> None:
     case = Case(parts=(Part(torch.optim.SGD, SGD),))
     reference, ddp = plain_run(case), make_ddp(case)
-    ours = Run(case, ddp, [ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, shard_by="element", **SGD)])
+    ours = DDPRun(case, ddp, [ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, shard_by="element", **SGD)])
     for step in range(2):
         reference.backward(step)
         ours.backward(step)
@@ -194,7 +196,7 @@ def test_without_the_hook_clipping_equals_torchs_too(world_size: int, norm_type:
 # Gradient scaling
 
 
-def scaled_step(run: Run, scaler: torch.amp.GradScaler, step: int, factor: float, clip: bool = False) -> bool:
+def scaled_step(run: DDPRun, scaler: torch.amp.GradScaler, step: int, factor: float, clip: bool = False) -> bool:
     """One iteration; the loss of one rank is multiplied by ``factor``. Returns whether parameters changed."""
     before = [param.detach().clone() for param in run.params]
     for optimizer in run.optimizers:
@@ -220,10 +222,10 @@ def scaled_step(run: Run, scaler: torch.amp.GradScaler, step: int, factor: float
 @pytest.mark.parametrize(
     "case",
     [
-        Case("whole", (Part(ours={}),), VIEW),
+        Case("whole", (Part(ours={}),), ddp=VIEW),
         Case("a list", TWO_ADAMWS),
-        Case("unused", **UNUSED),
-        Case("in buckets", (Part(ours={**ELEMENT, **BUCKETS}),), {}),
+        Case("unused", **BRANCHING),
+        Case("in buckets", (Part(ours={**ELEMENT, **BUCKETS}),), ddp={}),
     ],
     ids=lambda case: case.name,
 )
@@ -306,7 +308,7 @@ def test_without_a_scaler_an_infinite_gradient_stays_where_it_is(world_size: int
 
 @distributed(2, 3)
 def test_updates_are_counted_with_skipped_steps_and_accumulation(world_size: int) -> None:
-    case = Case(parts=(Part(Counting, {"lr": 0.1}, {**ELEMENT, "elementwise": True}),), **UNUSED)
+    case = Case(parts=(Part(Counting, {"lr": 0.1}, {**ELEMENT, "elementwise": True}),), **BRANCHING)
     ours = scattered_run(case)
     scaler = make_scaler()
     for step in range(8):

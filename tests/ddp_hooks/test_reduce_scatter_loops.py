@@ -17,37 +17,41 @@ from torch.nn.parallel import DistributedDataParallel
 from onecopy import ReduceScatter, ZeroRedundancyOptimizer, reduce_scatter_hook
 from onecopy.comm import limits
 from tests.support.data_parallel import little_room
-from tests.support.harness import distributed
-from tests.support.models import (
-    assert_equal,
-    assert_replicas_equal,
-    assert_same_tree,
-    small_loss,
-    small_model,
-)
-from tests.support.reduce_scatter import (
-    BUCKETS,
+from tests.support.ddp_training import (
+    BRANCHING,
     ROUNDING,
     SGD,
-    TWO_ADAMWS,
-    UNUSED,
     VIEW,
     Branching,
-    Case,
-    Part,
-    Run,
-    Split,
+    DDPRun,
     assert_same_state,
     assert_same_values,
     half_loss,
     half_model,
     make_ddp,
+    tolerance_of,
+    train_both,
+)
+from tests.support.harness import distributed
+from tests.support.models import (
+    assert_equal,
+    assert_replicas_equal,
+    assert_same_tree,
+    more_for_earlier_ranks,
+    more_for_later_ranks,
+    small_loss,
+    small_model,
+)
+from tests.support.reduce_scatter import (
+    BUCKETS,
+    TWO_ADAMWS,
+    Case,
+    Part,
+    Split,
     make_scaler,
     matrices,
     plain_run,
     scattered_run,
-    tolerance_of,
-    train_both,
     vectors,
 )
 
@@ -56,7 +60,7 @@ from tests.support.reduce_scatter import (
 
 @distributed(2, 3)
 def test_a_parameter_without_a_gradient_anywhere_is_left_alone(world_size: int) -> None:
-    case = Case(**UNUSED)
+    case = Case(**BRANCHING)
     ours, reference = scattered_run(case), plain_run(case)
     train_both(ours, reference, range(4))
     module = ours.ddp.module
@@ -69,7 +73,7 @@ def test_a_parameter_without_a_gradient_anywhere_is_left_alone(world_size: int) 
 
 @distributed(2, 3)
 def test_a_layer_frozen_half_way_stays_equal_to_plain_ddp(world_size: int) -> None:
-    case = Case(**UNUSED)
+    case = Case(**BRANCHING)
     ours, reference = scattered_run(case), plain_run(case)
     train_both(ours, reference, range(3))
     for trainable, steps in ((False, range(3, 6)), (True, range(6, 8))):
@@ -109,23 +113,23 @@ def test_a_pass_inside_no_sync_after_the_synchronising_one_raises(world_size: in
         small_loss(ours.ddp, 1).backward()
 
 
-def forget_through_the_optimizer(run: Run) -> None:
+def forget_through_the_optimizer(run: DDPRun) -> None:
     run.optimizers[0].zero_grad()
 
 
-def forget_through_the_model(run: Run) -> None:
+def forget_through_the_model(run: DDPRun) -> None:
     run.ddp.zero_grad()
 
 
-def zero_through_the_optimizer(run: Run) -> None:
+def zero_through_the_optimizer(run: DDPRun) -> None:
     run.optimizers[0].zero_grad(set_to_none=False)
 
 
-def zero_through_the_model(run: Run) -> None:
+def zero_through_the_model(run: DDPRun) -> None:
     run.ddp.zero_grad(set_to_none=False)
 
 
-def forget_by_hand(run: Run) -> None:
+def forget_by_hand(run: DDPRun) -> None:
     for param in run.params:
         param.grad = None
 
@@ -146,7 +150,7 @@ RESETS = pytest.mark.parametrize(
 @pytest.mark.parametrize("ddp", [{}, VIEW], ids=["one bucket", "bucket views"])
 @distributed(2)
 def test_gradients_that_were_thrown_away_may_be_computed_again(
-    world_size: int, reset: Callable[[Run], None], ddp: dict[str, Any]
+    world_size: int, reset: Callable[[DDPRun], None], ddp: dict[str, Any]
 ) -> None:
     ours, reference = scattered_run(Case(ddp=ddp)), plain_run(Case(ddp=ddp))
     for step in range(4):
@@ -197,22 +201,14 @@ def test_adding_to_gradients_that_step_has_used_is_an_error(world_size: int) -> 
 # Uneven inputs
 
 
-def more_for_later_ranks(rank: int) -> int:
-    return 1 + 2 * rank
-
-
-def more_for_earlier_ranks(rank: int) -> int:
-    return 8 - 2 * rank
-
-
 @pytest.mark.parametrize("counts", [more_for_later_ranks, more_for_earlier_ranks])
 @pytest.mark.parametrize(
     "case",
     [
         Case("cut", (Part(torch.optim.SGD, SGD),), scheduled=True),
-        Case("whole, in buckets", (Part(ours=BUCKETS),), VIEW, scheduled=True),
+        Case("whole, in buckets", (Part(ours=BUCKETS),), ddp=VIEW, scheduled=True),
         Case("a list", TWO_ADAMWS),
-        Case("some are nobody's", (Part(params=matrices),), {}),
+        Case("some are nobody's", (Part(params=matrices),), ddp={}),
     ],
     ids=lambda case: case.name,
 )

@@ -31,6 +31,8 @@ from tests.support.models import (
     assert_equal,
     assert_replicas_equal,
     assert_same_tree,
+    more_for_earlier_ranks,
+    more_for_later_ranks,
     small_ddp,
     small_loss,
     small_model,
@@ -41,14 +43,6 @@ ROUNDING = 1e-6
 """More than two ranks: the order in which gradients are added is the process group's affair."""
 
 Counts = Callable[[int], int]
-
-
-def more_for_later_ranks(rank: int) -> int:
-    return 2 + 2 * rank
-
-
-def more_for_earlier_ranks(rank: int) -> int:
-    return 8 - 2 * rank
 
 
 def even(rank: int) -> int:

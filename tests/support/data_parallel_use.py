@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.support.data_parallel import Layers, Side, inputs_of
-from tests.support.reduce_scatter import Branching
+from tests.support.ddp_training import Branching
 
 
 class Batched(nn.Module):

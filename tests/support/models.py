@@ -79,6 +79,16 @@ def small_loss(model: nn.Module, step: int) -> Tensor:
     return loss
 
 
+def more_for_later_ranks(rank: int) -> int:
+    """How many batches a rank has if the last rank goes on longest."""
+    return 1 + 2 * rank
+
+
+def more_for_earlier_ranks(rank: int) -> int:
+    """How many batches a rank has if the first rank goes on longest."""
+    return 8 - 2 * rank
+
+
 def values(params: Iterable[Tensor]) -> list[Tensor]:
     """Copies of the parameters as they are now."""
     return [param.detach().clone() for param in params]

@@ -31,6 +31,7 @@ from onecopy.checkpoint.load_plan import Copy
 from onecopy.errors import CheckpointError, CorruptCheckpointError, OnecopyError
 from tests.support.checkpoints import Side, contents_of, load_side, make, model_of, push, save_side, train
 from tests.support.harness import distributed, pools
+from tests.support.logs import logged
 from tests.support.models import assert_equal, assert_same_tree, small_ddp, small_loss, values
 
 SOON = 10.0
@@ -54,19 +55,6 @@ def refused_unchanged(call: Callable[[], object], side: Side, *texts: object) ->
     refused(call, *texts)
     assert_same_tree(contents_of(side), before, "after the error")
     push(side, [7])
-
-
-@contextlib.contextmanager
-def logged() -> Iterator[list[str]]:
-    """What onecopy logs at the level of warnings."""
-    lines: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("onecopy").addHandler(handler)
-    try:
-        yield lines
-    finally:
-        logging.getLogger("onecopy").removeHandler(handler)
 
 
 def saved(root: Path, step: int = 1, kind: str = "element") -> tuple[Side, Path]:
@@ -256,7 +244,7 @@ def test_the_newest_that_is_not_damaged_is_loaded(world_size: int, tmp_path: Pat
     everyone_then(lambda: flip(second / "rank-00001.safetensors", 3000, 1))
     other = make("element", 9)
     refused_unchanged(loads_into(second, other), other, "rank-00001.safetensors")
-    with logged() as lines:
+    with logged(logging.WARNING) as lines:
         loaded = load_side(tmp_path, other)
     assert (loaded.step, loaded.path) == (1, first)
     assert_same_tree(model_of(other), before, "model")
@@ -359,7 +347,7 @@ def test_leftovers_of_dead_saves_are_removed_and_those_of_living_ones_are_not(tm
     ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"claimed\n"
-        with logged() as lines:
+        with logged(logging.WARNING) as lines:
             first = save(tmp_path, 1, extra={"a": 1})
         assert (dead.exists(), alive.exists(), all(path.exists() for path in mine)) == (False, True, True)
         assert len(lines) == 1

@@ -13,7 +13,8 @@ from torch.optim import SGD, Optimizer
 
 from tests.support.failures import expect_disagreement, expect_failure_of
 from tests.support.harness import distributed
-from tests.support.unchanged import Training, expect_same
+from tests.support.state_dicts import expect_same
+from tests.support.unchanged import Training
 
 
 def spoil(training: Training, change: Callable[[dict[str, Any]], Any]) -> dict[str, Any]:

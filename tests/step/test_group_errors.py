@@ -13,7 +13,8 @@ from torch import nn
 from onecopy import RanksDisagreeError
 from tests.support.failures import expect_disagreement, expect_failure_of, parameter
 from tests.support.harness import distributed
-from tests.support.unchanged import Training, expect_same
+from tests.support.state_dicts import expect_same
+from tests.support.unchanged import Training
 
 BAD_GROUPS: dict[str, tuple[Callable[[Training], Any], type[Exception], str]] = {
     "not a dict": (lambda _: [parameter(2)], TypeError, "parameter group 1 must be a dict, got list"),

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.algorithms.join import Join
 from torch.optim import SGD, Adam, Optimizer
@@ -21,8 +21,10 @@ from onecopy import (
     ZeroRedundancyOptimizer,
     hook_with_zero_step,
 )
+from tests.support import both as support
+from tests.support.both import set_gradients
 from tests.support.harness import distributed
-from tests.support.models import assert_equal, small_ddp, small_loss, small_model
+from tests.support.models import small_ddp, small_loss, small_model
 
 
 def params_of(seed: int = 0) -> list[tuple[str, nn.Parameter]]:
@@ -37,44 +39,20 @@ def extra(**options: Any) -> dict[str, Any]:
     return {"params": [("extra", nn.Parameter(torch.arange(8.0)))], **options}
 
 
-def set_gradients(optimizer: Optimizer, step: int) -> None:
-    for group in optimizer.param_groups:
-        for position, param in enumerate(group["params"]):
-            generator = torch.Generator().manual_seed(10 * step + position)
-            param.grad = torch.randn(param.shape, generator=generator)
-
-
 def shown(optimizer: Optimizer) -> list[dict[str, Any]]:
     """The options of all groups, as they are now."""
     return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
 
 
-def tensors_of(optimizer: Optimizer) -> list[Tensor]:
-    return [param for group in optimizer.param_groups for param in group["params"]]
-
-
-class Both:
-    """Ours and a plain optimizer of the same class, to which everything is done alike."""
+class Both(support.Both):
+    """Both optimizers over the same named parameters; their options are compared too."""
 
     def __init__(self, optimizer_class: Any = SGD, **options: Any) -> None:
-        options = {"lr": 0.5, **options}
-        self.ours = ZeroRedundancyOptimizer(params_of(), optimizer_class, **options)
-        self.plain: Optimizer = optimizer_class(params_of(), **options)
-        self.steps = 0
-
-    @property
-    def optimizers(self) -> tuple[Optimizer, Optimizer]:
-        return self.ours, self.plain
-
-    def step(self) -> None:
-        self.steps += 1
-        for optimizer in self.optimizers:
-            set_gradients(optimizer, self.steps)
-            optimizer.step()
+        super().__init__(params_of, optimizer_class, {"lr": 0.5, **options})
 
     def check(self) -> None:
         assert shown(self.ours) == shown(self.plain)
-        assert_equal(tensors_of(self.ours), tensors_of(self.plain), "after training")
+        super().check()
 
 
 class Counting(Optimizer):
@@ -231,7 +209,7 @@ def test_switching_modes_brings_in_the_mode_alone(world_size: int) -> None:
     both.step()
     for optimizer in both.optimizers:
         optimizer.param_groups[0].update(lr=0.25, note="mine")
-        optimizer.train()  # type: ignore[attr-defined]
+        optimizer.train()
         assert optimizer.param_groups[0]["mode"] == "train"
     both.check()
     both.step()

@@ -11,11 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions
-from torch.optim import SGD, Adam, Optimizer
+from torch.optim import SGD, Adam
 
 from onecopy import PeerFailedError, RanksDisagreeError, ShardedDataParallel, ZeroRedundancyOptimizer, checkpoint
+from tests.support import both as support
+from tests.support.both import tensors_of
 from tests.support.harness import distributed
-from tests.support.models import assert_equal, assert_same_tree, small_loss, small_model
+from tests.support.models import assert_same_tree, small_loss, small_model
 
 MODES: dict[str, dict[str, Any]] = {
     "whole parameters": {},
@@ -30,33 +32,15 @@ def params_of() -> list[nn.Parameter]:
     return [nn.Parameter(torch.randn(shape, generator=generator)) for shape in ((40, 70), (30, 30), (64,), (9,))]
 
 
-def tensors_of(optimizer: Optimizer) -> list[Tensor]:
-    return [param for group in optimizer.param_groups for param in group["params"]]
-
-
-class Both:
-    """Ours and a plain optimizer of the same class, to which everything is done alike."""
+class Both(support.Both):
+    """Both optimizers over the same parameters; their state dicts are compared too."""
 
     def __init__(self, optimizer_class: Any = Adam, **ours: Any) -> None:
         options: dict[str, Any] = {"lr": 0.1} if optimizer_class is Adam else {"lr": 0.1, "momentum": 0.9}
-        self.ours = ZeroRedundancyOptimizer(params_of(), optimizer_class, **options, **ours)
-        self.plain: Optimizer = optimizer_class(params_of(), **options)
-        self.steps = 0
-
-    @property
-    def optimizers(self) -> tuple[Any, Any]:
-        return self.ours, self.plain
-
-    def step(self) -> None:
-        self.steps += 1
-        for optimizer in self.optimizers:
-            for position, param in enumerate(tensors_of(optimizer)):
-                generator = torch.Generator().manual_seed(10 * self.steps + position)
-                param.grad = torch.randn(param.shape, generator=generator)
-            optimizer.step()
+        super().__init__(params_of, optimizer_class, options, **ours)
 
     def check(self) -> None:
-        assert_equal(tensors_of(self.ours), tensors_of(self.plain), "after training")
+        super().check()
         self.ours.consolidate_state_dict()
         if self.ours.rank == 0:
             assert_same_tree(self.ours.state_dict(), self.plain.state_dict(), "state dict")

@@ -27,7 +27,8 @@ from tests.support.failures import (
     parameter,
 )
 from tests.support.harness import distributed
-from tests.support.unchanged import Training, expect_same
+from tests.support.state_dicts import expect_same
+from tests.support.unchanged import Training
 
 
 class Fragile(SGD):

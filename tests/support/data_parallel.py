@@ -11,15 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.futures import Future
-from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from onecopy import ShardedDataParallel, ZeroRedundancyOptimizer
 from onecopy.comm import limits
-from tests.support.models import Everything, everything_inputs, values
-from tests.support.parity import Case, Run, make_plain, switch_mode
+from tests.support.models import Everything, values
+from tests.support.parity import Case, Run, make_plain, parts_of, train_steps
 
 Model = ShardedDataParallel | DistributedDataParallel
 Hook = Callable[[Any, Any], Future[Tensor]]
@@ -126,19 +125,14 @@ def train(case: Case, steps: int, ours: bool, overlap: bool = False, hook: Hook 
     torch.manual_seed(11)
     module = Everything()
     params: list[Tensor] = list(module.parameters())
-    matrices = [param for param in params if param.dim() == 2]
-    others = [param for param in params if param.dim() != 2]
-
-    def make(params: list[Tensor], optimizer: type[Optimizer], options: dict[str, Any]) -> Optimizer:
-        return ZeroRedundancyOptimizer(params, optimizer, elementwise=case.elementwise, **options)
-
     model: Model
     optimizers: list[Optimizer] = []
-    parts = [(params, case.optimizer, case.options)]
-    if case.rest is not None:
-        parts = [(matrices, case.optimizer, case.options), (others, *case.rest)]
+    parts = parts_of(case, params)
     if ours:
-        zeros = [optimizer for part in parts if isinstance(optimizer := make(*part), ZeroRedundancyOptimizer)]
+        zeros = [
+            ZeroRedundancyOptimizer(part, optimizer, elementwise=case.elementwise, **options)
+            for part, optimizer, options in parts
+        ]
         model = ShardedDataParallel(module, zeros, bucket_bytes=SMALL, overlap_forward=overlap)
         optimizers += zeros
     else:
@@ -148,22 +142,12 @@ def train(case: Case, steps: int, ours: bool, overlap: bool = False, hook: Hook 
             model.register_comm_hook(None, lambda state, bucket: hook(state, bucket))
         optimizers += [make_plain(*part) for part in parts]
     history = []
-    switch_mode(case, optimizers, "train")
-    for step in range(steps):
-        if step == steps // 2:
-            module.frozen_later.weight.requires_grad_(False)
-            switch_mode(case, optimizers, "eval")
-            switch_mode(case, optimizers, "train")
-        words, targets, take_branch = everything_inputs(dist.get_rank(), step)
-        functional.cross_entropy(model(words, take_branch), targets).backward()
-        for optimizer in optimizers:
-            optimizer.step()
+    for step in train_steps(case, model, optimizers, steps):
         zero_all(model, params, optimizers, step)
         if not overlap:
             history.append(values(params))
         elif step == steps - 1:
             history.append(values(model.parameters()))
-    switch_mode(case, optimizers, "eval")
     return Run(history, values(model.parameters()), optimizers)
 
 

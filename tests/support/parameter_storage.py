@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Adam, Optimizer
 
 from onecopy import ZeroRedundancyOptimizer
+from tests.support.logs import logged
 
 BOTH = pytest.mark.parametrize("bucket_view", [False, True])
 POLICIES = pytest.mark.parametrize("shard_by", ["parameter", "element"])
@@ -110,21 +111,11 @@ def storages(model: nn.Module) -> set[int]:
 
 @contextmanager
 def debug_log() -> Iterator[list[str]]:
-    """What onecopy logs while distributed debugging is on."""
-    messages: list[str] = []
-
-    class Keep(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            messages.append(record.getMessage())
-
-    logger, handler = logging.getLogger("onecopy"), Keep()
-    level, debug_level = logger.level, dist.get_debug_level()  # type: ignore[attr-defined]
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
+    """Collect the messages that onecopy logs while distributed debugging is on."""
+    debug_level = dist.get_debug_level()  # type: ignore[attr-defined]
     dist.set_debug_level(dist.DebugLevel.INFO)  # type: ignore[attr-defined]
     try:
-        yield messages
+        with logged(logging.INFO) as messages:
+            yield messages
     finally:
         dist.set_debug_level(debug_level)  # type: ignore[attr-defined]
-        logger.setLevel(level)
-        logger.removeHandler(handler)

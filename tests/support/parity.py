@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -112,34 +112,43 @@ class Run:
 def train(case: Case, make: Make) -> Run:
     """Train the model for ``STEPS`` steps, from the same weights and on the same data every time."""
     torch.manual_seed(11)
-    model = Everything()
-    ddp = DistributedDataParallel(model, find_unused_parameters=True)
+    ddp = DistributedDataParallel(Everything(), find_unused_parameters=True)
     params: list[Tensor] = list(ddp.parameters())
-    if case.rest is None:
-        optimizers = [make(params, case.optimizer, case.options)]
-    else:
-        optimizers = [
-            make([param for param in params if param.dim() == 2], case.optimizer, case.options),
-            make([param for param in params if param.dim() != 2], *case.rest),
-        ]
+    optimizers = [make(*part) for part in parts_of(case, params)]
     steps = []
-    switch_mode(case, optimizers, "train")
-    for step in range(STEPS):
-        if step == STEPS // 2:
-            model.frozen_later.weight.requires_grad_(False)
-            switch_mode(case, optimizers, "eval")
-            switch_mode(case, optimizers, "train")
-        words, targets, take_branch = everything_inputs(dist.get_rank(), step)
-        functional.cross_entropy(ddp(words, take_branch), targets).backward()
-        for optimizer in optimizers:
-            optimizer.step()
+    for _ in train_steps(case, ddp, optimizers, STEPS):
         ddp.zero_grad()
         steps.append(values(params))
-    switch_mode(case, optimizers, "eval")
     return Run(steps, values(params), optimizers)
 
 
-def switch_mode(case: Case, optimizers: list[Optimizer], mode: str) -> None:
+def parts_of(case: Case, params: list[Tensor]) -> list[tuple[list[Tensor], type[Optimizer], dict[str, Any]]]:
+    """Return the parameters, the class and the options of each optimizer of a case."""
+    if case.rest is None:
+        return [(params, case.optimizer, case.options)]
+    return [
+        ([param for param in params if param.dim() == 2], case.optimizer, case.options),
+        ([param for param in params if param.dim() != 2], *case.rest),
+    ]
+
+
+def train_steps(case: Case, model: Any, optimizers: Sequence[Optimizer], steps: int) -> Iterator[int]:
+    """Train a wrapped ``Everything``, half way with a frozen layer; yield after every step, for resetting gradients."""
+    switch_mode(case, optimizers, "train")
+    for step in range(steps):
+        if step == steps // 2:
+            model.module.frozen_later.weight.requires_grad_(False)
+            switch_mode(case, optimizers, "eval")
+            switch_mode(case, optimizers, "train")
+        words, targets, take_branch = everything_inputs(dist.get_rank(), step)
+        functional.cross_entropy(model(words, take_branch), targets).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        yield step
+    switch_mode(case, optimizers, "eval")
+
+
+def switch_mode(case: Case, optimizers: Sequence[Optimizer], mode: str) -> None:
     """Call ``train()`` or ``eval()`` of schedule-free optimizers."""
     for optimizer in optimizers:
         if case.schedule_free:

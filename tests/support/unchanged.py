@@ -55,21 +55,3 @@ class Training:
         ]
         values = [param.detach().clone() for param in self.params]
         return [state, places, groups, values, self.ours.layout, len(self.ours.optim.state)]
-
-
-def expect_same(value: Any, expected: Any) -> None:
-    """Bitwise the same, through lists, tuples and dicts."""
-    assert type(value) is type(expected)
-    if isinstance(value, Tensor):
-        assert value.dtype == expected.dtype
-        assert torch.equal(value, expected)
-    elif isinstance(value, dict):
-        assert value.keys() == expected.keys()
-        for key in value:
-            expect_same(value[key], expected[key])
-    elif isinstance(value, (list, tuple)):
-        assert len(value) == len(expected)
-        for item, expected_item in zip(value, expected, strict=True):
-            expect_same(item, expected_item)
-    else:
-        assert value == expected

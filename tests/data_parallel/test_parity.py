@@ -12,38 +12,35 @@ from onecopy import ZeroRedundancyOptimizer
 from tests.support.data_parallel import Side, as_if_large, in_rank_order, train
 from tests.support.harness import EVERYTHING, distributed
 from tests.support.models import Everything, assert_equal, everything_inputs
-from tests.support.parity import CASES, Case, Run, compare
+from tests.support.parity import CASES, IN_ANY_ORDER, Case, Run, compare
 
-PLACED = tuple((case, place % 2 == 0) for place, case in enumerate(CASES))
-"""Every case, and whether it shares behind the next forward with two ranks."""
-
-FEWER = PLACED if EVERYTHING else PLACED[1::6]
+EVERY_CASE = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+OVERLAP = pytest.mark.parametrize("overlap", [True, False], ids=["overlapped", "not overlapped"])
 
 
-@pytest.mark.parametrize(("case", "overlap"), PLACED, ids=[case.name for case in CASES])
+@EVERY_CASE
+@OVERLAP
 @distributed(2)
 def test_training_equals_ddp_with_the_plain_optimizer(world_size: int, case: Case, overlap: bool) -> None:
     """20 steps (or 50) with two ranks, bit by bit."""
     compare_runs(case, 50 if EVERYTHING else 20, overlap, in_order=False, tolerance=0.0)
 
 
-@pytest.mark.parametrize(("case", "overlap"), FEWER, ids=[case.name for case, _ in FEWER])
-@distributed(3)
-def test_training_with_three_ranks(world_size: int, case: Case, overlap: bool) -> None:
-    """10 steps (or 50), against DDP with gradients added up in the same order: bit by bit."""
-    compare_runs(case, 50 if EVERYTHING else 10, not overlap, in_order=True, tolerance=0.0)
+@EVERY_CASE
+@OVERLAP
+@distributed(3, 4)
+def test_training_with_more_ranks_equals_ddp_that_adds_in_the_same_order(
+    world_size: int, case: Case, overlap: bool
+) -> None:
+    """10 steps (or 50), bit by bit."""
+    compare_runs(case, 50 if EVERYTHING else 10, overlap, in_order=True, tolerance=0.0)
 
 
-@pytest.mark.parametrize(
-    ("case", "in_order"),
-    [*((case, True) for case in (CASES if EVERYTHING else CASES[::5])), *((case, False) for case in CASES[:5])],
-    ids=lambda value: getattr(value, "name", "in order" if value else "plain"),
-)
+@pytest.mark.parametrize("case", IN_ANY_ORDER, ids=lambda case: case.name)
 @distributed(4)
-def test_training_with_four_ranks(world_size: int, case: Case, in_order: bool) -> None:
-    """10 steps (or 50): bit by bit if DDP adds up in the same order; 10 within rounding if it adds up in its own."""
-    steps = 50 if EVERYTHING and in_order else 10
-    compare_runs(case, steps, overlap=not in_order, in_order=in_order, tolerance=0.0 if in_order else case.tolerance)
+def test_training_with_four_ranks_equals_ddp_within_rounding(world_size: int, case: Case) -> None:
+    """10 steps, against DDP that adds up gradients in its own order."""
+    compare_runs(case, 10, overlap=True, in_order=False, tolerance=case.tolerance)
 
 
 def compare_runs(case: Case, steps: int, overlap: bool, in_order: bool, tolerance: float) -> None:

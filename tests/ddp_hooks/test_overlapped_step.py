@@ -125,7 +125,7 @@ def test_a_loop_with_step_equals_plain_ddp_from_the_first_iteration_on(
 
 
 @HOOKS
-@pytest.mark.parametrize("case", [case for case in CASES if case.ours][::2], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 @distributed(3)
 def test_three_ranks_equal_plain_ddp_within_rounding(world_size: int, case: Case, make_hook: MakeHook) -> None:
     assert_parity(case, overlapped_run(case, make_hook), plain_run(case))

@@ -80,7 +80,7 @@ def test_training_equals_plain_ddp(world_size: int, case: Case) -> None:
     assert_parity(case)
 
 
-@pytest.mark.parametrize("case", CASES[::2], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 @distributed(3)
 def test_three_ranks_equal_plain_ddp_within_rounding(world_size: int, case: Case) -> None:
     assert_parity(case)

@@ -19,6 +19,7 @@ from tests.fuzz.running import run, run_text
 from tests.fuzz.script import script
 from tests.fuzz.shrinking import shrink
 from tests.fuzz.training import Train
+from tests.support.paths import ROOT
 
 SEEDS = range(8)
 
@@ -48,7 +49,8 @@ def test_random_programs_train_as_plain_ddp_does(seed: int) -> None:
 
 def test_a_program_is_a_function_of_its_seed() -> None:
     again = subprocess.run(
-        [sys.executable, "-c", "from fuzz.drawing import draw; print([draw(seed) for seed in range(50)])"],
+        [sys.executable, "-c", "from tests.fuzz.drawing import draw; print([draw(seed) for seed in range(50)])"],
+        cwd=ROOT,
         env={**os.environ, "PYTHONHASHSEED": "7"},
         check=True,
         capture_output=True,

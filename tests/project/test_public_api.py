@@ -23,7 +23,7 @@ from tests.support.paths import FIXTURES
 
 RECORD = FIXTURES / "public_api.txt"
 
-INTERNAL = frozenset({"engine", "overlap", "reducer", "step_schedule", "wait_for_transfers"})
+INTERNAL = frozenset({"engine", "overlap", "reducer"})
 """Attributes through which parts of the package reach each other; they may be renamed."""
 
 

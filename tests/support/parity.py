@@ -54,6 +54,8 @@ class Case:
         rest: a second class and its options for what is not a matrix, if the first takes matrices only.
         schedule_free: whether ``train()`` and ``eval()`` are part of its use.
         tolerance: what more than two ranks may differ by.
+        magnifies: whether updates magnify a rounding of the gradients, so that only gradients that are added up in the
+            same order give the same training.
     """
 
     name: str
@@ -65,6 +67,7 @@ class Case:
     rest: tuple[type[Optimizer], dict[str, Any]] | None = None
     schedule_free: bool = False
     tolerance: float = ROUNDING
+    magnifies: bool = False
 
 
 ADAMW = {"lr": 1e-2, "weight_decay": 0.1}
@@ -80,7 +83,12 @@ CASES = (
     Case("AdamW fused", torch.optim.AdamW, {**ADAMW, "fused": True}),
     Case("AdamW maximize", torch.optim.AdamW, {**ADAMW, "maximize": True}),
     Case("RMSprop", torch.optim.RMSprop, {"lr": 1e-3}),
-    Case("RMSprop centered with momentum", torch.optim.RMSprop, {"lr": 1e-3, "centered": True, "momentum": 0.9}),
+    Case(
+        "RMSprop centered with momentum",
+        torch.optim.RMSprop,
+        {"lr": 1e-3, "centered": True, "momentum": 0.9},
+        magnifies=True,
+    ),
     Case("Adagrad", torch.optim.Adagrad, {"lr": 1e-2, "lr_decay": 0.1}),
     Case("NAdam", torch.optim.NAdam, {"lr": 1e-2}),
     Case("RAdam", torch.optim.RAdam, {"lr": 1e-2}),
@@ -89,13 +97,24 @@ CASES = (
     Case("ASGD", torch.optim.ASGD, {"lr": 1e-1, "t0": 5.0}),
     Case("Rprop", torch.optim.Rprop, {"lr": 1e-3}),
     Case("Adafactor", torch.optim.Adafactor, {"lr": 1e-2}, WHOLE, cuts=False),
-    Case("Muon and AdamW", torch.optim.Muon, {"lr": 1e-2}, WHOLE, cuts=False, rest=(torch.optim.AdamW, ADAMW)),
+    Case(
+        "Muon and AdamW",
+        torch.optim.Muon,
+        {"lr": 1e-2},
+        WHOLE,
+        cuts=False,
+        rest=(torch.optim.AdamW, ADAMW),
+        magnifies=True,
+    ),
     Case("AdaBelief", AdaBelief, {"lr": 1e-3}, WHOLE, cuts=False),
     Case("Lion", Lion, {"lr": 1e-3, "weight_decay": 0.1}, WHOLE, cuts=False),
     Case("Lion declared element-wise", Lion, {"lr": 1e-3, "weight_decay": 0.1}, elementwise=True),
     Case("schedule-free", AdamWScheduleFree, {"lr": 1e-2, "warmup_steps": 5}, WHOLE, cuts=False, schedule_free=True),
     Case("schedule-free element-wise", AdamWScheduleFree, {"lr": 1e-2}, elementwise=True, schedule_free=True),
 )
+
+IN_ANY_ORDER = tuple(case for case in CASES if not case.magnifies)
+"""Cases that may be compared with gradients that are added up in another order."""
 
 Make = Callable[[list[Tensor], type[Optimizer], dict[str, Any]], Optimizer]
 

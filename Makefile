@@ -70,7 +70,7 @@ soak: setup ## train with every hook at random speeds, COUNT iterations each, be
 
 fuzz: COUNT = 200
 fuzz: setup ## run COUNT random training programs, from SEED on, with plain DDP and with onecopy
-	PYTHONPATH=tests $(BIN)/python -m fuzz $(COUNT) --seed $(SEED)
+	$(BIN)/python -m tests.fuzz $(COUNT) --seed $(SEED)
 
 lint: setup ## check style and formatting
 	$(BIN)/ruff check .

@@ -3,7 +3,7 @@
 SIGKILL ends each rank before, during and after every change to the file system and every exchange among ranks, with
 2, 3 and 4 ranks, in blocking and in background saves. After each kill the other ranks must end by themselves. Then
 new ranks check every checkpoint, load the newest, compare it bit by bit with an undisturbed run, train on and save. A
-count below the number of different kills takes an even sample of them; see ``tests/faults_worker.py``.
+count below the number of different kills takes an even sample of them; see ``tests/support/faults_worker.py``.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from faults_worker import WORLD_SIZES, Outcome, sweep
+from tests.support.faults import WORLD_SIZES, Outcome
+from tests.support.faults_sweep import sweep
 
 COLUMNS = ("ranks", "save", "kills", "old", "new", "hangs", "partial loads", "cleared")
 

@@ -8,8 +8,9 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import settings
 
-from harness import EVERYTHING, pools
 from onecopy.bench import processor
+from tests.support.covering import covering
+from tests.support.harness import EVERYTHING, pools
 
 PROCESSOR = processor.protect()
 """What the header says of this processor; set in the environment before the first test and the first worker."""
@@ -30,31 +31,33 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     tables = defaultdict(list)
     for item in items:
         tables[item.nodeid.partition("[")[0]].append(item)
-    kept = {id(item) for table in tables.values() for item in covering(table)}
+    kept = {id(item) for table in tables.values() for item in enough(table)}
     config.hook.pytest_deselected(items=[item for item in items if id(item) not in kept])
     items[:] = [item for item in items if id(item) in kept]
 
 
-def covering(table: list[pytest.Item]) -> Iterator[pytest.Item]:
-    """Cases in which every value of every parameter occurs: first those that have only new values, then the rest."""
-    if len(table) == 1 or not hasattr(table[0], "callspec"):
-        yield from table
-        return
-    rows = [getattr(item, "callspec").params for item in table]  # noqa: B009 - typed as an item of any kind
-    varying = [name for name in rows[0] if len({id(row[name]) for row in rows}) > 1]
-    seen: set[tuple[str, int]] = set()
-    for wanted in (all, any):
-        for item, row in zip(table, rows, strict=True):
-            values = [(name, id(row[name])) for name in varying]
-            if wanted(value not in seen for value in values):
-                yield item
-                seen.update(values)
+def enough(table: list[pytest.Item]) -> list[pytest.Item]:
+    """Return the cases of one test in which every value of every parameter occurs."""
+    if not hasattr(table[0], "callspec"):
+        return table
+    # Values need not be hashable; the same object stands for a value in all cases.
+    rows = [{name: id(value) for name, value in getattr(item, "callspec").params.items()} for item in table]  # noqa: B009
+    return [table[position] for position in covering(rows)]
 
 
 def pytest_report_header() -> list[str]:
     """Say what was left out, and what this processor needs."""
     cases = "every case of every table" if EVERYTHING else "every value of every table, not every combination"
     return [cases, PROCESSOR] if PROCESSOR else [cases]
+
+
+@pytest.fixture(scope="module")
+def fresh_processes() -> None:
+    """Processes in which no earlier test has left groups that only some of the ranks are in.
+
+    With such groups torch cannot make one by its members alone.
+    """
+    pools.close()
 
 
 @pytest.fixture(scope="session", autouse=True)

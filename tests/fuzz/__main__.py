@@ -7,12 +7,12 @@ import os
 import sys
 import time
 
-from fuzz.drawing import draw
-from fuzz.programs import Program
-from fuzz.running import Failure, plain_fails, run
-from fuzz.script import script
-from fuzz.shrinking import shrink
-from harness import pools
+from tests.fuzz.drawing import draw
+from tests.fuzz.programs import Program
+from tests.fuzz.running import Failure, plain_fails, run
+from tests.fuzz.script import script
+from tests.fuzz.shrinking import shrink
+from tests.support.harness import pools
 
 SHOWN = 3
 """How many failures that look alike are made short and printed: they may have different causes."""

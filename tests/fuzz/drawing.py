@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from random import Random
 
-from fuzz.levels import OFF, REFUSED, Level, draw_level
-from fuzz.operations import (
+from tests.fuzz.levels import OFF, REFUSED, Level, draw_level
+from tests.fuzz.operations import (
     AddGroup,
     EditGroup,
     EditParams,
@@ -24,11 +24,11 @@ from fuzz.operations import (
     RollBack,
     Uneven,
 )
-from fuzz.optimizers import CLASSES, Options, draw_options
-from fuzz.parts import BASE, KINDS, Part
-from fuzz.programs import Program
-from fuzz.rules import allowed
-from fuzz.training import Train
+from tests.fuzz.optimizers import CLASSES, Options, draw_options
+from tests.fuzz.parts import BASE, KINDS, Part
+from tests.fuzz.programs import Program
+from tests.fuzz.rules import allowed
+from tests.fuzz.training import Train
 
 SCHEDULERS = (
     "StepLR(optimizer, 2, 0.5)",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from random import Random
 
-from fuzz.optimizers import CLASSES, Options
+from tests.fuzz.optimizers import CLASSES, Options
 
 REFUSED = {
     "zero": frozenset(),

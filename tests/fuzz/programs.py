@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fuzz.levels import Level
-from fuzz.operations import AddGroup, Move, Operation
-from fuzz.optimizers import Options
-from fuzz.parts import Part
+from tests.fuzz.levels import Level
+from tests.fuzz.operations import AddGroup, Move, Operation
+from tests.fuzz.optimizers import Options
+from tests.fuzz.parts import Part
 
 TOLERANCE = 1e-4
 """What parameters may differ by where gradients are added up in another order, relative to values of about 1.

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from fuzz.levels import BUFFERS_IN_EVALUATION, BUFFERS_IN_JOIN, GROUPS_EDITED_BEFORE_ADDING, OFF, REFUSED
-from fuzz.operations import AddGroup, EditGroup, EditState, Move, Reload, ResetState, RollBack, Uneven
-from fuzz.optimizers import CLASSES
-from fuzz.programs import Program
+from tests.fuzz.levels import BUFFERS_IN_EVALUATION, BUFFERS_IN_JOIN, GROUPS_EDITED_BEFORE_ADDING, OFF, REFUSED
+from tests.fuzz.operations import AddGroup, EditGroup, EditState, Move, Reload, ResetState, RollBack, Uneven
+from tests.fuzz.optimizers import CLASSES
+from tests.fuzz.programs import Program
 
 
 def allowed(program: Program) -> bool:

@@ -8,9 +8,9 @@ import traceback
 from dataclasses import dataclass
 from typing import Any
 
-from fuzz.programs import Program
-from fuzz.script import script
-from harness import RanksFailedError, pools
+from tests.fuzz.programs import Program
+from tests.fuzz.script import script
+from tests.support.harness import RanksFailedError, pools
 
 LIMIT = 25.0
 """Seconds that a program may take; most take less than one."""

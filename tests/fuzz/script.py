@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from string import Template
 
-from fuzz.operations import Context, EditState, Raise, indented
-from fuzz.programs import TOLERANCE, Program
+from tests.fuzz.operations import Context, EditState, Raise, indented
+from tests.fuzz.programs import TOLERANCE, Program
 
 HEAD = Template('''\
 """$title

@@ -6,12 +6,12 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from fuzz.levels import Level
-from fuzz.operations import Move
-from fuzz.optimizers import CLASSES, valid
-from fuzz.parts import BASE
-from fuzz.programs import Program
-from fuzz.rules import allowed
+from tests.fuzz.levels import Level
+from tests.fuzz.operations import Move
+from tests.fuzz.optimizers import CLASSES, valid
+from tests.fuzz.parts import BASE
+from tests.fuzz.programs import Program
+from tests.fuzz.rules import allowed
 
 
 def shrink(program: Program, still_fails: Callable[[Program], bool], seconds: float) -> Program:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fuzz.operations import Context, Lines, Operation
+from tests.fuzz.operations import Context, Lines, Operation
 
 
 @dataclass(frozen=True)

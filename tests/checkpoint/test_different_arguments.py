@@ -1,0 +1,237 @@
+"""Checkpoints that ranks save or load with different arguments: an error on all ranks, and nothing has changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions
+from torch.optim import SGD, AdamW
+
+from onecopy import RanksDisagreeError, ZeroRedundancyOptimizer
+from onecopy.checkpoint import PerRank, get_optimizer_state_dict, load, save, set_optimizer_state_dict
+from tests.support.checkpoints import Side, contents_of, load_side, make, push, save_side
+from tests.support.dcp import full_state, train
+from tests.support.dcp import make as make_zero
+from tests.support.failures import expect_disagreement, expect_failure_of, failure_of
+from tests.support.harness import distributed
+from tests.support.models import assert_same_tree
+
+Arguments = dict[str, Any]
+
+# What all ranks but one give beside the side's model and optimizers, what the last one gives, and what both are told.
+Cases = dict[str, tuple[Callable[[Side], Arguments], str, str]]
+
+EITHER: Cases = {
+    "no model": (lambda _: {"model": None}, "model: given", "model: None"),
+    "no optimizer": (lambda _: {"optimizer": None}, "optimizer: 1 of them", "optimizer: None"),
+    "fewer optimizers": (lambda _: {"optimizer": []}, "optimizer: 1 of them", "optimizer: None"),
+    "more optimizers": (
+        lambda side: {"optimizer": [*side.optimizers, AdamW(side.module.parameters())]},
+        "optimizer: 1 of them",
+        "optimizer: 2 of them",
+    ),
+    "another class": (
+        lambda side: {"optimizer": SGD(side.module.parameters())},
+        "optimizer: .*AdamW",
+        "optimizer: .*SGD",
+    ),
+}
+
+LOADS: Cases = {
+    **EITHER,
+    "strict": (lambda _: {"strict": False}, "strict: True", "strict: False"),
+    "missing_ok": (lambda _: {"missing_ok": True}, "missing_ok: False", "missing_ok: True"),
+}
+
+SAVES: Cases = {
+    **EITHER,
+    "step": (lambda _: {"step": 3}, "step: 2", "step: 3"),
+    "keep": (lambda _: {"keep": 3}, "keep: None", "keep: 3"),
+    "blocking": (lambda _: {"blocking": False}, "blocking: True", "blocking: False"),
+    "PerRank": (
+        lambda _: {"extra": {"own": PerRank(1), "shared": 2}},
+        "PerRank values of extra: none",
+        "PerRank values of extra: 'own'",
+    ),
+}
+
+
+def sides(kind: str) -> tuple[Side, int, bool]:
+    """A side that has stepped, the rank that gives other arguments, and whether this is it."""
+    side, odd = make(kind), dist.get_world_size() - 1
+    push(side, range(2))
+    return side, odd, dist.get_rank() == odd
+
+
+@pytest.mark.parametrize("kind", ["plain", "element"])
+@pytest.mark.parametrize("case", LOADS)
+@distributed(2, 3)
+def test_loading_with_different_arguments_changes_nothing(
+    world_size: int, kind: str, case: str, tmp_path: Path
+) -> None:
+    side, odd, here = sides(kind)
+    path = save_side(tmp_path, 1, side)
+    push(side, [2])
+    change, text, odd_text = LOADS[case]
+    arguments = {"model": side.model, "optimizer": side.optimizers, **(change(side) if here else {})}
+    before = contents_of(side)
+    expect_disagreement(odd, lambda: load(path, **arguments), text, odd_text)
+    assert_same_tree(contents_of(side), before, "after the error")
+    push(side, [3])
+    load_side(path, side)
+
+
+@distributed(2, 3)
+def test_a_model_alone_that_one_rank_does_not_give_is_loaded_nowhere(world_size: int, tmp_path: Path) -> None:
+    side, odd, here = sides("plain")
+    path = save_side(tmp_path, 1, side)
+    other = make("plain", 9)
+    before = contents_of(other)
+    expect_disagreement(odd, lambda: load(path, model=None if here else other.model), "model: given", "model: None")
+    assert_same_tree(contents_of(other), before, "after the error")
+
+
+@distributed(2, 3)
+def test_loading_into_different_models_changes_nothing(world_size: int, tmp_path: Path) -> None:
+    side, odd, here = sides("plain")
+    path = save_side(tmp_path, 1, side)
+    other = make("plain", 9, wrap=False)
+    if here:
+        other.module.norm = nn.BatchNorm2d(9)
+    before = contents_of(other)
+    call = lambda: load(path, model=other.module, strict=False)  # noqa: E731
+    expect_disagreement(odd, call, r"'norm\.weight' of the model: \(8,\)", r"'norm\.weight' of the model: \(9,\)")
+    assert_same_tree(contents_of(other), before, "after the error")
+
+
+@distributed(2, 3)
+def test_optimizers_over_other_parameters_are_named(world_size: int, tmp_path: Path) -> None:
+    side, odd, here = sides("plain")
+    path = save_side(tmp_path, 1, side)
+    params = list(side.module.parameters())
+    optimizer = AdamW(params[::-1] if here else params)
+    before = contents_of(side)
+    call = lambda: load(path, model=side.model, optimizer=optimizer)  # noqa: E731
+    expect_disagreement(odd, call, "parameter 0 of optimizer 0: 'emb", "parameter 0 of optimizer 0: 'body")
+    assert_same_tree(contents_of(side), before, "after the error")
+
+
+@pytest.mark.parametrize("kind", ["plain", "element"])
+@pytest.mark.parametrize("case", SAVES)
+@distributed(2, 3)
+def test_saving_with_different_arguments_writes_nothing(world_size: int, kind: str, case: str, tmp_path: Path) -> None:
+    side, odd, here = sides(kind)
+    change, text, odd_text = SAVES[case]
+    arguments = {"step": 2, "model": side.model, "optimizer": side.optimizers, **(change(side) if here else {})}
+    expect_disagreement(odd, lambda: save(tmp_path, **arguments), text, odd_text)
+    assert not list(tmp_path.iterdir())
+    save_side(tmp_path, 2, side)
+
+
+@distributed(2, 3)
+def test_what_is_rank_zeros_need_not_be_given_elsewhere(world_size: int, tmp_path: Path) -> None:
+    side, _, _ = sides("element")
+    save_side(tmp_path, 1, side, extra={"shared": 4} if dist.get_rank() == 0 else None)
+    assert load_side(tmp_path, side).extra == {"shared": 4}
+
+
+# torch.distributed.checkpoint's functions
+
+OPTIONS = ["full_state_dict", "cpu_offload", "flatten_optimizer_state_dict"]
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@distributed(2, 3)
+def test_asking_for_state_with_different_options_is_an_error(world_size: int, option: str) -> None:
+    odd = world_size - 1
+    model, zero = make_zero("element")
+    train(model, zero, range(2))
+    options = StateDictOptions(**{option: dist.get_rank() == odd})  # type: ignore[arg-type]
+    call = lambda: get_optimizer_state_dict(model, zero, options=options)  # noqa: E731
+    expect_disagreement(odd, call, f"{option}: False", f"{option}: True")
+    full_state(model, zero)
+
+
+@distributed(2, 3)
+def test_giving_state_back_with_different_options_changes_nothing(world_size: int) -> None:
+    odd = world_size - 1
+    model, zero = make_zero("element")
+    train(model, zero, range(2))
+    state = full_state(model, zero)
+    train(model, zero, range(2, 4))
+    before = full_state(model, zero)
+    for option in ("full_state_dict", "broadcast_from_rank0"):
+        fixed = {"full_state_dict": True} if option != "full_state_dict" else {}
+        options = StateDictOptions(**fixed, **{option: dist.get_rank() == odd})  # type: ignore[arg-type]
+        call = lambda options=options: set_optimizer_state_dict(model, zero, state, options=options)  # noqa: E731
+        expect_disagreement(odd, call, f"{option}: False", f"{option}: True")
+    assert_same_tree(full_state(model, zero), before, "after the errors")
+
+
+@pytest.mark.parametrize("culprit", ["first", "last"])
+@distributed(2, 3)
+def test_what_one_rank_refuses_is_an_error_on_all(world_size: int, culprit: str) -> None:
+    odd = 0 if culprit == "first" else world_size - 1
+    here = dist.get_rank() == odd
+    model, zero = make_zero("element")
+    train(model, zero, range(2))
+    before = full_state(model, zero)
+    other = nn.Linear(2, 2)
+    plain = SGD(model[4].parameters(), lr=0.1)
+    both = [zero, plain]
+    unknown = "not a parameter of the model"
+
+    def get(model: nn.Module = model, **given: Any) -> Callable[[], object]:
+        return lambda: get_optimizer_state_dict(model, zero, **(given if here else {}))
+
+    expect_failure_of([odd], get(submodules={model}), ValueError, "submodules")
+    expect_failure_of([odd], get(options=StateDictOptions(ignore_frozen_params=True)), ValueError, "ignore_frozen")
+    expect_failure_of([odd], get(other if here else model), ValueError, unknown)
+    for state, kind, text in ((3, TypeError, "not iterable"), ({3: 4}, AttributeError, "startswith")):
+        mine: Any = state if here else before
+        expect_failure_of([odd], lambda mine=mine: set_optimizer_state_dict(model, zero, mine), kind, text)  # type: ignore[misc]
+    wrong = {**before, "state": {**before["state"], "4.bias": {"exp_avg": _Broken()}}} if here else before
+    assert failure_of(lambda: set_optimizer_state_dict(model, zero, wrong)) is not None
+    expect_failure_of(
+        [odd], lambda: set_optimizer_state_dict(other if here else model, zero, before), ValueError, unknown
+    )
+    # A plain optimizer among them, which torch's own function refuses on one rank.
+    wrong = {**before, "param_groups": 3} if here else before
+    assert failure_of(lambda: set_optimizer_state_dict(model, both[::-1], wrong)) is not None
+    assert_same_tree(full_state(model, zero), before, "after the errors")
+
+
+class _Broken:
+    """Cannot be put into an optimizer."""
+
+    def __deepcopy__(self, memo: object) -> Any:
+        raise ValueError("cannot be copied")
+
+
+class Nested(SGD):
+    """Keeps state that cannot be flattened, in one parameter only."""
+
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        for group in self.param_groups:
+            for param in group["params"]:
+                self.state[param]["nested"] = {"count": 1}
+
+
+@pytest.mark.parametrize("offload", [False, True], ids=["everywhere", "on rank 0"])
+@distributed(2, 3)
+def test_state_that_only_one_rank_cannot_flatten_is_an_error_on_all(world_size: int, offload: bool) -> None:
+    module = nn.Linear(3, 1, bias=False)  # one parameter, so that one rank has state
+    zero = ZeroRedundancyOptimizer(module.parameters(), Nested, lr=0.1)
+    module(torch.ones(2, 3)).sum().backward()
+    zero.step()
+    options = StateDictOptions(full_state_dict=offload, cpu_offload=offload, flatten_optimizer_state_dict=True)
+    error = failure_of(lambda: get_optimizer_state_dict(module, zero, options=options))
+    assert "cannot be flattened" in str(error)
+    assert not isinstance(error, RanksDisagreeError)

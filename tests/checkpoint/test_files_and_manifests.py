@@ -1,0 +1,448 @@
+"""Checkpoints without processes: what any ranks wrote, any other ranks read, bit by bit; trees, files, balance."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import tempfile
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+from torch import Tensor
+
+from onecopy import Layout, ParamSpec
+from onecopy.checkpoint import files, latest, load, manifest, save
+from onecopy.checkpoint.contents import divide
+from onecopy.checkpoint.files import LivePiece, Reader, whole_tensor, write_file
+from onecopy.checkpoint.load_plan import Copy
+from onecopy.checkpoint.manifest import Entry, File, Manifest, Piece
+from onecopy.common import tagged_json
+from onecopy.common.flat_views import flat_view
+from onecopy.errors import CheckpointError, CorruptCheckpointError
+from onecopy.layout import CUT_MULTIPLE, extend, plan_buckets
+from tests.support.state_dicts import expect_same
+
+POLICIES = ("parameter", "element", "bucket")
+STORABLE = tuple(files._NAMES)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64)
+Shape = tuple[int, ...]
+
+
+# Tensors and layouts
+
+
+def random_bits(shape: Shape, dtype: torch.dtype, order: Sequence[int], seed: int) -> Tensor:
+    """A dense tensor of any bits, NaNs among them, whose dimensions lie in memory in the given order."""
+    generator = torch.Generator().manual_seed(seed)
+    high = 2 if dtype is torch.bool else 256
+    memory = torch.randint(high, (prod(shape) * dtype.itemsize,), dtype=torch.uint8, generator=generator)
+    stride, step = [0] * len(shape), 1
+    for axis in reversed(order):
+        stride[axis] = step
+        step *= max(shape[axis], 1)
+    return memory.view(dtype).as_strided(shape, stride)
+
+
+def bits(flat: Tensor) -> bytes:
+    return bytes(flat.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+
+
+def specs_of(tensors: Sequence[Tensor]) -> list[ParamSpec]:
+    return [
+        ParamSpec(index, f"p{index}", tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
+        for index, tensor in enumerate(tensors)
+    ]
+
+
+def layout_of(tensors: Sequence[Tensor], world_size: int, policy: str) -> Layout:
+    """Who owns what of some tensors."""
+    specs = specs_of(tensors)
+    if policy == "bucket":
+        return plan_buckets(specs, range(len(specs))[::-1], world_size, splittable=True, bucket_bytes=4096)[0]
+    return extend(None, specs, world_size, policy, splittable=True)
+
+
+def entry_of(tensor: Tensor) -> Entry:
+    return Entry(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), tuple(tensor.stride()))
+
+
+def manifest_of(tensors: dict[str, Entry], written: dict[str, File], world_size: int) -> Manifest:
+    return Manifest(1, world_size, {}, "", written, tensors, None, (), tagged_json.encode({}, [], ""), ())
+
+
+def write(folder: Path, tensors: Sequence[Tensor], layout: Layout) -> Manifest:
+    """Write one file for each rank, and return the manifest as it is read back."""
+    entries = {f"p{index}": entry_of(tensor) for index, tensor in enumerate(tensors)}
+    pieces: dict[str, list[Piece]] = {key: [] for key in entries}
+    written: dict[str, File] = {}
+    for rank in range(layout.world_size):
+        live = [
+            LivePiece(key, entries[key], shard.start, shard.stop, flat_view(tensor)[shard.start : shard.stop])
+            for shard in layout.owned_by(rank)
+            for key, tensor in [(f"p{shard.param}", tensors[shard.param])]
+        ]
+        path = folder / f"rank-{rank:05d}.safetensors"
+        written[path.name], described = write_file(path, live)
+        for piece, where in zip(live, described, strict=True):
+            pieces[piece.key].append(where)
+    full = {
+        key: replace(entry, pieces=tuple(sorted(pieces[key], key=lambda piece: piece.start)))
+        for key, entry in entries.items()
+    }
+    return manifest.parse(manifest.dump(manifest_of(full, written, layout.world_size)), "here")
+
+
+def check_read(folder: Path, found: Manifest, tensors: Sequence[Tensor], likes: Sequence[Tensor], to: Layout) -> None:
+    """Every shard of another layout, of parameters that may lie otherwise in memory, is what it was."""
+    expected = [flat_view(torch.empty_like(like).copy_(tensor)) for tensor, like in zip(tensors, likes, strict=True)]
+    with Reader(folder, found.files) as reader:
+        for shard in to.shards:
+            key, like = f"p{shard.param}", likes[shard.param]
+            whole = shard.numel == like.numel()
+            target = torch.empty_like(like) if whole else torch.empty(shard.numel, dtype=like.dtype)
+            copy = Copy(key, found.tensors[key], shard.start, shard.stop, target, like)
+            copy.check(reader)
+            copy.run(reader, found)
+            wanted = expected[shard.param][shard.start : shard.stop]
+            assert bits(flat_view(target)) == bits(wanted), f"{key}[{shard.start}:{shard.stop}] of {to.world_size}"
+
+
+# Any layout to any other
+
+
+@dataclass(frozen=True)
+class Case:
+    """Shapes, types and memory orders on both sides, ranks and policies on both sides, and the size of a block."""
+
+    params: tuple[tuple[Shape, torch.dtype, tuple[int, ...], tuple[int, ...]], ...]
+    ranks: tuple[int, int]
+    policies: tuple[str, str]
+    block_bytes: int
+
+
+SIZES = st.sampled_from([0, 1, 2, 3, 7, 16, 33, 64, 130])
+
+
+@st.composite
+def params(draw: st.DrawFn) -> tuple[Shape, torch.dtype, tuple[int, ...], tuple[int, ...]]:
+    shape = tuple(draw(st.lists(SIZES, max_size=3)))
+    if prod(shape) > 40_000:
+        shape = shape[:2]
+    order = tuple(draw(st.permutations(range(len(shape)))))
+    other = tuple(draw(st.permutations(range(len(shape))))) if draw(st.booleans()) else order
+    return shape, draw(st.sampled_from(DTYPES)), order, other
+
+
+RANKS = st.integers(1, 8)
+CASES = st.builds(
+    Case,
+    st.lists(params(), min_size=1, max_size=6).map(tuple),
+    st.tuples(RANKS, RANKS),
+    st.tuples(st.sampled_from(POLICIES), st.sampled_from(POLICIES)),
+    st.sampled_from([256, 1024, manifest.BLOCK_BYTES]),
+)
+
+
+def blocks_of(patch: pytest.MonkeyPatch, nbytes: int) -> None:
+    """Checksums for smaller blocks, so that small tensors have several."""
+    patch.setattr(files, "BLOCK_BYTES", nbytes)
+    patch.setattr(manifest, "BLOCK_BYTES", nbytes)
+
+
+@settings(max_examples=600)
+@given(case=CASES)
+def test_any_layout_is_read_in_any_other_bit_by_bit(case: Case) -> None:
+    tensors = [random_bits(shape, dtype, order, seed) for seed, (shape, dtype, order, _) in enumerate(case.params)]
+    likes = [random_bits(shape, dtype, other, 0) for shape, dtype, _, other in case.params]
+    saved = layout_of(tensors, case.ranks[0], case.policies[0])
+    loaded = layout_of(likes, case.ranks[1], case.policies[1])
+    event(f"cut: {bool(saved.cut_params)} to {bool(loaded.cut_params)}")
+    with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
+        blocks_of(patch, case.block_bytes)
+        found = write(Path(name), tensors, saved)
+        check_read(Path(name), found, tensors, likes, loaded)
+        with Reader(Path(name), found.files) as reader:
+            for index, tensor in enumerate(tensors):
+                whole = whole_tensor(reader, found, f"p{index}")
+                assert bits(flat_view(whole)) == bits(flat_view(tensor))
+
+
+@functools.cache
+def some_tensors() -> list[Tensor]:
+    """An embedding that is cut, a channels-last kernel, vectors, a scalar and nothing, of two types."""
+    shapes: list[tuple[Shape, torch.dtype, tuple[int, ...]]] = [
+        ((300, 16), torch.float32, (0, 1)),
+        ((8, 5, 3, 3), torch.float32, (0, 2, 3, 1)),
+        ((700,), torch.bfloat16, (0,)),
+        ((40, 33), torch.bfloat16, (1, 0)),
+        ((), torch.float32, ()),
+        ((0, 3), torch.float32, (0, 1)),
+    ]
+    return [random_bits(shape, dtype, order, seed) for seed, (shape, dtype, order) in enumerate(shapes)]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_all_pairs_of_world_sizes_from_1_to_8(policy: str, tmp_path: Path) -> None:
+    tensors = some_tensors()
+    other = {name: POLICIES[position - 1] for position, name in enumerate(POLICIES)}[policy]
+    for saving in range(1, 9):
+        folder = tmp_path / str(saving)
+        folder.mkdir()
+        found = write(folder, tensors, layout_of(tensors, saving, policy))
+        assert len(found.files) == saving
+        for loading, read_by in itertools.product(range(1, 9), (policy, other)):
+            check_read(folder, found, tensors, tensors, layout_of(tensors, loading, read_by))
+
+
+# What is replicated is divided evenly
+
+
+@given(sizes=st.lists(st.tuples(st.integers(0, 5000), st.sampled_from([1, 2, 4, 8])), max_size=12), world_size=RANKS)
+def test_ranks_write_equal_shares_of_what_all_hold(sizes: list[tuple[int, int]], world_size: int) -> None:
+    shares = [divide(sizes, rank, world_size) for rank in range(world_size)]
+    for number, (count, _) in enumerate(sizes):
+        ranges = [share[number] for share in shares]
+        assert [start for start, _ in ranges] == [0, *(stop for _, stop in ranges[:-1])]
+        assert ranges[-1][1] == count
+        assert all(start <= stop for start, stop in ranges)
+        assert all(stop % CUT_MULTIPLE == 0 or stop == count for _, stop in ranges)
+    total = sum(count * size for count, size in sizes)
+    for share in shares:
+        mine = sum((stop - start) * size for (start, stop), (_, size) in zip(share, sizes, strict=True))
+        assert abs(mine - total / world_size) <= 2 * CUT_MULTIPLE * 8
+
+
+# Files
+
+
+def test_the_safetensors_library_reads_every_type(tmp_path: Path) -> None:
+    tensors = {str(dtype): random_bits((6, 11), dtype, (0, 1), 5) for dtype in STORABLE}
+    live = [LivePiece(key, entry_of(tensor), 0, 66, flat_view(tensor)) for key, tensor in tensors.items()]
+    write_file(tmp_path / "one", live)
+    with safe_open(tmp_path / "one", framework="pt") as file:
+        assert sorted(file.keys()) == sorted(tensors)
+        for key, tensor in tensors.items():
+            read = file.get_tensor(key)
+            assert (read.dtype, bits(read)) == (tensor.dtype, bits(tensor)), key
+
+
+def test_pieces_lie_aligned_and_have_their_range_in_their_name(tmp_path: Path) -> None:
+    small, large = torch.arange(5, dtype=torch.uint8), torch.arange(128, dtype=torch.float64)
+    live = [LivePiece("s", entry_of(small), 0, 5, small), LivePiece("l", entry_of(large), 64, 128, large[64:])]
+    file, (first, second) = write_file(tmp_path / "one", live)
+    assert file.size == (tmp_path / "one").stat().st_size
+    assert second.offset % 8 == 0
+    assert (first.start, first.stop, second.start, second.stop) == (0, 5, 64, 128)
+    with safe_open(tmp_path / "one", framework="pt") as read:
+        assert sorted(read.keys()) == ["l[64:128]", "s"]
+
+
+def test_only_the_damaged_block_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks_of(monkeypatch, 256)
+    tensor = torch.arange(256, dtype=torch.float32)
+    found = write(tmp_path, [tensor], layout_of([tensor], 1, "element"))
+    entry, name = found.tensors["p0"], "rank-00000.safetensors"
+    content = bytearray((tmp_path / name).read_bytes())
+    content[entry.pieces[0].offset + 256 + 17] ^= 4
+    (tmp_path / name).write_bytes(content)
+    with Reader(tmp_path, found.files) as reader:
+        assert [part.tolist() for _, _, part in reader.blocks("p0", entry, 10, 12)] == [[10.0, 11.0]]
+        with pytest.raises(CorruptCheckpointError, match=rf"{name} is damaged: elements 64 to 128 of 'p0'"):
+            list(reader.blocks("p0", entry, 60, 70))
+
+
+# Manifests
+
+
+def saved_manifest(tmp_path: Path) -> Manifest:
+    tensors = some_tensors()
+    return write(tmp_path, tensors, layout_of(tensors, 3, "element"))
+
+
+@settings(max_examples=100)
+@given(
+    cuts=st.lists(st.integers(0, 200), max_size=5),
+    wanted=st.tuples(st.integers(0, 200), st.integers(0, 200)),
+    dtype=st.sampled_from([torch.float32, torch.float64]),
+)
+def test_any_range_is_read_from_the_pieces_that_have_it_and_no_others(
+    cuts: list[int], wanted: tuple[int, int], dtype: torch.dtype
+) -> None:
+    """Each piece is alone in its file, so that a read beyond it finds nothing."""
+    tensor, ends = torch.arange(200.0), [0, *sorted(cuts), 200]
+    entry, (start, stop) = entry_of(tensor), sorted(wanted)
+    with tempfile.TemporaryDirectory() as name:
+        written, pieces = {}, []
+        for number, (low, high) in enumerate(itertools.pairwise(ends)):
+            path = Path(name) / f"{number}"
+            written[path.name], described = write_file(path, [LivePiece("k", entry, low, high, tensor[low:high])])
+            pieces += described
+        for piece in pieces:
+            if min(stop, piece.stop) <= max(start, piece.start):
+                (Path(name) / piece.file).unlink()
+        target = torch.full((stop - start,), -1.0, dtype=dtype)
+        with Reader(Path(name), written) as reader:
+            reader.fill(target, "k", replace(entry, pieces=tuple(pieces)), start, stop)
+    assert torch.equal(target, tensor[start:stop].to(dtype))
+
+
+def test_a_manifest_comes_back_as_it_was(tmp_path: Path) -> None:
+    made = saved_manifest(tmp_path)
+    assert manifest.parse(manifest.dump(made), "here") == made
+
+
+def test_every_flipped_bit_of_a_manifest_is_noticed(tmp_path: Path) -> None:
+    text = manifest.dump(saved_manifest(tmp_path))
+    for position in itertools.chain(range(40), range(40, len(text), 29)):
+        damaged = bytearray(text)
+        damaged[position] ^= 1 << position % 8
+        with pytest.raises(CorruptCheckpointError, match="here is damaged"):
+            manifest.parse(bytes(damaged), "here")
+    with pytest.raises(CorruptCheckpointError, match="here is damaged"):
+        manifest.parse(text[:-10], "here")
+
+
+def without_a_piece(entry: Entry) -> Entry:
+    return replace(entry, pieces=entry.pieces[1:])
+
+
+def with_a_gap(entry: Entry) -> Entry:
+    return replace(entry, pieces=(replace(entry.pieces[0], stop=entry.pieces[0].stop - 64), *entry.pieces[1:]))
+
+
+def with_an_overlap(entry: Entry) -> Entry:
+    return replace(entry, pieces=(*entry.pieces, entry.pieces[-1]))
+
+
+def cut_short(entry: Entry) -> Entry:
+    return replace(entry, pieces=entry.pieces[:-1])
+
+
+def in_an_unknown_file(entry: Entry) -> Entry:
+    return replace(entry, pieces=tuple(replace(piece, file="other") for piece in entry.pieces))
+
+
+def without_checksums(entry: Entry) -> Entry:
+    return replace(entry, pieces=tuple(replace(piece, crc32=()) for piece in entry.pieces))
+
+
+@pytest.mark.parametrize(
+    "change", [without_a_piece, with_a_gap, with_an_overlap, cut_short, in_an_unknown_file, without_checksums]
+)
+def test_pieces_that_do_not_cover_a_tensor_once_are_refused(change: Any, tmp_path: Path) -> None:
+    made = saved_manifest(tmp_path)
+    bad = replace(made, tensors={**made.tensors, "p0": change(made.tensors["p0"])})
+    with pytest.raises(CorruptCheckpointError, match=r"here: the pieces of 'p0'"):
+        manifest.parse(manifest.dump(bad), "here")
+
+
+def test_a_tensor_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    bad = replace(saved_manifest(tmp_path), extra=["dict", [["a", ["tensor", "extra/7"]]]])
+    with pytest.raises(CorruptCheckpointError, match=r"here refers to a tensor 'extra/7'"):
+        manifest.parse(manifest.dump(bad), "here")
+
+
+def test_another_format_or_another_size_of_blocks_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = saved_manifest(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(manifest, "FORMAT", "other")
+        other = manifest.dump(made)
+    with pytest.raises(CheckpointError, match="here is not the manifest of a onecopy checkpoint"):
+        manifest.parse(other, "here")
+    with monkeypatch.context() as patch:
+        patch.setattr(manifest, "BLOCK_BYTES", 2 << 20)
+        other = manifest.dump(made)
+    with pytest.raises(CheckpointError, match="blocks of 2097152 bytes"):
+        manifest.parse(other, "here")
+
+
+# Trees
+
+LEAVES = (
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**70), 2**70)
+    | st.floats()
+    | st.text(max_size=5)
+    | st.builds(lambda count: torch.arange(count), st.integers(0, 3))
+)
+KEYS = st.integers(-3, 3) | st.text(max_size=3) | st.tuples(st.integers(0, 2), st.booleans())
+TREES = st.recursive(
+    LEAVES,
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.lists(inner, max_size=3).map(tuple)
+        | st.dictionaries(KEYS, inner, max_size=3)
+        | st.dictionaries(st.integers(0, 9), st.integers(0, 9), max_size=3).map(Counter)
+    ),
+    max_leaves=12,
+)
+
+
+@given(tree=st.dictionaries(st.text(max_size=3), TREES, max_size=4))
+def test_trees_of_plain_data_survive_with_keys_for_tensors(tree: dict[str, Any]) -> None:
+    tensors: list[Tensor] = []
+    encoded = tagged_json.encode(tree, tensors, "it")
+    keys = [f"key {number}" for number in range(len(tensors))]
+    keyed: Any = tagged_json.loads(tagged_json.dumps(manifest.with_keys(encoded, keys)))
+    assert list(manifest.keys_in(keyed)) == keys
+    expect_same(tagged_json.decode(keyed, dict(zip(keys, tensors, strict=True))), tree)  # type: ignore[arg-type]
+
+
+def test_tensors_are_named_after_their_keys_in_a_dict() -> None:
+    tensors: list[Tensor] = []
+    tree = tagged_json.encode({"exp_avg": torch.ones(2), "list": [torch.ones(1)], 3: torch.ones(1)}, tensors, "it")
+    assert manifest.names_of_tensors(tree, len(tensors)) == ["exp_avg", "#1", "#2"]
+
+
+# Extra, in one process
+
+
+def round_trip(root: Path, extra: dict[str, Any]) -> Any:
+    return load(save(root, 1, extra=extra)).extra
+
+
+def test_plain_data_and_tensors_of_every_type_come_back_as_they_were(tmp_path: Path) -> None:
+    extra: dict[str, Any] = {
+        "numbers": [0, -1, 2**80, 1.5, -0.0, float("nan"), float("inf"), -float("inf")],
+        "none": None,
+        "flags": (True, False, (), [], {}, ("nested", [("deep", {"x": (1,)})])),
+        "keys": {1: "one", -2: 2.5, (1, "a"): None, False: 0, None: 1, 2.5: 3},
+        "counter": Counter({3: 2, 7: 1}),
+        "tensors": {str(dtype): torch.tensor([[0, 1, 1], [1, 0, 1]]).to(dtype) for dtype in STORABLE},
+        "strides": [torch.randn(4, 5).t(), torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)],
+        "odd": [torch.tensor(2.5), torch.empty(0, 3), torch.tensor([float("nan"), float("inf")]).bfloat16()],
+    }
+    expect_same(round_trip(tmp_path, extra), extra)
+
+
+class Name(str):
+    """A string that is more than a string."""
+
+
+@pytest.mark.parametrize(
+    ("value", "where"),
+    [
+        ({"a": [1, {2: object()}]}, r"extra\['it'\]\['a'\]\[1\]\[2\] is of type builtins.object"),
+        (b"bytes", r"extra\['it'\] is of type builtins.bytes"),
+        ((1, Name("x")), r"extra\['it'\]\[1\] is of type .*Name"),
+        ({1, 2}, r"extra\['it'\] is of type builtins.set"),
+        (numpy.float64(1.0), r"extra\['it'\] is of type numpy.float64"),
+        (torch.ones(2, dtype=torch.complex128), r"extra.*complex128"),
+        (torch.eye(2).to_sparse(), r"extra.*sparse"),
+    ],
+)
+def test_what_cannot_be_saved_is_refused_with_its_place(value: Any, where: str, tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=where):
+        save(tmp_path, 1, extra={"it": value})
+    assert latest(tmp_path) is None

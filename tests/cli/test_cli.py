@@ -1,0 +1,131 @@
+"""The command line, and reading a checkpoint without onecopy."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from typer.testing import CliRunner, Result
+
+from onecopy import checkpoint
+from onecopy.cli.main import app
+from tests.support.paths import ROOT
+
+
+def trained(seed: int = 0) -> tuple[nn.Sequential, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(6, 80), nn.BatchNorm1d(80), nn.Linear(80, 2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(torch.randn(8, 6)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """A checkpoint that one process has written."""
+    model, optimizer = trained()
+    return checkpoint.save(tmp_path / "run", 5, model=model, optimizer=optimizer, extra={"epoch": 3, "more": {1: (2,)}})
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(app, ["checkpoint", *map(str, arguments)])
+
+
+def test_inspect_shows_names_shapes_types_sizes_and_writers(saved: Path) -> None:
+    result = run("inspect", saved.parent)
+    assert result.exit_code == 0, result.output
+    text = re.sub(r"\s+", " ", result.output)
+    for expected in ("step 5", "model/0.weight", "(80, 6)", "float32", "1,920", "rank 0", "torch.optim.adamw.AdamW"):
+        assert expected in text, f"{expected!r} is not in {text}"
+
+
+def test_verify_is_content_with_what_was_written_and_names_a_damaged_file(saved: Path) -> None:
+    assert run("verify", saved).exit_code == 0
+    file = saved / "rank-00000.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-3] ^= 4
+    file.write_bytes(content)
+    result = run("verify", saved)
+    assert result.exit_code == 1
+    assert "rank-00000.safetensors" in re.sub(r"\s+", "", result.output + result.stderr)
+
+
+def test_a_checkpoint_becomes_a_file_of_torch_and_back(saved: Path, tmp_path: Path) -> None:
+    assert run("convert", saved, tmp_path / "all.pt", "--to", "torch").exit_code == 0
+    content = torch.load(tmp_path / "all.pt", weights_only=True)
+    assert (content["step"], content["extra"]) == (5, {"epoch": 3, "more": {1: (2,)}})
+    expected_model, expected = trained()
+    model, optimizer = trained(seed=9)
+    model.load_state_dict(content["model"])
+    optimizer.load_state_dict(content["optimizer"])
+    assert same(model, optimizer, expected_model, expected)
+
+    assert run("convert", tmp_path / "all.pt", tmp_path / "back", "--to", "native", "--step", 6).exit_code == 0
+    model, optimizer = trained(seed=9)
+    step, extra = checkpoint.load(tmp_path / "back", model=model, optimizer=optimizer)
+    assert (step, extra) == (6, {"epoch": 3, "more": {1: (2,)}})
+    assert same(model, optimizer, expected_model, expected)
+
+
+def same(model: nn.Module, optimizer: torch.optim.Optimizer, other: nn.Module, another: torch.optim.Optimizer) -> bool:
+    pairs = zip(model.parameters(), other.parameters(), strict=True)
+    return all(
+        torch.equal(one, two) and torch.equal(optimizer.state[one]["exp_avg_sq"], another.state[two]["exp_avg_sq"])
+        for one, two in pairs
+    )
+
+
+def test_a_bare_state_dict_without_names_is_loaded_by_position(tmp_path: Path) -> None:
+    """As torch's class leaves it after a consolidation."""
+    expected_model, expected = trained()
+    torch.save(expected.state_dict(), tmp_path / "optimizer.pt")
+    assert run("convert", tmp_path / "optimizer.pt", tmp_path / "run", "--to", "native").exit_code == 0
+    model, optimizer = trained(seed=9)
+    checkpoint.load(tmp_path / "run", optimizer=optimizer)
+    model.load_state_dict(expected_model.state_dict())
+    assert same(model, optimizer, expected_model, expected)
+
+
+def test_weights_become_a_safetensors_file(saved: Path, tmp_path: Path) -> None:
+    assert run("convert", saved, tmp_path / "model.safetensors", "--to", "safetensors").exit_code == 0
+    model, _ = trained(seed=9)
+    model.load_state_dict(load_file(tmp_path / "model.safetensors"))
+    assert torch.equal(model.get_parameter("0.weight"), trained()[0].get_parameter("0.weight"))
+
+
+def test_what_cannot_be_done_is_one_line_and_an_exit_code(saved: Path, tmp_path: Path) -> None:
+    (tmp_path / "there.pt").write_text("mine")
+    for arguments, text in (
+        (("inspect", tmp_path / "nothing"), "is not a checkpoint"),
+        (("convert", saved, tmp_path / "there.pt", "--to", "torch"), "exists already"),
+    ):
+        result = run(*arguments)
+        assert result.exit_code == 1
+        assert text in re.sub(r"\s+", " ", result.output + result.stderr)
+        assert "Traceback" not in result.output
+    assert (tmp_path / "there.pt").read_text() == "mine"
+
+
+def test_the_dozen_lines_of_the_docs_read_it_without_onecopy(saved: Path, tmp_path: Path) -> None:
+    page = (ROOT / "docs/checkpoints.md").read_text()
+    (lines,) = re.findall(r"```python run\n(import json\n.*?)\n\n\ntensors = read", page, re.DOTALL)
+    assert len([line for line in lines.splitlines() if line.strip()]) <= 18
+    script = f"""
+import sys
+sys.modules["onecopy"] = None  # importing it fails
+{lines}
+torch.save(read({str(saved)!r}), {str(tmp_path / "read.pt")!r})
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+    read = torch.load(tmp_path / "read.pt", weights_only=True)
+    model, optimizer = trained()
+    assert torch.equal(read["model/0.weight"], model.get_parameter("0.weight"))
+    state = optimizer.state[model.get_parameter("2.weight")]
+    assert torch.equal(read["optimizer.0/2.weight/exp_avg"], state["exp_avg"])

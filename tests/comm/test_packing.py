@@ -1,0 +1,129 @@
+"""Messages that small tensors are packed into, and the bound on packs in flight."""
+
+from __future__ import annotations
+
+import collections
+import functools
+import itertools
+
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from onecopy.comm.limits import (
+    DIRECT_BYTES,
+    MESSAGE_BYTES,
+    PACK_BYTES,
+    PACKS_IN_FLIGHT,
+)
+from onecopy.comm.packing import (
+    InFlight,
+    plan_messages,
+    receive_ranges,
+    send_ranges,
+)
+
+CPU = torch.device("cpu")
+
+SIZES = st.one_of(
+    st.sampled_from(
+        [0, 1, DIRECT_BYTES - 1, DIRECT_BYTES, DIRECT_BYTES + 1, PACK_BYTES, MESSAGE_BYTES, MESSAGE_BYTES + 1]
+    ),
+    st.integers(0, 3 * MESSAGE_BYTES),
+    st.integers(0, DIRECT_BYTES),
+)
+
+
+@settings(max_examples=500)
+@given(st.lists(SIZES, max_size=40), st.sampled_from([1, 64, DIRECT_BYTES]))
+@example([DIRECT_BYTES - 1] * 20, DIRECT_BYTES)
+@example([5, DIRECT_BYTES, 6], DIRECT_BYTES)
+def test_messages_carry_every_byte_once_in_order_and_within_bounds(sizes: list[int], direct_bytes: int) -> None:
+    messages = plan_messages(sizes, direct_bytes)
+    sent: list[int] = [0] * len(sizes)
+    for message in messages:
+        if message.packed:
+            assert message.ranges == tuple(sorted(message.ranges))
+            assert (message.start, message.stop) == (0, sum(sizes[position] for position in message.ranges))
+            assert 0 < message.stop <= PACK_BYTES
+            for position in message.ranges:
+                assert sent[position] == 0
+                assert sizes[position] < direct_bytes
+                sent[position] = sizes[position]
+        else:
+            (position,) = message.ranges
+            assert sizes[position] >= direct_bytes
+            assert message.start == sent[position], "parts follow each other"
+            assert 0 < message.stop - message.start <= MESSAGE_BYTES
+            sent[position] = message.stop
+    assert sent == sizes
+    for packed in (True, False):
+        first = [message.ranges[0] for message in messages if message.packed is packed]
+        assert first == sorted(first)
+
+
+@settings(max_examples=200)
+@given(st.lists(st.integers(0, DIRECT_BYTES - 1), max_size=60))
+def test_a_pack_is_closed_only_when_the_next_piece_does_not_fit(sizes: list[int]) -> None:
+    packs = plan_messages(sizes)
+    for full, following in itertools.pairwise(packs):
+        assert full.stop + sizes[following.ranges[0]] > PACK_BYTES
+
+
+class Transfer:
+    """Work that notes when it is waited for."""
+
+    def __init__(self, waited: list[int], number: int) -> None:
+        self.waited, self.number = waited, number
+
+    def wait(self) -> None:
+        self.waited.append(self.number)
+
+
+def test_staged_buffers_under_way_are_bounded_and_finish_in_order() -> None:
+    waited: list[int] = []
+    finished: list[int] = []
+    flying = InFlight()
+    for number in range(10):
+        flying.add(Transfer(waited, number), torch.empty(0), True, functools.partial(finished.append, number))
+        assert number + 1 - len(waited) <= PACKS_IN_FLIGHT
+    flying.drain()
+    assert waited == finished == list(range(10))
+
+
+def test_transfers_in_place_are_not_bounded_but_all_waited_for() -> None:
+    waited: list[int] = []
+    flying = InFlight()
+    for number in range(10):
+        flying.add(Transfer(waited, number), torch.empty(0), staged=False)
+    assert waited == []
+    flying.drain()
+    assert waited == list(range(10))
+
+
+class Wire:
+    """A channel within one process: what is sent can be received, in order and message by message."""
+
+    def __init__(self) -> None:
+        self.messages: collections.deque[Tensor] = collections.deque()
+
+    def send(self, buffer: Tensor) -> Transfer:
+        self.messages.append(buffer.clone())
+        return Transfer([], 0)
+
+    def receive(self, buffer: Tensor) -> Transfer:
+        buffer.copy_(self.messages.popleft())
+        return Transfer([], 0)
+
+
+def test_a_stream_arrives_as_it_was_sent() -> None:
+    sizes = [0, 7, DIRECT_BYTES, 1, *[DIRECT_BYTES - 1] * 9, 3, 2 * DIRECT_BYTES + 5, 0]
+    pieces = [torch.randint(0, 256, (size,), dtype=torch.uint8) for size in sizes]
+    wire = Wire()
+    send_ranges(pieces, wire.send, CPU)
+    assert len(wire.messages) == len(plan_messages(sizes)) < len(sizes)
+    received = [torch.zeros_like(piece) for piece in pieces]
+    receive_ranges(received, wire.receive, CPU)
+    assert not wire.messages
+    assert all(map(torch.equal, received, pieces))

@@ -1,0 +1,274 @@
+"""Updates inside the backward pass that fail, hooks that go away, and wrong use."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+import weakref
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
+    allreduce_hook,
+)
+from torch.nn.parallel import DistributedDataParallel
+
+import onecopy.ddp_hooks.hooks
+from onecopy import ZeroRedundancyOptimizer, hook_with_zero_step, hook_with_zero_step_interleaved
+from tests.support.ddp_training import ELEMENT, assert_same_values, make_ddp, train_both
+from tests.support.harness import distributed
+from tests.support.overlapped_step import HOOKS, Case, MakeHook, overlapped_run, plain_run, reduced_mean
+
+pytestmark = pytest.mark.usefixtures("fresh_processes")
+
+
+# Failures
+
+
+class Fragile(torch.optim.SGD):
+    """Raises when told to."""
+
+    broken = False
+
+    def step(self, closure: Any = None) -> Any:
+        if Fragile.broken:
+            raise KeyError("the update broke here")
+        return super().step(closure)
+
+
+@HOOKS
+@distributed(2, 3)
+def test_a_failing_update_is_an_error_on_every_rank_that_names_the_one_that_failed(
+    world_size: int, make_hook: MakeHook
+) -> None:
+    ours = overlapped_run(Case(optimizer=Fragile), make_hook)
+    for step in range(3):
+        ours.iterate(step)
+    Fragile.broken = dist.get_rank() == 1
+    start = time.monotonic()
+    try:
+        with pytest.raises(Exception, match="the update broke here") as caught:
+            ours.iterate(3)
+    finally:
+        Fragile.broken = False
+    assert time.monotonic() - start < 5
+    if dist.get_rank() != 1:
+        assert "failed on rank 1" in str(caught.value)
+
+
+def broken_hook(state: dict[str, bool], bucket: Any) -> Any:
+    def check(future: Any) -> Tensor:
+        if state["broken"] and bucket.index() == 0:
+            raise ValueError("the reduction broke here")
+        reduced: Tensor = future.value()
+        return reduced
+
+    return reduced_mean(bucket).then(check)
+
+
+@HOOKS
+@distributed(2, 3)
+def test_a_failing_communication_hook_is_an_error_on_every_rank(world_size: int, make_hook: MakeHook) -> None:
+    state = {"broken": False}
+    ours = overlapped_run(Case(), make_hook, broken_hook, state)
+    for step in range(3):
+        ours.iterate(step)
+    state["broken"] = dist.get_rank() == 1
+    start = time.monotonic()
+    with pytest.raises(Exception, match="the reduction broke here"):
+        ours.iterate(3)
+    assert time.monotonic() - start < 5
+
+
+# Lifetime
+
+
+@HOOKS
+@distributed(2)
+def test_a_new_hook_can_be_made_after_an_older_one_went_away(world_size: int, make_hook: MakeHook) -> None:
+    case = Case()
+    older, ours = overlapped_run(case, make_hook), overlapped_run(case, make_hook)
+    older.iterate(0)
+    del older
+    gc.collect()
+    newer = overlapped_run(case, make_hook)
+    reference = plain_run(case)
+    for step in range(4):
+        newer.iterate(step)
+        ours.iterate(step)
+        reference.iterate(step)
+    assert_same_values(newer, reference, "the newer run")
+    assert_same_values(ours, reference, "the run in between")
+
+
+@HOOKS
+@distributed(2)
+def test_ranks_may_let_go_of_an_older_hook_at_different_times(world_size: int, make_hook: MakeHook) -> None:
+    case = Case()
+    gc.collect()
+    gc.disable()
+    try:
+        older = overlapped_run(case, make_hook)
+        older.iterate(0)
+        del older
+        if dist.get_rank() == 0:
+            gc.collect()
+        newer, reference = overlapped_run(case, make_hook), plain_run(case)
+        train_both(newer, reference, range(4))
+    finally:
+        gc.enable()
+
+
+def overlap_threads() -> set[threading.Thread]:
+    # Thread objects, not idents: an ident is used again once its thread has ended.
+    return {thread for thread in threading.enumerate() if thread.name == "onecopy-overlap"}
+
+
+@HOOKS
+@pytest.mark.parametrize("iterations", [0, 1, 4])
+@distributed(2)
+def test_nothing_is_left_behind_when_model_and_optimizer_go_away(
+    world_size: int, iterations: int, make_hook: MakeHook
+) -> None:
+    gc.collect()
+    before = overlap_threads()
+    ours = overlapped_run(Case(ours=ELEMENT), make_hook)
+    for step in range(iterations):
+        ours.iterate(step)
+    assert len(overlap_threads() - before) == 1
+    remains: list[Any] = [weakref.ref(ours.ddp), weakref.ref(ours.optimizer), weakref.ref(ours.params[0])]
+    del ours
+    # The worker may still be on its way out of its last job, which it entered before backward() returned.
+    deadline = time.monotonic() + 5
+    while time.monotonic() < deadline:
+        gc.collect()
+        if not any(reference() for reference in remains) and not overlap_threads() - before:
+            break
+        time.sleep(0.01)
+    assert [reference() for reference in remains] == [None, None, None]
+    assert not overlap_threads() - before
+
+
+# Wrong use
+
+
+def make_zero(ddp: DistributedDataParallel, **options: Any) -> ZeroRedundancyOptimizer:
+    return ZeroRedundancyOptimizer(
+        ddp.parameters(), torch.optim.SGD, **{"lr": 0.1, "overlap_with_ddp": True, **options}
+    )
+
+
+@HOOKS
+@distributed(2)
+def test_an_optimizer_that_does_not_overlap_is_refused(world_size: int, make_hook: MakeHook) -> None:
+    ddp = make_ddp(Case())
+    with pytest.raises(ValueError, match="overlap_with_ddp=True"):
+        make_hook(allreduce_hook, ddp, make_zero(ddp, overlap_with_ddp=False))
+
+
+@HOOKS
+@distributed(2)
+def test_parameters_of_another_model_are_refused_by_name(world_size: int, make_hook: MakeHook) -> None:
+    ddp, other = make_ddp(Case()), make_ddp(Case())
+    zero = ZeroRedundancyOptimizer(other.named_parameters(), torch.optim.SGD, lr=0.1, overlap_with_ddp=True)
+    with pytest.raises(ValueError, match=r"'module.0.weight'.*not a parameter of the model"):
+        make_hook(allreduce_hook, ddp, zero)
+
+
+@HOOKS
+@distributed(2)
+def test_a_second_hook_for_one_optimizer_is_refused(world_size: int, make_hook: MakeHook) -> None:
+    ddp = make_ddp(Case())
+    zero = make_zero(ddp)
+    make_hook(allreduce_hook, ddp, zero)
+    with pytest.raises(ValueError, match="already"):
+        make_hook(allreduce_hook, ddp, zero)
+
+
+@HOOKS
+@distributed(2)
+def test_a_model_without_ddp_is_refused(world_size: int, make_hook: MakeHook) -> None:
+    ddp = make_ddp(Case())
+    with pytest.raises(TypeError, match="DistributedDataParallel, got Sequential"):
+        make_hook(allreduce_hook, ddp.module, make_zero(ddp))
+
+
+@pytest.mark.parametrize("name", ["hook_with_zero_step", "hook_with_zero_step_interleaved"])
+@distributed(2)
+def test_torchs_hooks_refuse_our_optimizer(world_size: int, name: str) -> None:
+    from torch.distributed.algorithms.ddp_comm_hooks import ddp_zero_hook
+
+    ddp = make_ddp(Case())
+    with pytest.raises(ValueError, match=r"onecopy\.hook_with_zero_step"):
+        getattr(ddp_zero_hook, name)(allreduce_hook, ddp, make_zero(ddp))
+
+
+@HOOKS
+@distributed(2)
+def test_our_hooks_refuse_torchs_optimizer(world_size: int, make_hook: MakeHook) -> None:
+    from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
+
+    ddp = make_ddp(Case())
+    zero = TorchZero(ddp.parameters(), torch.optim.SGD, lr=0.1)
+    with pytest.raises(TypeError, match=r"onecopy\.ZeroRedundancyOptimizer, got torch\.distributed\.optim"):
+        make_hook(allreduce_hook, ddp, zero)
+
+
+@HOOKS
+@distributed(2)
+def test_other_process_groups_than_ddps_are_refused(world_size: int, make_hook: MakeHook) -> None:
+    ddp = make_ddp(Case())
+    alone = [dist.new_group([rank]) for rank in range(world_size)]
+    zero = make_zero(ddp, process_group=alone[dist.get_rank()])
+    with pytest.raises(ValueError, match=r"optimizer is on ranks \[.\], but DDP is on ranks \[0, 1\]"):
+        make_hook(allreduce_hook, ddp, zero)
+
+
+@distributed(2)
+def test_ranks_that_make_different_hooks_are_told(world_size: int) -> None:
+    ddp = make_ddp(Case())
+    zero = make_zero(ddp)
+    make_hook = hook_with_zero_step if dist.get_rank() == 0 else hook_with_zero_step_interleaved
+    with pytest.raises(onecopy.RanksDisagreeError, match="interleaved"):
+        make_hook(allreduce_hook, ddp, zero)
+
+
+@HOOKS
+@distributed(2)
+def test_a_wrong_registration_on_one_rank_is_an_error_on_all(world_size: int, make_hook: MakeHook) -> None:
+    ddp, other = make_ddp(Case()), make_ddp(Case())
+    zero = make_zero(ddp)
+    with pytest.raises(Exception, match="not a parameter of the model"):
+        make_hook(allreduce_hook, ddp if dist.get_rank() == 0 else other, zero)
+
+
+@HOOKS
+@distributed(2)
+def test_options_changed_between_backward_and_step_are_refused(world_size: int, make_hook: MakeHook) -> None:
+    ours = overlapped_run(Case(), make_hook)
+    for step in range(3):
+        ours.iterate(step)
+    ours.case.loss(ours.ddp, 3).backward()
+    ours.optimizer.param_groups[0]["lr"] *= 0.5
+    with pytest.raises(RuntimeError, match=r"changed .* between backward\(\) and step\(\)"):
+        ours.optimizer.step()
+
+
+@HOOKS
+@distributed(2)
+def test_two_overlapping_optimizers_on_one_group_do_not_mix(world_size: int, make_hook: MakeHook) -> None:
+    case = Case()
+    pairs = [(overlapped_run(case, make_hook), plain_run(case)) for _ in range(2)]
+    for step in range(5):
+        for runs in zip(*pairs, strict=True):
+            for run in runs:
+                run.optimizer.zero_grad()
+            sum(case.loss(run.ddp, step) for run in runs).backward()  # type: ignore[union-attr]
+            for run in runs:
+                run.optimizer.step()
+    for ours, reference in pairs:
+        assert all(torch.equal(a, b) for a, b in zip(ours.params, reference.params, strict=True))

@@ -1,0 +1,217 @@
+"""The reduce-scatter hook: owners get their gradients, ``step()`` updates, and training equals plain DDP."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_wrapper
+
+from onecopy import ReduceScatter, ZeroRedundancyOptimizer, reduce_scatter_hook
+from onecopy.comm import limits
+from tests.support.ddp_training import (
+    ADAMW,
+    BRANCHING,
+    ELEMENT,
+    ROUNDING,
+    SGD,
+    TINY,
+    VIEW,
+    Counting,
+    half_loss,
+    half_model,
+    make_ddp,
+)
+from tests.support.harness import distributed
+from tests.support.models import (
+    assert_equal,
+    assert_replicas_equal,
+    small_loss,
+)
+from tests.support.reduce_scatter import (
+    BUCKETS,
+    MUON_AND_ADAMW,
+    TWO_ADAMWS,
+    Case,
+    Part,
+    assert_parity,
+    double_loss,
+    double_model,
+    matrices,
+    plain_run,
+    scattered_run,
+    vectors,
+)
+
+CASES = (
+    Case("cut"),
+    Case("cut, default buckets", ddp={}),
+    Case("cut, in buckets", (Part(ours={**ELEMENT, **BUCKETS}),)),
+    Case("cut, in buckets, gradients are views", (Part(ours={**ELEMENT, **BUCKETS}),), ddp=VIEW),
+    Case("whole", (Part(ours={}),)),
+    Case("whole, in buckets", (Part(torch.optim.SGD, SGD, BUCKETS),)),
+    Case("whole, gradients are views", (Part(torch.optim.SGD, SGD, {}),), ddp=VIEW),
+    Case("gradients are views, set to zero", ddp=VIEW, set_to_none=False),
+    Case("fused", (Part(options={**ADAMW, "fused": True}),), scheduled=True),
+    Case("static graph", ddp={"static_graph": True, "bucket_cap_mb": TINY}),
+    Case("a list", MUON_AND_ADAMW, tolerance=1e-3),
+    Case("a list, gradients are views", MUON_AND_ADAMW, ddp=VIEW, scheduled=True, tolerance=1e-3),
+    Case("a list, all in one bucket", TWO_ADAMWS, ddp={}),
+    Case("some parameters are nobody's", (Part(params=matrices),)),
+    Case("some parameters are nobody's, in one bucket", (Part(params=matrices),), ddp={}),
+    Case("unused parameters", **BRANCHING),
+    Case("unused parameters, whole", (Part(ours={}),), **BRANCHING),
+    Case("unused parameters, set to zero", **BRANCHING, set_to_none=False),
+    Case("accumulation", passes=3),
+    Case("accumulation in bucket views", ddp=VIEW, passes=3),
+    Case("accumulation, in one bucket, whole", (Part(ours={}),), ddp={}, passes=2),
+    Case("accumulation with unused parameters", **BRANCHING, passes=3),
+    Case("double precision", model=double_model, loss=double_loss),
+    Case("half precision", model=half_model, loss=half_loss, tolerance=2e-2),
+    Case("counters", (Part(Counting, {"lr": 0.1}, {**ELEMENT, "elementwise": True}),)),
+)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@distributed(2)
+def test_training_equals_plain_ddp(world_size: int, case: Case) -> None:
+    assert_parity(case)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@distributed(3)
+def test_three_ranks_equal_plain_ddp_within_rounding(world_size: int, case: Case) -> None:
+    assert_parity(case)
+
+
+@pytest.mark.parametrize("case", [Case("a list", TWO_ADAMWS), Case("unused", **BRANCHING)], ids=lambda case: case.name)
+@distributed(1, 4)
+def test_one_and_four_ranks_equal_plain_ddp(world_size: int, case: Case) -> None:
+    assert_parity(case)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [Case("cut"), Case("whole", (Part(ours={}),)), Case("a list", TWO_ADAMWS, ddp={}), Case("unused", **BRANCHING)],
+    ids=lambda case: case.name,
+)
+@distributed(2, 3)
+def test_the_collective_of_other_backends_gives_the_same_within_rounding(world_size: int, case: Case) -> None:
+    ours, reference = scattered_run(case), plain_run(case)
+    for zero in ours.zeros:
+        zero.engine.collectives.is_pairwise = False
+    for step in range(5):
+        reference.iterate(step)
+        ours.iterate(step)
+        assert_equal(ours.params, reference.params, f"iteration {step}", ROUNDING)
+    assert_replicas_equal(ours.params)
+
+
+@distributed(4)
+def test_a_subgroup_whose_ranks_are_numbered_otherwise_equals_plain_ddp(world_size: int) -> None:
+    group = dist.new_group([1, 3])
+    if dist.get_rank() in (0, 2):
+        return
+    case = Case(parts=TWO_ADAMWS)
+    ours, reference = scattered_run(case, process_group=group), plain_run(case, process_group=group)
+    for step in range(4):
+        reference.iterate(step)
+        ours.iterate(step)
+        assert_equal(ours.params, reference.params, f"iteration {step}")
+
+
+@pytest.mark.parametrize("direct_bytes", [16, 1 << 18], ids=["large", "small"])
+@distributed(2, 3)
+def test_around_a_hook_that_compresses_buckets_gradients_are_scaled_once(world_size: int, direct_bytes: int) -> None:
+    """torch's wrapper gives the hook a float16 buffer of float32 gradients."""
+    case = Case("one")
+    reference, compressed = plain_run(case), make_ddp(case)
+    zero = ZeroRedundancyOptimizer(compressed.parameters(), torch.optim.SGD, lr=0.1)
+    compressed.register_comm_hook(zero, fp16_compress_wrapper(reduce_scatter_hook))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(limits, "DIRECT_GRADIENT_BYTES", direct_bytes)
+        small_loss(compressed, 0).backward()
+    reference.backward(0)
+    for param, plain in zip(zero.engine.params, reference.params, strict=True):
+        shards = [shard for shard in zero.engine.layout.shards if zero.engine.params[shard.param] is param]
+        for shard in shards:
+            if shard.owner == zero.rank:
+                assert param.grad is not None
+                assert plain.grad is not None
+                own, mean = (each.flatten()[shard.start : shard.stop] for each in (param.grad, plain.grad))
+                torch.testing.assert_close(own, mean, rtol=5e-3, atol=1e-4)
+
+
+@distributed(3)
+def test_a_narrow_type_rounds_every_rank_once_whoever_owns_the_range(world_size: int) -> None:
+    case = Case("one")
+    run = scattered_run(case, reduce_dtype=torch.bfloat16)
+    local = [grad.clone() for grad in torch.autograd.grad(small_loss(run.ddp.module, 0), run.params)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(limits, "DIRECT_GRADIENT_BYTES", 16)
+        run.backward(0)
+    checked = 0
+    for shard in run.zero.engine.layout.shards:
+        gradient = local[shard.param].flatten()[shard.start : shard.stop]
+        rows = [torch.empty_like(gradient) for _ in range(world_size)]
+        dist.all_gather(rows, gradient.clone())
+        if shard.owner == run.zero.rank:
+            sent = [row if rank == shard.owner else row.bfloat16().float() for rank, row in enumerate(rows)]
+            expected = (sent[0] + sent[1] + sent[2]) / 3
+            found = run.zero.engine.params[shard.param].grad
+            assert found is not None
+            torch.testing.assert_close(found.flatten()[shard.start : shard.stop], expected, rtol=1e-6, atol=1e-9)
+            checked += shard.numel
+    assert checked
+
+
+@distributed(4)
+def test_a_hook_that_cannot_see_which_ranks_ddp_is_on_is_refused(world_size: int) -> None:
+    group = dist.new_group([1, 3])
+    if dist.get_rank() in (0, 2):
+        return
+    model = torch.nn.Linear(4, 4)
+    zero = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, process_group=group, lr=0.1)
+    with pytest.raises(ValueError, match=r"register ReduceScatter\(optimizer, ddp=ddp\)"):
+        ReduceScatter(zero)
+
+
+# What is in the gradients after backward
+
+
+@pytest.mark.parametrize("ours", [{}, ELEMENT], ids=["whole", "cut"])
+@pytest.mark.parametrize("ddp", [{}, VIEW], ids=["one bucket", "bucket views"])
+@distributed(2)
+def test_owned_ranges_are_reduced_and_what_nobody_owns_too(
+    world_size: int, ours: dict[str, Any], ddp: dict[str, Any]
+) -> None:
+    case = Case(parts=(Part(ours=ours, params=matrices),), ddp=ddp)
+    scattered, reference = scattered_run(case), plain_run(case)
+    for step in range(3):
+        scattered.ddp.zero_grad()
+        reference.ddp.zero_grad()
+        for run in (scattered, reference):
+            run.backward(step)
+        zero = scattered.zero
+        unowned = 0
+        expected = dict(zip(scattered.params, reference.params, strict=True))
+        for shard in zero.layout.shards:
+            param = matrices(scattered.ddp.module)[shard.param]
+            assert param.grad is not None
+            other = expected[param].grad
+            assert other is not None
+            mine, theirs = (gradient.flatten()[shard.start : shard.stop] for gradient in (param.grad, other))
+            if shard.owner == zero.rank:
+                assert_equal([mine], [theirs], "an owned range")
+            else:
+                unowned += not torch.equal(mine, theirs)
+        assert unowned, "nothing was left unreduced, so nothing was saved"
+        for param in vectors(scattered.ddp.module):
+            assert param.grad is not None
+            gradient = expected[param].grad
+            assert gradient is not None
+            assert_equal([param.grad], [gradient], "a parameter that no optimizer owns")
+        for run in (scattered, reference):
+            run.update()

@@ -1,0 +1,192 @@
+"""The pages: their code runs, their links lead somewhere, and the index leaves nothing out."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import inspect
+import io
+import os
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import onecopy
+import onecopy.checkpoint
+from tests.support.harness import pools
+from tests.support.paths import ROOT
+
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+BLOCK = re.compile(r"^```(\S*)[^\S\n]*(.*?)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+NAME = re.compile(r"`([A-Za-z_]\w*)(?:\([^`]*)?`")
+
+
+def runnable_blocks(page: Path) -> list[tuple[int, str]]:
+    """The page's blocks that start with ```python run, each with the number of its first line."""
+    text = page.read_text()
+    return [
+        (text.count("\n", 0, match.start(3)), match[3])
+        for match in BLOCK.finditer(text)
+        if (match[1], match[2]) == ("python", "run")
+    ]
+
+
+def without_blocks(page: Path) -> str:
+    return BLOCK.sub("", page.read_text())
+
+
+def anchors(page: Path) -> set[str]:
+    """What GitHub makes of the page's headings."""
+    headings = re.findall(r"^#+ (.*)$", without_blocks(page), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def first_cells(heading: str) -> set[str]:
+    """The names in the first column of the tables under a heading of the index."""
+    section = re.split(r"^#+ ", (ROOT / "docs/index.md").read_text(), flags=re.MULTILINE)
+    (body,) = [text for text in section if text.splitlines() and text.splitlines()[0] == heading]
+    rows = [line.split("|")[1] for line in body.splitlines() if line.startswith("|")]
+    return {name for row in rows for name in NAME.findall(row)}
+
+
+def public(names: object) -> set[str]:
+    assert isinstance(names, (list, dict))
+    return {name for name in names if not name.startswith("_")}
+
+
+def run_page(page: str, folder: str) -> None:
+    """Run a page's blocks in order, in one namespace, as one rank of a script."""
+    namespace: dict[str, object] = {"__name__": "page"}
+    before = os.getcwd()
+    os.chdir(folder)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            for line, source in runnable_blocks(Path(page)):
+                exec(compile("\n" * line + source, page, "exec"), namespace)
+        dist.barrier()
+    finally:
+        os.chdir(before)
+
+
+def attributes_of_an_instance() -> list[str]:
+    optimizer = onecopy.ZeroRedundancyOptimizer([torch.zeros(3, requires_grad=True)], torch.optim.SGD, lr=0.1)
+    return sorted(vars(optimizer))
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if runnable_blocks(page)], ids=lambda page: page.name)
+def test_the_code_on_a_page_runs_on_two_ranks(page: Path, tmp_path: Path) -> None:
+    pools.run(2, __name__, "run_page", {"page": str(page), "folder": str(tmp_path)})
+
+
+def test_pages_with_python_have_runnable_python() -> None:
+    """A block that is not marked is not run, so every python block is marked."""
+    for page in PAGES:
+        kinds = [(match[1], match[2]) for match in BLOCK.finditer(page.read_text())]
+        assert all(rest == "run" for kind, rest in kinds if kind == "python"), page.name
+    assert len([page for page in PAGES if runnable_blocks(page)]) >= 5
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_relative_links_lead_somewhere(page: Path) -> None:
+    for link in LINK.findall(without_blocks(page)):
+        if link.startswith("https://"):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.is_file(), f"{page.name}: {link}"
+        assert not anchor or anchor in anchors(target), f"{page.name}: {link} (there are {sorted(anchors(target))})"
+
+
+def test_the_index_lists_every_public_name() -> None:
+    assert set(onecopy.__all__) == first_cells("Index")
+
+
+def test_the_index_lists_every_name_of_the_checkpoints() -> None:
+    assert set(onecopy.checkpoint.__all__) == first_cells("checkpoint")
+
+
+def test_the_index_lists_every_attribute_and_argument_of_the_optimizer() -> None:
+    (names, _) = pools.run(2, __name__, "attributes_of_an_instance", {})
+    arguments = set(inspect.signature(onecopy.ZeroRedundancyOptimizer).parameters)
+    forwarded = {"train", "eval"}
+    expected = public(dir(onecopy.ZeroRedundancyOptimizer)) | public(names) | arguments | forwarded
+    assert expected == first_cells("ZeroRedundancyOptimizer")
+
+
+@pytest.mark.parametrize("value", [onecopy.Layout, onecopy.ParamSpec, onecopy.Shard], ids=lambda value: value.__name__)
+def test_the_index_lists_every_member_of_a_value(value: type) -> None:
+    assert public(dir(value)) == first_cells(value.__name__)
+
+
+def test_every_page_is_reachable_from_the_readme() -> None:
+    seen: set[Path] = set()
+    waiting = [ROOT / "README.md"]
+    while waiting:
+        page = waiting.pop()
+        if page in seen:
+            continue
+        seen.add(page)
+        links = [link.partition("#")[0] for link in LINK.findall(without_blocks(page))]
+        waiting += [(page.parent / link).resolve() for link in links if link.endswith(".md") and "://" not in link]
+    assert set(PAGES) <= seen
+
+
+def test_ci_runs_the_test_command_of_the_readme() -> None:
+    shell = "\n".join(match[3] for match in BLOCK.finditer((ROOT / "README.md").read_text()) if match[1] == "sh")
+    (command,) = re.findall(r"^(make test\b.*?)\s*(?:#.*)?$", shell, re.MULTILINE)
+    script = ROOT / ".ci/run"
+    assert command in script.read_text().splitlines()
+    assert {"make lint", "make types"} <= set(script.read_text().splitlines())
+    assert script.stat().st_mode & 0o111, "it must be executable"
+
+
+def test_every_make_target_that_a_page_names_exists() -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for page in PAGES:
+        for target in re.findall(r"(?:`|^)make ([a-z-]+)", page.read_text(), re.MULTILINE):
+            assert target in targets, f"{page.name}: make {target}"
+
+
+def places_in_the_architecture() -> dict[str, int]:
+    """The modules in the table of parts, with the row in which each stands."""
+    text = (ROOT / "docs/architecture.md").read_text()
+    rows = [line.split("|")[1] for line in text.splitlines() if line.startswith("| `")]
+    return {name: position for position, row in enumerate(rows) for name in re.findall(r"`([a-z_/]+\.py)`", row)}
+
+
+HIGHEST_OF = {
+    "layout.py": "layout/policies.py",
+    "checkpoint.py": "checkpoint/conversion.py",
+    "data_parallel.py": "data_parallel/wrapper.py",
+    "ddp_hooks.py": "ddp_hooks/hooks.py",
+}
+"""Packages whose names are imported from their top, and the module of each that stands highest."""
+
+
+def imports_of(module: Path) -> set[str]:
+    """The modules of the package that a module imports, as paths in the package."""
+    names = {
+        f"{node.module}.{alias.name}" if (package / f"{alias.name}.py").is_file() else str(node.module)
+        for node in ast.walk(ast.parse(module.read_text()))
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("onecopy.")
+        for package in [ROOT / "src" / str(node.module).replace(".", "/")]
+        for alias in node.names
+    }
+    files = {name.removeprefix("onecopy.").replace(".", "/") + ".py" for name in names}
+    return {HIGHEST_OF.get(name, name) for name in files}
+
+
+def test_every_module_has_a_place_in_the_architecture_and_imports_point_downwards() -> None:
+    places = places_in_the_architecture()
+    package = ROOT / "src/onecopy"
+    modules = {path.relative_to(package).as_posix(): path for path in package.rglob("*.py")}
+    modules = {name: path for name, path in modules.items() if path.name != "__init__.py"}
+    assert set(modules) == set(places)
+    for name, path in modules.items():
+        upwards = {other for other in imports_of(path) if places[other] < places[name]}
+        assert not upwards, f"{name} imports {sorted(upwards)}, which stand above it in docs/architecture.md"

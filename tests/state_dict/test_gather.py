@@ -1,0 +1,132 @@
+"""A consolidated state dict is the plain optimizer's, whatever the number of ranks."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import ASGD, SGD, Adagrad, Adam, Adamax, Optimizer
+
+from tests.support.harness import distributed
+from tests.support.state_dicts import OPTIMIZERS, Pair, expect_not_consolidated, expect_same, part
+
+
+@distributed(2, 3)
+@pytest.mark.parametrize("shard_by", ["parameter", "element"])
+@pytest.mark.parametrize("case", OPTIMIZERS)
+def test_a_consolidated_dict_is_the_plain_optimizers(world_size: int, case: str, shard_by: str) -> None:
+    pair = Pair(OPTIMIZERS[case], shard_by=shard_by).train()
+    assert len(pair.ours.layout.cut_params) >= (5 if shard_by == "element" else 0)
+    state_dict = pair.consolidated()
+    if pair.ours.rank == 0:
+        expect_same(state_dict, pair.plain.state_dict())
+
+
+@distributed(2)
+@pytest.mark.parametrize("optimizer_class", [Adamax, ASGD])
+def test_real_valued_classes_consolidate_too(world_size: int, optimizer_class: type[Optimizer]) -> None:
+    pair = Pair(part(optimizer_class, lr=0.1), names=["matrix", "image", "small"], shard_by="element").train()
+    state_dict = pair.consolidated()
+    if pair.ours.rank == 0:
+        expect_same(state_dict, pair.plain.state_dict())
+
+
+@distributed(2, 3)
+def test_the_state_goes_to_the_rank_that_asks_for_it_and_to_no_other(world_size: int) -> None:
+    pair = Pair(shard_by="element").train()
+    for to in range(world_size):
+        pair.ours.consolidate_state_dict(to)
+        if pair.ours.rank == to:
+            expect_same(pair.ours.state_dict(), pair.plain.state_dict())
+        else:
+            expect_not_consolidated(pair.ours)
+
+
+@distributed(2, 3)
+@pytest.mark.parametrize("to", [-1, 17, "0", 1.0, None])
+def test_a_rank_that_does_not_exist_is_refused(world_size: int, to: Any) -> None:
+    pair = Pair(names=["small"]).train()
+    with pytest.raises(ValueError, match=rf"group rank from 0 to {world_size - 1}, got {to!r}"):
+        pair.ours.consolidate_state_dict(to=to)
+    pair.train()
+
+
+@distributed(2, 3)
+@pytest.mark.parametrize("optimizer_class", [SGD, Adam])
+def test_without_state_there_is_nothing_to_consolidate(world_size: int, optimizer_class: type[Optimizer]) -> None:
+    pair = Pair(part(optimizer_class, lr=0.1))
+    expect_same(pair.ours.state_dict(), pair.plain.state_dict())
+    for to in range(world_size):
+        pair.consolidated(to)
+    expect_same(pair.ours.state_dict(), pair.plain.state_dict())
+
+
+@distributed(2, 3)
+@pytest.mark.parametrize("names", [["small"], ["matrix", "small", "scalar"]])
+def test_a_class_whose_constructor_makes_state_must_be_consolidated_at_once(world_size: int, names: list[str]) -> None:
+    pair = Pair(part(Adagrad, lr=0.1), names=names)
+    expect_not_consolidated(pair.ours)
+    for to in range(world_size):
+        pair.consolidated(to)
+        if pair.ours.rank == to:
+            expect_same(pair.ours.state_dict(), pair.plain.state_dict())
+
+
+def step(pair: Pair) -> None:
+    pair.train(1)
+
+
+def load(pair: Pair) -> None:
+    pair.ours.load_state_dict(pair.plain.state_dict())
+
+
+def add_group(pair: Pair) -> None:
+    pair.ours.add_param_group({"params": [("late", nn.Parameter(torch.ones(3)))]})
+
+
+@distributed(2, 3)
+@pytest.mark.parametrize("change", [step, load, add_group])
+def test_a_consolidation_is_stale_after_a_change(world_size: int, change: Callable[[Pair], None]) -> None:
+    pair = Pair(names=["matrix", "small"]).train()
+    for to in range(world_size):
+        pair.consolidated(to)
+    change(pair)
+    expect_not_consolidated(pair.ours)
+    pair.ours.consolidate_state_dict(to=1)
+    if pair.ours.rank == 1:
+        assert sorted(pair.ours.state_dict()["state"]) == [0, 1]
+    else:
+        expect_not_consolidated(pair.ours)
+
+
+@distributed(2)
+def test_loading_a_dict_without_state_needs_no_consolidation(world_size: int) -> None:
+    pair = Pair(names=["matrix", "small"])
+    empty = copy.deepcopy(pair.plain.state_dict())
+    pair.train()
+    pair.ours.load_state_dict(empty)
+    expect_same(pair.ours.state_dict(), empty)
+    assert not pair.ours.optim.state
+
+
+@distributed(2)
+def test_every_dict_is_a_fresh_one_that_shares_no_memory_with_live_state(world_size: int) -> None:
+    pair = Pair(shard_by="element").train()
+    pair.ours.consolidate_state_dict()
+    if pair.ours.rank == 0:
+        first, second = pair.ours.state_dict(), pair.ours.state_dict()
+        expect_same(first, second)
+        kept = copy.deepcopy(second)
+        first["state"][0].clear()
+        del first["state"][1]
+        first["param_groups"][0]["lr"] = 17
+        first["param_groups"][0]["params"].clear()
+        expect_same(second, kept)
+        expect_same(pair.ours.state_dict(), kept)
+    pair.train(1)
+    if pair.ours.rank == 0:
+        expect_same(second, kept)

@@ -1,0 +1,280 @@
+"""State dicts of plain optimizers, other world sizes, other policies and torch's own class load exactly."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.optim import Adam, AdamW, Optimizer
+
+from onecopy import ZeroRedundancyOptimizer
+from tests.support.harness import distributed
+from tests.support.state_dicts import Pair, expect_same, make_params, part
+
+
+@distributed(2, 3)
+@pytest.mark.parametrize("shard_by", ["parameter", "element"])
+def test_a_plain_dict_loads_and_the_callers_copy_stays_its_own(world_size: int, shard_by: str) -> None:
+    source = Pair().train()
+    pair = Pair(options={"lr": 0.7}, shard_by=shard_by).restart(source)
+    state_dict = source.plain.state_dict()
+    kept = copy.deepcopy(state_dict)
+    pair.ours.load_state_dict(state_dict)
+    expect_same(state_dict, kept)
+    assert pair.ours.param_groups[0]["lr"] == 0.1
+    pair.train()
+    expect_same(state_dict, kept)
+    pair.ours.param_groups[0]["lr"] = 99
+    expect_same(state_dict, kept)
+
+
+@distributed(2, 3)
+def test_a_rank_keeps_only_what_it_owns_of_a_loaded_dict(world_size: int) -> None:
+    source = Pair().train()
+    pair = Pair(shard_by="element")
+    pair.ours.load_state_dict(source.plain.state_dict())
+    held = sum(
+        value.numel() for state in pair.ours.optim.state.values() for key, value in state.items() if key == "exp_avg"
+    )
+    assert held == pair.ours.layout.elements_per_rank[pair.ours.rank]
+    for state in pair.ours.optim.state.values():
+        for value in state.values():
+            assert value.untyped_storage().nbytes() <= max(1, value.numel()) * value.element_size()
+
+
+@distributed(2)
+def test_our_dict_loads_into_the_plain_optimizer(world_size: int) -> None:
+    source = Pair(shard_by="element").train()
+    pair = Pair().restart(source)
+    for to in range(world_size):
+        source.consolidated(to)
+        if source.ours.rank == to:
+            pair.plain.load_state_dict(source.ours.state_dict())
+        pair.ours.load_state_dict(source.plain.state_dict())
+    pair.train()
+
+
+@distributed(4)
+@pytest.mark.parametrize(("saved_by", "loaded_by"), [(1, 4), (4, 1), (2, 3), (3, 2)])
+@pytest.mark.parametrize("policies", [("parameter", "element"), ("element", "parameter")])
+def test_a_file_moves_between_world_sizes_and_policies(
+    world_size: int, saved_by: int, loaded_by: int, policies: tuple[str, str], tmp_path: Path
+) -> None:
+    groups = {size: dist.new_group(list(range(size))) for size in (saved_by, loaded_by)}
+    rank, path = dist.get_rank(), tmp_path / "optimizer.pt"
+    if rank < saved_by:
+        source = Pair(group=groups[saved_by], shard_by=policies[0]).train()
+        state_dict = source.consolidated()
+        if rank == 0:
+            torch.save([state_dict, dict(source.params)], path)
+    dist.barrier()
+    if rank < loaded_by:
+        state_dict, params = torch.load(path, weights_only=True)
+        pair = Pair(group=groups[loaded_by], shard_by=policies[1])
+        with torch.no_grad():
+            for name, value in params.items():
+                pair.params[name].copy_(value)
+                pair.plain_params[name].copy_(value)
+        pair.ours.load_state_dict(state_dict)
+        pair.plain.load_state_dict(state_dict)
+        pair.train()
+        state_dict = pair.consolidated()
+        if rank == 0:
+            expect_same(state_dict, pair.plain.state_dict())
+    dist.barrier()
+
+
+@distributed(2)
+@pytest.mark.parametrize("shard_by", ["parameter", "element"])
+def test_state_of_another_shape_is_refused_by_name_and_nothing_changes(world_size: int, shard_by: str) -> None:
+    pair = Pair(names=["matrix", "small"], shard_by=shard_by).train()
+    state_dict = copy.deepcopy(pair.plain.state_dict())
+    state_dict["param_groups"][0]["lr"] = 55.0
+    state_dict["state"][0]["exp_avg_sq"] = torch.zeros(40, 60)
+    with pytest.raises(ValueError, match=r"'exp_avg_sq' of parameter 'matrix' has shape \(40, 60\).*\(60, 40\)"):
+        pair.ours.load_state_dict(state_dict)
+    assert pair.ours.param_groups[0]["lr"] == 0.1
+    pair.train()
+    state_dict = pair.consolidated()
+    if pair.ours.rank == 0:
+        expect_same(state_dict, pair.plain.state_dict())
+
+
+def drop_group(state_dict: dict[str, Any]) -> None:
+    state_dict["param_groups"].clear()
+
+
+def add_parameter(state_dict: dict[str, Any]) -> None:
+    state_dict["param_groups"][0]["params"].append(9)
+
+
+@distributed(2)
+@pytest.mark.parametrize("change", [drop_group, add_parameter])
+def test_another_number_of_groups_or_parameters_is_refused(
+    world_size: int, change: Callable[[dict[str, Any]], None]
+) -> None:
+    pair = Pair(names=["matrix", "small"]).train()
+    state_dict = copy.deepcopy(pair.plain.state_dict())
+    change(state_dict)
+    with pytest.raises(ValueError, match="parameter group"):
+        pair.ours.load_state_dict(state_dict)
+    with pytest.raises(ValueError, match="parameter group"):
+        pair.plain.load_state_dict(state_dict)
+    pair.train()
+
+
+@distributed(2)
+@pytest.mark.parametrize("option", ["fused", "capturable"])
+@pytest.mark.parametrize("kind", [torch.float64, torch.float32, torch.int64, float])
+def test_step_counters_land_where_fused_and_capturable_want_them(world_size: int, option: str, kind: Any) -> None:
+    source = Pair(part(AdamW, lr=0.1), names=["matrix", "small"]).train()
+    pair = Pair(part(AdamW, lr=0.1), names=["matrix", "small"], options={option: True}, shard_by="element")
+    state_dict = copy.deepcopy(source.plain.state_dict())
+    for state in state_dict["state"].values():
+        state["step"] = kind(2) if kind is float else state["step"].to(kind)
+    state_dict["param_groups"][0][option] = True
+    pair.restart(source)
+    pair.plain.load_state_dict(copy.deepcopy(state_dict))
+    pair.ours.load_state_dict(state_dict)
+    for state in pair.ours.optim.state.values():
+        expect_same(state["step"], torch.tensor(2.0))
+    if option == "fused":
+        pair.train()
+
+
+@distributed(2)
+def test_hooks_of_both_methods_see_and_may_replace_the_whole_dict(world_size: int) -> None:
+    pair = Pair(names=["matrix", "small"]).train()
+    seen: list[str] = []
+
+    def before_save(optimizer: Optimizer) -> None:
+        assert optimizer is pair.ours
+        seen.append("before save")
+
+    def after_save(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        assert optimizer is pair.ours
+        seen.append(f"after save, {len(state_dict['state'])} parameters")
+        return {**state_dict, "epoch": 3}
+
+    def before_load(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        assert optimizer is pair.ours
+        seen.append(f"before load, {len(state_dict['state'])} parameters")
+        groups = [{**group, "lr": 0.2} for group in state_dict["param_groups"]]
+        return {**state_dict, "param_groups": groups}
+
+    def after_load(optimizer: Optimizer) -> None:
+        assert optimizer is pair.ours
+        seen.append(f"after load, lr {optimizer.param_groups[0]['lr']}")
+
+    pair.ours.register_state_dict_pre_hook(before_save)
+    pair.ours.register_state_dict_post_hook(after_save)
+    pair.ours.register_load_state_dict_pre_hook(before_load)
+    pair.ours.register_load_state_dict_post_hook(after_load)
+    expected = {**pair.plain.state_dict(), "epoch": 3}
+    for to in range(world_size):
+        state_dict = pair.consolidated(to) or expected
+    expect_same(state_dict, expected)
+    pair.ours.load_state_dict(state_dict)
+    assert seen == [
+        "before save",
+        "after save, 2 parameters",
+        "before load, 2 parameters",
+        "after load, lr 0.2",
+    ]
+    pair.plain.param_groups[0]["lr"] = 0.2
+    pair.train()
+
+
+@distributed(2)
+@pytest.mark.parametrize("names", ["kept", "absent", "other"])
+def test_names_are_kept_and_loaded_as_the_plain_optimizer_does(world_size: int, names: str) -> None:
+    pair = Pair(names=["matrix", "small"]).train()
+    state_dict = copy.deepcopy(pair.plain.state_dict())
+    assert state_dict["param_groups"][0]["param_names"] == ["matrix", "small"]
+    if names == "absent":
+        del state_dict["param_groups"][0]["param_names"]
+    elif names == "other":
+        state_dict["param_groups"][0]["param_names"] = ["left", "right"]
+    pair.ours.load_state_dict(state_dict)
+    pair.plain.load_state_dict(state_dict)
+    pair.train()
+    loaded = pair.consolidated()
+    if pair.ours.rank == 0:
+        assert loaded["param_groups"] == pair.plain.state_dict()["param_groups"]
+
+
+@distributed(2)
+def test_options_that_a_scheduler_added_travel_with_the_dict(world_size: int) -> None:
+    pair = Pair(names=["matrix", "small"])
+    for optimizer in (pair.ours, pair.plain):
+        torch.optim.lr_scheduler.LinearLR(optimizer)
+    pair.train()
+    state_dict = pair.consolidated()
+    if pair.ours.rank == 0:
+        expect_same(state_dict, pair.plain.state_dict())
+        assert "initial_lr" in state_dict["param_groups"][0]
+
+
+@distributed(2)
+def test_several_groups_keep_their_numbering_where_some_parameters_have_no_state(world_size: int) -> None:
+    ours_params, plain_params = make_params(), make_params()
+    order = [["small", "wave"], [], ["matrix", "nothing"], ["double"]]
+    ours = ZeroRedundancyOptimizer(
+        [{"params": [ours_params[name] for name in names], "lr": 0.1 + k} for k, names in enumerate(order)], Adam
+    )
+    plain = Adam([{"params": [plain_params[name] for name in names], "lr": 0.1 + k} for k, names in enumerate(order)])
+    for name in ("wave", "matrix"):
+        ours_params[name].grad = torch.ones_like(ours_params[name])
+        plain_params[name].grad = torch.ones_like(plain_params[name])
+    ours.step()
+    plain.step()
+    ours.consolidate_state_dict(to=1)
+    if ours.rank == 1:
+        expect_same(ours.state_dict(), plain.state_dict())
+        assert list(ours.state_dict()["state"]) == [1, 2]
+
+
+def torch_zero() -> type[Any]:
+    """torch's own class, whose module warns when it is imported."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
+    return TorchZero
+
+
+@distributed(2, 3)
+def test_dicts_go_to_torchs_own_class_and_come_from_it(world_size: int) -> None:
+    names = ["matrix", "image", "small", "scalar"]
+    source = Pair(names=names, shard_by="element").train()
+    theirs_params = make_params(names)
+    with torch.no_grad():
+        for name, param in theirs_params.items():
+            param.copy_(source.params[name])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        theirs = torch_zero()(list(theirs_params.values()), Adam, lr=0.1)
+        for to in range(world_size):
+            source.consolidated(to)
+            if source.ours.rank == to:
+                ours_dict = source.ours.state_dict()
+        theirs.load_state_dict(ours_dict)
+        source.train()
+        for k in (3, 4):  # the steps that the pair has just made
+            for position, param in enumerate(theirs_params.values()):
+                param.grad = torch.randn(param.shape, generator=torch.Generator().manual_seed(100 * k + position))
+            theirs.step()
+        for name, param in theirs_params.items():
+            expect_same(param.detach(), source.params[name].detach())
+        for to in range(world_size):
+            theirs.consolidate_state_dict(to=to)
+            if source.ours.rank == to:
+                theirs_dict = theirs.state_dict()
+    pair = Pair(names=names).restart(source)
+    pair.ours.load_state_dict(theirs_dict)
+    pair.train()

@@ -1,0 +1,192 @@
+"""Norms and clipping with unusual arguments and gradients: torch's results, and the same error on every rank."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import onecopy
+from onecopy import ShardedDataParallel, ZeroRedundancyOptimizer
+from tests.support.data_parallel import Layers, inputs_of
+from tests.support.failures import check_pool, expect, expect_disagreement, expect_failure_of, failure_of
+from tests.support.harness import distributed
+from tests.support.models import assert_equal
+
+ORDERS = [math.inf, -math.inf, 0.0, -1.0, 0.5, math.nan]
+
+
+class WithEmpty(Layers):
+    """A parameter without elements takes part, and so gets a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nothing = nn.Parameter(torch.zeros(0, 4))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return super().forward(inputs) + self.nothing.sum()
+
+
+class Clipped:
+    """A model after one backward pass, and the ways to clip its gradients."""
+
+    def __init__(self, kind: str, make: Callable[[], nn.Module]) -> None:
+        torch.manual_seed(5)
+        self.module = make()
+        self.params = list(self.module.parameters())
+        options: dict[str, Any] = {} if kind in ("whole", "sharded", "torch on sharded") else {"shard_by": "element"}
+        self.zeros = [
+            ZeroRedundancyOptimizer(part, torch.optim.SGD, lr=0.1, **options)
+            for part in ([self.params[::2], self.params[1::2]] if kind == "several" else [self.params])
+        ]
+        self.clip: Callable[..., Tensor] = self.zeros[0].clip_grad_norm_
+        self.norm: Callable[..., Tensor] = self.zeros[0].grad_norm
+        if "sharded" in kind:
+            sharded = ShardedDataParallel(self.module, self.zeros, bucket_bytes=4096)
+            self.model: nn.Module = sharded
+            self.clip, self.norm = sharded.clip_grad_norm_, sharded.grad_norm
+        else:
+            ddp = DistributedDataParallel(self.module)
+            self.model = ddp
+            if kind == "reduced":
+                ddp.register_comm_hook(self.zeros[0], onecopy.reduce_scatter_hook)
+        if kind == "several":
+            self.clip = lambda *args, **kwargs: onecopy.clip_grad_norm_(self.zeros, *args, **kwargs)
+            self.norm = lambda *args: onecopy.grad_norm(self.zeros, *args)
+        if kind in ("plain", "torch on sharded"):
+            self.clip = lambda *args, **kwargs: nn.utils.clip_grad_norm_(self.params, *args, **kwargs)
+            self.norm = lambda *args: nn.utils.get_total_norm(
+                [each.grad for each in self.params if each.grad is not None], *args
+            )
+        self.model(inputs_of(dist.get_rank(), 0)).square().mean().backward()
+
+    def step(self) -> None:
+        for zero in self.zeros:
+            zero.step()
+
+
+KINDS = ["whole", "cut", "reduced", "several", "sharded", "torch on sharded"]
+
+
+@distributed(2, 3)
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_norms_of_every_order_are_torchs(world_size: int, kind: str, order: float) -> None:
+    plain, ours = Clipped("plain", Layers), Clipped(kind, Layers)
+    expected = plain.clip(0.01, order)
+    # With three ranks gradients are added up in another order, which the smallest one shows most.
+    tolerance = 1e-3 if order < 0 else 1e-5
+    torch.testing.assert_close(ours.norm(order), expected, rtol=tolerance, atol=0, equal_nan=True)
+    torch.testing.assert_close(ours.clip(0.01, order), expected, rtol=tolerance, atol=0, equal_nan=True)
+    if not math.isnan(order):
+        plain.step()
+        ours.step()
+        assert_equal(ours.params, plain.params, "after clipping", 1e-5)
+
+
+@distributed(2, 3)
+@pytest.mark.parametrize("order", [math.inf, -math.inf, -1.0, "inf"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_norm_that_torch_does_not_define_is_the_same_error_on_all_ranks(
+    world_size: int, kind: str, order: Any
+) -> None:
+    plain, ours = Clipped("plain", WithEmpty), Clipped(kind, WithEmpty)
+    expect(failure_of(lambda: plain.clip(1.0, order)), RuntimeError, "on an empty tensor")
+    expect(failure_of(lambda: ours.norm(order)), RuntimeError, "is not defined, because it has no elements")
+    expect(failure_of(lambda: ours.clip(1.0, order)), RuntimeError, "is not defined, because it has no elements")
+    torch.testing.assert_close(ours.clip(0.01), plain.clip(0.01), rtol=1e-5, atol=0)
+    plain.step()
+    ours.step()
+    assert_equal(ours.params, plain.params, "after clipping", 1e-5)
+
+
+@distributed(2, 3)
+@pytest.mark.parametrize("order", [math.inf, -math.inf, 2.0])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_gradient_that_is_not_a_number_is_seen_by_all_ranks(world_size: int, kind: str, order: float) -> None:
+    ours = Clipped(kind, Layers)
+    for gradient in [each.grad for each in ours.params][:1]:
+        assert gradient is not None
+        gradient.mul_(math.nan)
+    assert math.isnan(ours.norm(order))
+    if kind != "torch on sharded":
+        expect(failure_of(lambda: ours.clip(1.0, order, True)), RuntimeError, "is nan, not finite")
+
+
+@distributed(2, 3)
+@pytest.mark.parametrize("order", [2.0, math.inf, -1.0])
+def test_the_norm_of_no_gradients_is_zero(world_size: int, order: float) -> None:
+    ours = Clipped("cut", Layers)
+    ours.zeros[0].zero_grad()
+    assert float(ours.zeros[0].clip_grad_norm_(1.0, order)) == 0.0
+
+
+BAD: dict[str, tuple[tuple[Any, ...], type[Exception], str]] = {
+    "no number as norm_type": ((1.0, "large"), ValueError, "large"),
+    "no norm_type": ((1.0, None), TypeError, "NoneType"),
+    "no number as max_norm": (("large",), ValueError, "large"),
+    "no max_norm": ((None,), TypeError, "NoneType"),
+}
+
+
+@distributed(2, 3)
+@pytest.mark.parametrize("case", BAD)
+@pytest.mark.parametrize("kind", ["cut", "several", "sharded"])
+def test_a_bad_argument_on_one_rank_is_an_error_on_all(world_size: int, kind: str, case: str) -> None:
+    ours = Clipped(kind, Layers)
+    arguments, error, text = BAD[case]
+    culprit = world_size - 1
+    mine = arguments if dist.get_rank() == culprit else (1.0,)
+    expect_failure_of([culprit], lambda: ours.clip(*mine), error, text)
+    ours.clip(1.0)
+    ours.step()
+    check_pool()
+
+
+DIFFERENT: dict[str, tuple[tuple[Any, ...], str, str]] = {
+    "norm_type": ((1.0, math.inf), r"norm_type: 2\.0", "norm_type: inf"),
+    "max_norm": ((3.0,), r"max_norm: 1\.0", r"max_norm: 3\.0"),
+    "error_if_nonfinite": ((1.0, 2.0, True), "error_if_nonfinite: False", "error_if_nonfinite: True"),
+}
+
+
+@distributed(2, 3)
+@pytest.mark.parametrize("case", DIFFERENT)
+@pytest.mark.parametrize("kind", ["cut", "several", "sharded"])
+def test_different_arguments_are_an_error_that_names_them(world_size: int, kind: str, case: str) -> None:
+    ours = Clipped(kind, Layers)
+    arguments, text, odd_text = DIFFERENT[case]
+    odd = world_size - 1
+    mine = arguments if dist.get_rank() == odd else (1.0,)
+    expect_disagreement(odd, lambda: ours.clip(*mine), text, odd_text)
+    ours.clip(1.0)
+    ours.step()
+    check_pool()
+
+
+@distributed(2, 3)
+def test_ranks_that_give_different_optimizers_are_told_so(world_size: int) -> None:
+    ours = Clipped("several", Layers)
+    zeros = ours.zeros[:1] if dist.get_rank() == 0 else ours.zeros
+    error = failure_of(lambda: onecopy.clip_grad_norm_(zeros, 1.0))
+    expect(error, onecopy.RanksDisagreeError, "parameters of the optimizers")
+    check_pool()
+
+
+@distributed(2)
+def test_a_sparse_gradient_is_an_error_on_all_ranks(world_size: int) -> None:
+    embedding, layer = nn.Embedding(64, 32, sparse=True), nn.Linear(32, 32)
+    params = [*embedding.named_parameters(), *layer.named_parameters("layer")]
+    zero = ZeroRedundancyOptimizer(params, torch.optim.SGD, lr=0.1)
+    owner = zero.layout.shards[0].owner
+    layer(embedding(torch.tensor([1, 2]))).sum().backward()
+    error = failure_of(lambda: zero.clip_grad_norm_(1.0))
+    kind = NotImplementedError if dist.get_rank() == owner else onecopy.PeerFailedError
+    expect(error, kind, "Sparse")
+    check_pool()

@@ -1,0 +1,432 @@
+"""Uneven inputs: ``Join([ddp, optimizer])`` equals plain DDP with the plain optimizer."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.algorithms.join import Join, Joinable
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import StepLR
+
+from onecopy import (
+    RanksDisagreeError,
+    ShardedDataParallel,
+    ZeroRedundancyOptimizer,
+    hook_with_zero_step,
+    hook_with_zero_step_interleaved,
+    reduce_scatter_hook,
+)
+from tests.support.failures import expect, failure_of
+from tests.support.harness import distributed
+from tests.support.models import (
+    assert_equal,
+    assert_replicas_equal,
+    assert_same_tree,
+    more_for_earlier_ranks,
+    more_for_later_ranks,
+    small_ddp,
+    small_loss,
+    small_model,
+    values,
+)
+
+ROUNDING = 1e-6
+"""More than two ranks: the order in which gradients are added is the process group's affair."""
+
+Counts = Callable[[int], int]
+
+
+def even(rank: int) -> int:
+    return 4
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How to train.
+
+    Attributes:
+        name: how the test is called.
+        counts: how many inputs a rank has.
+        optimizer: the class.
+        options: what it is constructed with.
+        ours: what the sharded optimizer gets on top.
+        scheduler: whether the ranks that are active step a scheduler.
+        closure: whether the loss is computed in a closure.
+        join: arguments of the join context.
+    """
+
+    name: str
+    counts: Counts = more_for_later_ranks
+    optimizer: type[Optimizer] = torch.optim.AdamW
+    options: dict[str, Any] = field(default_factory=lambda: {"lr": 1e-2})
+    ours: dict[str, Any] = field(default_factory=dict)
+    scheduler: bool = False
+    closure: bool = False
+    join: dict[str, Any] = field(default_factory=dict)
+
+
+SGD: dict[str, Any] = {"lr": 0.1, "momentum": 0.9}
+CUT: dict[str, Any] = {"shard_by": "element"}
+VIEW: dict[str, Any] = {"parameters_as_bucket_view": True}
+
+SETTINGS = (
+    Setting("whole parameters"),
+    Setting("whole parameters in buckets", ours=VIEW),
+    Setting("cut parameters", ours=CUT),
+    Setting("cut parameters in buckets", ours={**CUT, **VIEW}),
+    Setting("the first rank goes on longest", more_for_earlier_ranks, ours=CUT),
+    Setting("even inputs", even, ours=CUT),
+    Setting("a scheduler on the active ranks", optimizer=torch.optim.SGD, options=SGD, ours=CUT, scheduler=True),
+    Setting("closures", optimizer=torch.optim.SGD, options=SGD, closure=True),
+    Setting("closures and a scheduler", more_for_earlier_ranks, ours={**CUT, **VIEW}, closure=True, scheduler=True),
+    Setting("gradients divided by the active ranks", ours=CUT, join={"divide_by_initial_world_size": False}),
+)
+
+
+@dataclass
+class Trained:
+    """A model and its optimizer after training, and this rank's gradients as its own last step left them."""
+
+    ddp: DistributedDataParallel
+    optimizer: Optimizer
+    gradients: list[Tensor | None]
+    gradient_values: list[Tensor]
+
+
+def make_ours(params: Any, setting: Setting) -> ZeroRedundancyOptimizer:
+    return ZeroRedundancyOptimizer(params, setting.optimizer, **setting.ours, **setting.options)
+
+
+def one_step(ddp: DistributedDataParallel, optimizer: Optimizer, step: int, closure: bool) -> None:
+    def evaluate() -> float:
+        optimizer.zero_grad()
+        loss = small_loss(ddp, step)
+        loss.backward()
+        return loss.item()
+
+    if closure:
+        assert isinstance(optimizer.step(evaluate), float)
+    else:
+        evaluate()
+        optimizer.step()
+
+
+def train(setting: Setting, sharded: bool) -> Trained:
+    """Train on uneven inputs; plain DDP and the plain optimizer are the reference."""
+    ddp = small_ddp()
+    optimizer: Optimizer
+    if sharded:
+        optimizer = make_ours(ddp.parameters(), setting)
+        joinables: list[Any] = [ddp, optimizer]
+    else:
+        optimizer = setting.optimizer(ddp.parameters(), **setting.options)
+        joinables = [ddp]
+    scheduler = StepLR(optimizer, step_size=2, gamma=0.5) if setting.scheduler else None
+    gradients: list[Tensor | None] = []
+    gradient_values: list[Tensor] = []
+    with Join(joinables, **setting.join):
+        for step in range(setting.counts(dist.get_rank())):
+            one_step(ddp, optimizer, step, setting.closure)
+            if scheduler is not None:
+                scheduler.step()
+        gradients = [param.grad for param in ddp.parameters()]
+        gradient_values = values(gradient for gradient in gradients if gradient is not None)
+    return Trained(ddp, optimizer, gradients, gradient_values)
+
+
+def longest_rank(setting: Setting, world_size: int) -> int:
+    """The rank whose plain optimizer has seen all steps."""
+    return max(range(world_size), key=setting.counts)
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.name)
+@distributed(2, 3, 4)
+def test_uneven_inputs_equal_plain_ddp(world_size: int, setting: Setting) -> None:
+    tolerance = 0.0 if world_size == 2 else ROUNDING
+    plain, ours = train(setting, sharded=False), train(setting, sharded=True)
+    assert isinstance(ours.optimizer, ZeroRedundancyOptimizer)
+    assert bool(ours.optimizer.layout.cut_params) == ("shard_by" in setting.ours)
+    assert_equal(ours.ddp.parameters(), plain.ddp.parameters(), setting.name, tolerance)
+    assert_replicas_equal(ours.ddp.parameters())
+    last = longest_rank(setting, world_size)
+    ours.optimizer.consolidate_state_dict(to=last)
+    if dist.get_rank() == last:
+        assert_same_tree(ours.optimizer.state_dict(), plain.optimizer.state_dict(), setting.name, tolerance)
+
+
+@pytest.mark.parametrize("ours", [{}, CUT, {**CUT, **VIEW}], ids=["whole", "cut", "buckets"])
+@distributed(2, 3)
+def test_a_joined_rank_keeps_its_own_gradients(world_size: int, ours: dict[str, Any]) -> None:
+    trained = train(Setting("", ours=ours), sharded=True)
+    assert len(trained.gradient_values) == 4
+    for param, gradient, value in zip(
+        trained.ddp.parameters(), trained.gradients, trained.gradient_values, strict=True
+    ):
+        assert param.grad is gradient
+        assert gradient is not None
+        assert torch.equal(gradient, value)
+
+
+@pytest.mark.parametrize("ours", [{}, {**CUT, **VIEW}], ids=["whole", "cut"])
+@distributed(2, 3)
+def test_training_goes_on_after_the_join_context(world_size: int, ours: dict[str, Any]) -> None:
+    setting = Setting("going on", optimizer=torch.optim.SGD, options=SGD, ours=ours, scheduler=True)
+    plain, sharded = train(setting, sharded=False), train(setting, sharded=True)
+    # A plain optimizer on a joined rank has missed steps: it takes over the state of the one that has not.
+    box: list[Any] = [plain.optimizer.state_dict()]
+    last = longest_rank(setting, world_size)
+    dist.broadcast_object_list(box, src=last)
+    plain.optimizer.load_state_dict(box[0])
+    assert sharded.optimizer.param_groups[0]["lr"] == plain.optimizer.param_groups[0]["lr"] < SGD["lr"]
+    for step in range(20, 25):
+        one_step(plain.ddp, plain.optimizer, step, closure=False)
+        one_step(sharded.ddp, sharded.optimizer, step, closure=False)
+        tolerance = 0.0 if world_size == 2 else ROUNDING
+        assert_equal(sharded.ddp.parameters(), plain.ddp.parameters(), f"step {step}", tolerance)
+    assert_replicas_equal(sharded.ddp.parameters())
+
+
+@distributed(2, 3)
+def test_two_join_contexts_one_after_the_other(world_size: int) -> None:
+    ddp, plain = small_ddp(), small_ddp()
+    optimizer = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1, shard_by="element")
+    reference = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for counts in (more_for_later_ranks, more_for_earlier_ranks):
+        with Join([ddp, optimizer]):
+            for step in range(counts(dist.get_rank())):
+                one_step(ddp, optimizer, step, closure=False)
+        with Join([plain]):
+            for step in range(counts(dist.get_rank())):
+                one_step(plain, reference, step, closure=False)
+        assert_equal(ddp.parameters(), plain.parameters(), counts.__name__, 0.0 if world_size == 2 else ROUNDING)
+    assert_replicas_equal(ddp.parameters())
+
+
+@distributed(2, 3)
+def test_a_tensor_learning_rate_follows_the_active_ranks(world_size: int) -> None:
+    options = {"lr": torch.tensor(0.1), "momentum": 0.9, "foreach": False}
+    setting = Setting("tensor lr", optimizer=torch.optim.SGD, options=options, ours=CUT, scheduler=True)
+    plain = train(setting, sharded=False)
+    options["lr"] = torch.tensor(0.1)  # a scheduler changes it in place
+    ours = train(setting, sharded=True)
+    assert_equal(ours.ddp.parameters(), plain.ddp.parameters(), setting.name, 0.0 if world_size == 2 else ROUNDING)
+    rate = ours.optimizer.param_groups[0]["lr"]
+    assert isinstance(rate, Tensor)
+    expected = 0.1 * 0.5 ** (more_for_later_ranks(world_size - 1) // 2)
+    torch.testing.assert_close(rate, torch.tensor(expected))
+
+
+@pytest.mark.parametrize("joined_alone", [False, True], ids=["with DDP", "alone"])
+@distributed(2, 3)
+def test_early_termination_raises_on_all_ranks(world_size: int, joined_alone: bool) -> None:
+    ddp = small_ddp()
+    optimizer = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1)
+    joinables: list[Joinable] = [optimizer] if joined_alone else [ddp, optimizer]
+    steps = 0
+
+    def until_exhausted() -> None:
+        nonlocal steps
+        with Join(joinables, throw_on_early_termination=True):
+            for step in range(more_for_later_ranks(dist.get_rank())):
+                if joined_alone:
+                    optimizer.zero_grad()
+                    with ddp.no_sync():
+                        small_loss(ddp, 0).backward()
+                    optimizer.step()
+                else:
+                    one_step(ddp, optimizer, step, closure=False)
+                steps += 1
+
+    with pytest.raises(RuntimeError, match="exhausted"):
+        until_exhausted()
+    assert steps == more_for_later_ranks(0), "every rank stops after the steps of the shortest one"
+    assert_replicas_equal(ddp.parameters())
+
+
+@pytest.mark.parametrize("closure", [False, True], ids=["plain call", "closure"])
+@pytest.mark.parametrize("counts", [more_for_later_ranks, more_for_earlier_ranks])
+@distributed(2, 3)
+def test_the_optimizer_alone_in_the_join_context(world_size: int, counts: Counts, closure: bool) -> None:
+    """Without DDP every rank computes the same gradients, so the result is that of the longest run in one process."""
+    model, reference = small_model(), small_model()
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-2, shard_by="element")
+    plain = torch.optim.AdamW(reference.parameters(), lr=1e-2)
+
+    def same_step(model: torch.nn.Module, optimizer: Optimizer, step: int) -> None:
+        def evaluate() -> float:
+            optimizer.zero_grad()
+            loss: Tensor = model(torch.full((1, 8), 1.0 + step)).square().mean()
+            loss.backward()
+            return loss.item()
+
+        if closure:
+            optimizer.step(evaluate)
+        else:
+            evaluate()
+            optimizer.step()
+
+    with Join([optimizer]):
+        for step in range(counts(dist.get_rank())):
+            same_step(model, optimizer, step)
+    for step in range(max(map(counts, range(world_size)))):
+        same_step(reference, plain, step)
+    assert_equal(model.parameters(), reference.parameters(), "alone")
+    assert_replicas_equal(model.parameters())
+
+
+@distributed(2)
+def test_join_describes_device_and_group(world_size: int) -> None:
+    group = dist.new_group([0, 1])
+    optimizer = ZeroRedundancyOptimizer(small_model().parameters(), torch.optim.SGD, process_group=group, lr=0.1)
+    assert optimizer.join_device == torch.device("cpu")
+    assert optimizer.join_process_group is group
+
+
+@distributed(2, 3)
+def test_a_parameter_without_gradient_stays_without_update_on_a_joined_rank(world_size: int) -> None:
+    model = small_model()
+    optimizer = ZeroRedundancyOptimizer(
+        model.parameters(), torch.optim.AdamW, lr=1e-2, weight_decay=0.5, shard_by="element"
+    )
+    unused = [param for param in model.parameters() if param.dim() == 1]
+    before = values(unused)
+    with Join([optimizer]):
+        for _ in range(more_for_later_ranks(dist.get_rank())):
+            for param in model.parameters():
+                param.grad = torch.ones_like(param) if param.dim() == 2 else None
+            optimizer.step()
+    assert_equal(unused, before, "parameters without a gradient")
+    assert all(not optimizer.state[param] for param in unused)
+    assert_replicas_equal(model.parameters())
+
+
+# Accumulation under no_sync()
+
+
+class Batched(nn.Sequential):
+    """Has buffers, which a forward pass sends. In float64, because batch normalisation enlarges rounding."""
+
+    def __init__(self) -> None:
+        first, middle, last = small_model()
+        super().__init__(first, nn.BatchNorm1d(160), middle, last)
+        self.double()
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs: Tensor = super().forward(inputs.double())
+        return outputs
+
+
+def accumulating(way: str, make: Callable[[], nn.Module], group: Any = None) -> tuple[Any, Optimizer, list[Any]]:
+    """A model, its optimizer, and what goes into the join context."""
+    module = make()
+    params = list(module.parameters())
+    if way == "plain":
+        ddp = DistributedDataParallel(module)
+        return ddp, torch.optim.SGD(params, **SGD), [ddp]
+    overlaps = way.startswith("hook_with")
+    zero = ZeroRedundancyOptimizer(params, torch.optim.SGD, group, overlap_with_ddp=overlaps, shard_by="element", **SGD)
+    if way == "sharded":
+        sharded = ShardedDataParallel(module, zero, bucket_bytes=4000)
+        return sharded, zero, [sharded, zero]
+    ddp = DistributedDataParallel(module)
+    if way == "reduce_scatter_hook":
+        ddp.register_comm_hook(zero, reduce_scatter_hook)
+    elif overlaps:
+        make_hook = hook_with_zero_step if way == "hook_with_zero_step" else hook_with_zero_step_interleaved
+        ddp.register_comm_hook(None, make_hook(allreduce_hook, ddp, zero))
+    return ddp, zero, [ddp, zero]
+
+
+def train_accumulating(
+    way: str, counts: Counts, make: Callable[[], nn.Module] = small_model, every: int = 3
+) -> list[nn.Parameter]:
+    """One step after so many passes; what is left over at the end of a rank's inputs is not stepped on."""
+    model, optimizer, joinables = accumulating(way, make)
+    with Join(joinables):
+        for number in range(counts(dist.get_rank())):
+            last = (number + 1) % every == 0
+            with contextlib.nullcontext() if last else model.no_sync():
+                small_loss(model, number).backward()
+            if last:
+                optimizer.step()
+                optimizer.zero_grad()
+    return list(model.parameters())
+
+
+def ending_anywhere(rank: int) -> int:
+    """The first rank ends before a step, the second one after one, the third one in between."""
+    return (11, 15, 22, 9)[rank]
+
+
+def ending_backwards(rank: int) -> int:
+    return (22, 12, 10, 9)[rank]
+
+
+WAYS = ("with DDP", "reduce_scatter_hook", "hook_with_zero_step", "hook_with_zero_step_interleaved", "sharded")
+
+
+@pytest.mark.parametrize("counts", [ending_anywhere, ending_backwards])
+@pytest.mark.parametrize("make", [small_model, Batched], ids=["", "buffers"])
+@pytest.mark.parametrize("way", WAYS)
+@distributed(2, 3)
+def test_accumulation_without_synchronising_equals_plain_ddp(
+    world_size: int, way: str, make: Callable[[], nn.Module], counts: Counts
+) -> None:
+    """A rank that has joined takes part in no step after a pass under ``no_sync()``: the others make none."""
+    ours, plain = train_accumulating(way, counts, make), train_accumulating("plain", counts, make)
+    assert not torch.equal(plain[0], next(make().parameters())), "the reference does not train"
+    assert_equal(ours, plain, way, 0.0 if world_size == 2 else 10 * ROUNDING)
+    assert_replicas_equal(ours)
+
+
+@distributed(2, 3)
+def test_two_synchronising_passes_before_a_step_are_refused_once_a_rank_has_joined(world_size: int) -> None:
+    group = dist.new_group(list(range(world_size)))  # in which torch leaves a message behind
+    model, optimizer, joinables = accumulating("sharded", small_model, group)
+
+    def run() -> None:
+        with Join(joinables):
+            for number in range(2 + 2 * dist.get_rank()):
+                small_loss(model, number).backward()
+                if number % 2 == 1:
+                    optimizer.step()
+
+    expect(failure_of(run), RanksDisagreeError, r"rank 0: step\(\); rank 1: forward\(\).*accumulate .* under no_sync")
+
+
+@distributed(2, 3)
+def test_no_sync_on_some_of_the_ranks_is_refused(world_size: int) -> None:
+    group = dist.new_group(list(range(world_size)))
+    model, _, joinables = accumulating("sharded", small_model, group)
+
+    def run() -> None:
+        with Join(joinables), model.no_sync() if dist.get_rank() == 1 else contextlib.nullcontext():
+            small_loss(model, 0).backward()
+
+    expect(
+        failure_of(run),
+        RanksDisagreeError,
+        rf"rank {dist.get_rank()}: forward\(\) runs under no_sync\(\) on ranks \[1\]",
+    )
+
+
+@distributed(2, 3)
+def test_a_step_after_a_pass_without_synchronising_is_refused(world_size: int) -> None:
+    group = dist.new_group(list(range(world_size)))
+    model, optimizer, joinables = accumulating("sharded", small_model, group)
+
+    def run() -> None:
+        with Join(joinables), model.no_sync():
+            small_loss(model, 0).backward()
+            optimizer.step()
+
+    expect(failure_of(run), RuntimeError, r"step\(\) after a pass under no_sync\(\)")

@@ -1,0 +1,141 @@
+"""Optimizer classes: which may be sharded by element, by parameter, or not at all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import pytorch_optimizer
+import schedulefree  # type: ignore[import-untyped]
+import torch
+from torch.optim import Optimizer
+
+from onecopy import ZeroRedundancyOptimizer
+from onecopy.step.optimizer_classes import check_class, check_options, is_elementwise
+
+KNOWN_ELEMENTWISE = [
+    torch.optim.SGD,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.RMSprop,
+    torch.optim.Adagrad,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.Adamax,
+    torch.optim.Adadelta,
+]
+NEVER_CUT = [
+    torch.optim.Adafactor,
+    torch.optim.Muon,
+    torch.optim.SparseAdam,
+    schedulefree.AdamWScheduleFree,
+    pytorch_optimizer.Lamb,
+    pytorch_optimizer.LARS,
+    pytorch_optimizer.Lion,
+]
+
+
+@pytest.mark.parametrize("optimizer_class", KNOWN_ELEMENTWISE)
+def test_torchs_elementwise_classes_are_known(optimizer_class: type[Optimizer]) -> None:
+    check_class(optimizer_class, ZeroRedundancyOptimizer)
+    assert is_elementwise(optimizer_class, None)
+    assert not is_elementwise(optimizer_class, False)
+
+
+@pytest.mark.parametrize("optimizer_class", NEVER_CUT)
+def test_any_other_class_is_not_assumed_to_be_elementwise(optimizer_class: type[Optimizer]) -> None:
+    check_class(optimizer_class, ZeroRedundancyOptimizer)
+    assert not is_elementwise(optimizer_class, None)
+    assert is_elementwise(optimizer_class, True)
+
+
+@pytest.mark.parametrize("optimizer_class", KNOWN_ELEMENTWISE)
+def test_a_known_class_updates_a_cut_tensor_bitwise_as_the_whole_one(optimizer_class: type[Optimizer]) -> None:
+    torch.manual_seed(0)
+    whole = torch.randn(1_000)
+    cut = [whole[:128].clone(), whole[128:].clone()]
+    plain, sharded = optimizer_class([whole], lr=0.1), optimizer_class(cut, lr=0.1)  # type: ignore[call-arg]
+    for _ in range(3):
+        whole.grad = torch.randn(1_000)
+        cut[0].grad, cut[1].grad = whole.grad[:128].clone(), whole.grad[128:].clone()
+        plain.step()
+        sharded.step()
+        assert whole.equal(torch.cat(cut))
+
+
+def test_a_subclass_of_a_known_class_is_another_class() -> None:
+    class Mine(torch.optim.AdamW):
+        pass
+
+    check_class(Mine, ZeroRedundancyOptimizer)
+    assert not is_elementwise(Mine, None)
+
+
+COMBINING = [
+    torch.optim.LBFGS,
+    pytorch_optimizer.Prodigy,
+    pytorch_optimizer.DAdaptAdam,
+    pytorch_optimizer.DAdaptAdaGrad,
+    pytorch_optimizer.DAdaptAdan,
+    pytorch_optimizer.DAdaptLion,
+    pytorch_optimizer.DAdaptSGD,
+    pytorch_optimizer.SAM,
+]
+
+
+@pytest.mark.parametrize("optimizer_class", COMBINING)
+def test_a_class_that_combines_parameters_is_refused_with_the_reason(optimizer_class: type[Optimizer]) -> None:
+    with pytest.raises(ValueError, match=rf"{optimizer_class.__name__} cannot be sharded exactly: it .*all "):
+        check_class(optimizer_class, ZeroRedundancyOptimizer)
+
+
+def test_a_subclass_of_a_class_that_combines_parameters_is_refused_too() -> None:
+    class Mine(torch.optim.LBFGS):
+        pass
+
+    with pytest.raises(ValueError, match=r"Mine cannot be sharded exactly"):
+        check_class(Mine, ZeroRedundancyOptimizer)
+
+
+@pytest.mark.parametrize("value", [None, 3, "AdamW", torch.nn.Linear, torch.optim.AdamW([torch.ones(1)]), Optimizer])
+def test_what_is_not_an_optimizer_class_is_refused(value: object) -> None:
+    with pytest.raises(TypeError, match=r"optimizer_class must be .* such as torch\.optim\.AdamW, got "):
+        check_class(value, ZeroRedundancyOptimizer)
+
+
+def test_the_wrapper_cannot_wrap_itself() -> None:
+    with pytest.raises(TypeError, match=r"optimizer_class must be the class to shard.*ZeroRedundancyOptimizer"):
+        check_class(ZeroRedundancyOptimizer, ZeroRedundancyOptimizer)
+
+
+class MyLamb(pytorch_optimizer.Lamb):
+    """A user's variation."""
+
+
+GLOBALLY_CLIPPING: dict[str, Callable[[], Optimizer]] = {
+    "as a default": lambda: pytorch_optimizer.Lamb([torch.ones(1)], pre_norm=True, max_grad_norm=1.0),
+    "unless told otherwise": lambda: pytorch_optimizer.Lamb([torch.ones(1)], pre_norm=True),
+    "as a default that a group cannot change": lambda: pytorch_optimizer.Lamb(
+        [{"params": [torch.ones(1)], "max_grad_norm": 0.0}], pre_norm=True, max_grad_norm=1.0
+    ),
+    "in a subclass": lambda: MyLamb([torch.ones(1)], pre_norm=True, max_grad_norm=1.0),
+}
+
+
+@pytest.mark.parametrize("kind", GLOBALLY_CLIPPING)
+def test_lamb_is_refused_while_it_clips_by_the_norm_of_all_gradients(kind: str) -> None:
+    with pytest.raises(ValueError, match=r"Lamb with max_grad_norm.*clip_grad_norm_"):
+        check_options(GLOBALLY_CLIPPING[kind]())
+
+
+def test_lamb_without_global_clipping_is_accepted() -> None:
+    check_class(pytorch_optimizer.Lamb, ZeroRedundancyOptimizer)
+    check_options(pytorch_optimizer.Lamb([torch.ones(1)], max_grad_norm=0.0))
+
+
+def test_a_differentiable_optimizer_is_refused_with_its_group() -> None:
+    groups: list[dict[str, Any]] = [{"params": [torch.ones(1)]}, {"params": [torch.ones(1)], "differentiable": True}]
+    with pytest.raises(ValueError, match=r"differentiable=True \(parameter group 1\) is not supported"):
+        check_options(torch.optim.AdamW(groups))
+    check_options(torch.optim.AdamW(groups[:1], maximize=True))

@@ -1,0 +1,268 @@
+"""``optimizer.state`` is the user's to edit, as a plain optimizer's is."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions
+from torch.optim import SGD, Adam
+
+from onecopy import PeerFailedError, RanksDisagreeError, ShardedDataParallel, ZeroRedundancyOptimizer, checkpoint
+from tests.support import both as support
+from tests.support.both import tensors_of
+from tests.support.harness import distributed
+from tests.support.models import assert_same_tree, small_loss, small_model
+
+MODES: dict[str, dict[str, Any]] = {
+    "whole parameters": {},
+    "cut parameters": {"shard_by": "element"},
+    "buckets": {"parameters_as_bucket_view": True},
+    "aliases": {"overlap_with_ddp": True},
+}
+
+
+def params_of() -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    return [nn.Parameter(torch.randn(shape, generator=generator)) for shape in ((40, 70), (30, 30), (64,), (9,))]
+
+
+class Both(support.Both):
+    """Both optimizers over the same parameters; their state dicts are compared too."""
+
+    def __init__(self, optimizer_class: Any = Adam, **ours: Any) -> None:
+        options: dict[str, Any] = {"lr": 0.1} if optimizer_class is Adam else {"lr": 0.1, "momentum": 0.9}
+        super().__init__(params_of, optimizer_class, options, **ours)
+
+    def check(self) -> None:
+        super().check()
+        self.ours.consolidate_state_dict()
+        if self.ours.rank == 0:
+            assert_same_tree(self.ours.state_dict(), self.plain.state_dict(), "state dict")
+
+
+def start_afresh(optimizer: Any) -> None:
+    optimizer.state = defaultdict(dict)
+
+
+def start_afresh_from_attributes(optimizer: Any) -> None:
+    optimizer.__setstate__({"state": defaultdict(dict), "param_groups": optimizer.param_groups})
+
+
+def clear(optimizer: Any) -> None:
+    optimizer.state.clear()
+
+
+def double(optimizer: Any) -> None:
+    optimizer.state = {
+        param: {key: value * 2 for key, value in state.items()} for param, state in optimizer.state.items()
+    }
+
+
+def keep_one(optimizer: Any) -> None:
+    third = tensors_of(optimizer)[2]
+    kept = {param: state for param, state in optimizer.state.items() if param is third}
+    optimizer.state = defaultdict(dict, kept)
+
+
+@distributed(2, 3)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("optimizer_class", [SGD, Adam])
+@pytest.mark.parametrize("edit", [start_afresh, start_afresh_from_attributes, clear, double, keep_one])
+def test_state_that_is_assigned_takes_effect(
+    world_size: int, edit: Callable[[Any], None], optimizer_class: Any, mode: str
+) -> None:
+    both = Both(optimizer_class, **MODES[mode])
+    both.step()
+    both.step()
+    for optimizer in both.optimizers:
+        edit(optimizer)
+    both.step()
+    both.step()
+    both.check()
+
+
+@distributed(2, 3)
+def test_state_of_parameters_that_other_ranks_own_is_left_out(world_size: int) -> None:
+    both = Both(SGD, elementwise=False)
+    both.step()
+    plain_state = {
+        mine: both.plain.state[theirs]
+        for mine, theirs in zip(tensors_of(both.ours), tensors_of(both.plain), strict=True)
+    }
+    both.ours.state = {param: {"momentum_buffer": state["momentum_buffer"] * 3} for param, state in plain_state.items()}
+    for state in both.plain.state.values():
+        state["momentum_buffer"] = state["momentum_buffer"] * 3
+    own = {shard.param for shard in both.ours.layout.owned_by(both.ours.rank)}
+    assert [id(param) for param in both.ours.state] == [id(tensors_of(both.ours)[index]) for index in sorted(own)]
+    both.step()
+    both.check()
+
+
+def assign_nothing(optimizer: ZeroRedundancyOptimizer) -> None:
+    optimizer.state = {}
+
+
+def assign_an_entry(optimizer: ZeroRedundancyOptimizer) -> None:
+    param = next(iter(optimizer.state))
+    optimizer.state[param] = optimizer.state[param]
+
+
+def delete_an_entry(optimizer: ZeroRedundancyOptimizer) -> None:
+    del optimizer.state[next(iter(optimizer.state))]
+
+
+def pop_an_entry(optimizer: ZeroRedundancyOptimizer) -> None:
+    assert "exp_avg" in optimizer.state.pop(next(iter(optimizer.state)))
+
+
+@distributed(2, 3)
+@pytest.mark.parametrize("edit", [assign_nothing, assign_an_entry, delete_an_entry, pop_an_entry])
+def test_a_consolidation_from_before_an_edit_is_stale(
+    world_size: int, edit: Callable[[ZeroRedundancyOptimizer], None]
+) -> None:
+    both = Both()
+    both.step()
+    for to in range(world_size):
+        both.ours.consolidate_state_dict(to)
+    edit(both.ours)
+    with pytest.raises(RuntimeError, match="no longer the current one"):
+        both.ours.state_dict()
+    both.ours.consolidate_state_dict()
+    if both.ours.rank == 0:
+        state = both.ours.state_dict()["state"]
+        assert not state if edit is assign_nothing else len(state) <= 4
+
+
+@distributed(2)
+def test_assigning_no_state_before_the_first_step_changes_nothing(world_size: int) -> None:
+    model = small_model()
+    zero = ZeroRedundancyOptimizer(model.parameters(), Adam, lr=0.1)
+    zero.state = defaultdict(dict)
+    assert zero.state_dict()["state"] == {}
+    sharded = ShardedDataParallel(model, zero)
+    small_loss(sharded, 0).backward()
+    zero.step()
+    assert len(zero.state) > 0
+
+
+@distributed(2)
+def test_something_else_than_a_mapping_is_refused(world_size: int) -> None:
+    both = Both()
+    both.step()
+    with pytest.raises(TypeError, match="state must be a mapping from parameters to their state, got list"):
+        both.ours.state = []  # type: ignore[assignment]
+    both.step()
+    both.check()
+
+
+@distributed(2, 3)
+@pytest.mark.parametrize("mode", MODES)
+def test_state_under_a_key_that_is_no_parameter_is_kept(world_size: int, mode: str) -> None:
+    both = Both(**MODES[mode])
+    for optimizer in both.optimizers:
+        optimizer.state["note"] = {"count": 1, "values": torch.arange(3.0)}
+        optimizer.state["rounds"] = 7
+        assert optimizer.state["rounds"] == 7
+        assert "note" in optimizer.state
+        assert [key for key in optimizer.state if not isinstance(key, Tensor)] == ["note", "rounds"]
+        assert optimizer.state.get("nothing", 3) == 3
+        assert optimizer.state["nothing"] == {}
+        del optimizer.state["nothing"]
+    both.step()
+    both.check()
+    for optimizer in both.optimizers:
+        del optimizer.state["note"]
+        with pytest.raises(KeyError):
+            del optimizer.state["note"]
+        assert optimizer.state.pop("rounds") == 7
+        with pytest.raises(KeyError):
+            optimizer.state.pop("rounds")
+        assert all(isinstance(key, Tensor) for key in optimizer.state)
+    both.step()
+    both.check()
+
+
+@distributed(2, 3)
+def test_loading_keeps_state_under_a_key_that_is_no_parameter(world_size: int) -> None:
+    saved = Both()
+    for optimizer in saved.optimizers:
+        optimizer.state["note"] = {"values": torch.arange(3.0), "text": "yes"}
+    saved.step()
+    saved.check()
+    state_dict = saved.plain.state_dict()
+    both = Both()
+    for optimizer in both.optimizers:
+        optimizer.load_state_dict(state_dict)
+    assert both.ours.state["note"]["text"] == "yes"
+    both.ours.state["note"]["values"].zero_()
+    assert state_dict["state"]["note"]["values"].sum() == 3  # the caller's dict is left as it is
+    both.plain.state["note"] = {"values": torch.zeros(3), "text": "yes"}  # type: ignore[index]
+    both.step()
+    both.check()
+
+
+@distributed(2, 3)
+def test_a_key_that_is_no_parameter_is_compared_when_loading(world_size: int) -> None:
+    both = Both()
+    both.step()
+    state_dict = both.plain.state_dict()
+    state_dict["state"]["rounds"] = dist.get_rank()
+    with pytest.raises(RanksDisagreeError, match="state under 'rounds': 1"):
+        both.ours.load_state_dict(state_dict)
+    both.step()
+    both.check()
+
+
+@distributed(2, 3)
+@pytest.mark.parametrize("in_a_tensor", [False, True])
+def test_state_under_a_key_that_is_no_parameter_must_be_equal_on_all_ranks(world_size: int, in_a_tensor: bool) -> None:
+    both = Both()
+    both.step()
+    both.ours.state["rounds"] = {"sum": torch.tensor([1.0, dist.get_rank()])} if in_a_tensor else dist.get_rank()
+    with pytest.raises(RanksDisagreeError, match="state under 'rounds'"):
+        both.ours.consolidate_state_dict()
+    if dist.get_rank() > 0:
+        del both.ours.state["rounds"]
+    with pytest.raises(RanksDisagreeError, match=r"rank 0: state under 'rounds'.*nothing more"):
+        both.ours.consolidate_state_dict()
+    if dist.get_rank() == 0:
+        both.ours.state["rounds"] = object()
+    with pytest.raises((TypeError, PeerFailedError), match=r"state under 'rounds'.*cannot be gathered"):
+        both.ours.consolidate_state_dict()
+    both.ours.state.pop("rounds", None)
+    both.step()
+    both.check()
+
+
+class Averaging(Adam):
+    """Keeps something over all of its parameters, which differs between ranks."""
+
+    def step(self, closure: Any = None) -> Any:
+        self.state["elements"] = sum(param.numel() for param in tensors_of(self))  # type: ignore[index]
+        return super().step(closure)
+
+
+@distributed(2, 3)
+def test_a_class_that_keeps_what_differs_between_ranks_is_refused_by_name(world_size: int) -> None:
+    zero = ZeroRedundancyOptimizer(params_of(), Averaging, lr=0.1)
+    for param in tensors_of(zero):
+        param.grad = torch.ones_like(param)
+    zero.step()
+    with pytest.raises(RanksDisagreeError, match="state under 'elements'"):
+        zero.consolidate_state_dict()
+
+
+@distributed(2)
+@pytest.mark.parametrize("full", [False, True])
+def test_functions_that_name_parameters_refuse_state_under_other_keys(world_size: int, full: bool) -> None:
+    model = small_model()
+    zero = ZeroRedundancyOptimizer(model.parameters(), Adam, lr=0.1)
+    zero.state["rounds"] = 7
+    with pytest.raises(TypeError, match="keeps state under 'rounds', which is not a parameter"):
+        checkpoint.get_optimizer_state_dict(model, zero, options=StateDictOptions(full_state_dict=full))

@@ -1,0 +1,64 @@
+"""DDP with the sharded optimizer trains exactly like DDP with the plain one, for every optimizer of the table."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from onecopy import ZeroRedundancyOptimizer
+from tests.support.harness import distributed
+from tests.support.parity import CASES, STEPS, Case, compare, make_plain, train, variants
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@distributed(2)
+def test_training_equals_ddp_with_the_plain_optimizer(world_size: int, case: Case) -> None:
+    assert_parity(world_size, case)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@distributed(3, 4)
+def test_training_with_more_ranks_equals_ddp_within_rounding(world_size: int, case: Case) -> None:
+    assert_parity(world_size, case)
+
+
+def assert_parity(world_size: int, case: Case) -> None:
+    """Bit by bit with two ranks, within rounding with more."""
+    plain = train(case, make_plain)
+    assert not torch.equal(plain.steps[0][0], plain.steps[-1][0]), "the reference does not train"
+    assert torch.equal(plain.steps[STEPS // 2][5], plain.steps[-1][5]) or case.schedule_free
+    tolerance = 0.0 if world_size == 2 else case.tolerance
+    for policy, bucket_view in variants(case, world_size):
+        what = f"{case.name}, {world_size} ranks, shard_by={policy!r}, parameters_as_bucket_view={bucket_view}"
+
+        def make(
+            params: list[Tensor],
+            optimizer: type[Optimizer],
+            options: dict[str, Any],
+            policy: str = policy,
+            bucket_view: bool = bucket_view,
+        ) -> Optimizer:
+            return ZeroRedundancyOptimizer(
+                params,
+                optimizer,
+                parameters_as_bucket_view=bucket_view,
+                shard_by=policy,
+                elementwise=case.elementwise,
+                **options,
+            )
+
+        ours = train(case, make)
+        first = ours.optimizers[0]
+        assert isinstance(first, ZeroRedundancyOptimizer)
+        assert bool(first.layout.cut_params) == case.cuts, f"{what}: cut parameters are {first.layout.cut_params}"
+        compare(ours, plain, what, tolerance)
+
+
+def test_the_table_covers_every_class_known_to_be_elementwise() -> None:
+    from onecopy.step.optimizer_classes import ELEMENTWISE
+
+    assert {case.optimizer for case in CASES} >= ELEMENTWISE

@@ -1,0 +1,163 @@
+"""A parameter that one group has several times: torch warns, and steps it as often; so does the sharded optimizer."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import SGD, Adagrad, Adam, Optimizer
+
+from onecopy import PeerFailedError, RanksDisagreeError, ShardedDataParallel, ZeroRedundancyOptimizer, checkpoint
+from tests.support.harness import distributed
+from tests.support.models import assert_equal, assert_same_tree, small_inputs, small_model
+
+WARNING = "optimizer contains a parameter group with duplicate parameters"
+
+CLASSES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "SGD": (SGD, {"lr": 0.1}),
+    "SGD with momentum": (SGD, {"lr": 0.1, "momentum": 0.9}),
+    "SGD, foreach": (SGD, {"lr": 0.1, "momentum": 0.9, "foreach": True}),
+    "Adam": (Adam, {"lr": 0.1}),
+    "Adagrad": (Adagrad, {"lr": 0.1}),
+}
+
+
+@contextlib.contextmanager
+def warned(times: int = 1) -> Iterator[None]:
+    """What runs inside warns of repeated parameters this often, and of nothing else."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield
+    assert [str(each.message)[: len(WARNING)] for each in caught] == [WARNING] * times
+
+
+def groups_of(named: bool) -> list[dict[str, Any]]:
+    """Two groups, of which the first has one parameter twice and another one three times."""
+    generator = torch.Generator().manual_seed(0)
+    a, b, c, d = (nn.Parameter(torch.randn(shape, generator=generator)) for shape in ((40, 70), (30, 30), (64,), (9,)))
+    first = [("a", a), ("b", b), ("a", a), ("c", c), ("also a", a), ("b", b)]
+    second = [("d", d)]
+    groups: list[dict[str, Any]] = [{"params": first, "lr": 0.05}, {"params": second}]
+    return groups if named else [{**group, "params": [param for _, param in group["params"]]} for group in groups]
+
+
+def tensors_of(optimizer: Optimizer) -> list[Tensor]:
+    return list(dict.fromkeys(param for group in optimizer.param_groups for param in group["params"]))
+
+
+def step(optimizer: Optimizer, number: int) -> None:
+    for position, param in enumerate(tensors_of(optimizer)):
+        generator = torch.Generator().manual_seed(10 * number + position)
+        param.grad = torch.randn(param.shape, generator=generator)
+    optimizer.step()
+
+
+@distributed(2, 3)
+@pytest.mark.parametrize("shard_by", ["parameter", "element"])
+@pytest.mark.parametrize("named", [False, True])
+@pytest.mark.parametrize("bucket_view", [False, True])
+@pytest.mark.parametrize("case", CLASSES)
+def test_training_and_state_dicts_equal_the_plain_optimizers(
+    world_size: int, case: str, bucket_view: bool, named: bool, shard_by: str
+) -> None:
+    optimizer_class, options = CLASSES[case]
+    with warned():
+        plain = optimizer_class(groups_of(named), **options)
+    with warned():
+        ours = ZeroRedundancyOptimizer(
+            groups_of(named), optimizer_class, parameters_as_bucket_view=bucket_view, shard_by=shard_by, **options
+        )
+    for number in range(3):
+        step(plain, number)
+        step(ours, number)
+        assert_equal(tensors_of(ours), tensors_of(plain), f"step {number}")
+    ours.consolidate_state_dict()
+    if ours.rank == 0:
+        assert_same_tree(ours.state_dict(), plain.state_dict(), "state dict")
+    with warned():
+        again = ZeroRedundancyOptimizer(groups_of(named), optimizer_class, **options)
+    with torch.no_grad():
+        for param, value in zip(tensors_of(again), tensors_of(plain), strict=True):
+            param.copy_(value)
+    again.load_state_dict(plain.state_dict())
+    step(plain, 3)
+    step(again, 3)
+    assert_equal(tensors_of(again), tensors_of(plain), "after loading")
+
+
+@distributed(2, 3)
+def test_a_group_added_later_may_repeat_a_parameter(world_size: int) -> None:
+    optimizers: list[Any] = []
+    for sharded in (False, True):
+        first, second = (nn.Parameter(torch.arange(5.0)), nn.Parameter(torch.arange(7.0)))
+        optimizer: Any = ZeroRedundancyOptimizer([first], SGD, lr=0.1) if sharded else SGD([first], lr=0.1)
+        step(optimizer, 0)
+        with warned():
+            optimizer.add_param_group({"params": [second, second]})
+        step(optimizer, 1)
+        optimizers.append(optimizer)
+    assert_equal(tensors_of(optimizers[1]), tensors_of(optimizers[0]), "after the group")
+
+
+@distributed(2, 3)
+def test_sharded_data_parallel_steps_it_as_often(world_size: int) -> None:
+    sides: list[Any] = []
+    for sharded in (False, True):
+        model = small_model()
+        params = [*model.parameters(), next(model.parameters())]
+        with warned():
+            optimizer: Any = ZeroRedundancyOptimizer(params, SGD, lr=0.1) if sharded else SGD(params, lr=0.1)
+        with warned(0):
+            wrapped = ShardedDataParallel(model, optimizer) if sharded else model
+        for number in range(3):
+            optimizer.zero_grad()
+            wrapped(small_inputs(0, number)).square().mean().backward()
+            optimizer.step()
+        sides.append(model)
+    assert_equal(sides[1].parameters(), sides[0].parameters(), "after training", 1e-6)
+
+
+@distributed(2, 3)
+def test_with_warnings_as_errors_all_ranks_raise(world_size: int) -> None:
+    one = nn.Parameter(torch.ones(3))
+    ours = ZeroRedundancyOptimizer([nn.Parameter(torch.ones(3))], SGD, lr=0.1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(UserWarning, match=WARNING):
+            ZeroRedundancyOptimizer(groups_of(named=True), SGD, lr=0.1)
+        with pytest.raises((UserWarning, PeerFailedError), match=WARNING):
+            ours.add_param_group({"params": [one, one] if dist.get_rank() else [one]})
+    assert len(ours.param_groups) == 1
+
+
+@distributed(2, 3)
+def test_ranks_that_repeat_different_parameters_disagree(world_size: int) -> None:
+    a, b = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+    with warned(), pytest.raises(RanksDisagreeError, match=r"repeated parameters of group 0: \[2\]"):
+        ZeroRedundancyOptimizer([a, b, a] if dist.get_rank() else [a, b, b, b], SGD, lr=0.1)
+
+
+@distributed(2)
+def test_repeating_a_parameter_by_hand_is_refused(world_size: int) -> None:
+    a, b = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+    ours = ZeroRedundancyOptimizer([a, b], SGD, lr=0.1)
+    ours.param_groups[0]["params"].append(a)
+    with pytest.raises(RuntimeError, match="edited by hand"):
+        step(ours, 0)
+
+
+@distributed(2)
+def test_a_checkpoint_refuses_a_repeated_parameter_by_name(world_size: int, tmp_path: Path) -> None:
+    model = small_model()
+    with warned():
+        ours = ZeroRedundancyOptimizer([*model.parameters(), next(model.parameters())], SGD, lr=0.1)
+    with pytest.raises(ValueError, match=r"'0.weight' is several times in a group of torch.optim.sgd.SGD"):
+        checkpoint.save(tmp_path, 1, model=model, optimizer=ours)
+    assert ours.sharded_state_dict()["param_groups"][0]["params"] == [f"group0[{place}]" for place in range(4)]

@@ -1,0 +1,203 @@
+"""A step that fails on one rank, and ranks at different calls: an error on every rank, soon."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import SGD
+
+from onecopy import PeerFailedError, RanksDisagreeError, ZeroRedundancyOptimizer
+from tests.support.failures import (
+    SECONDS,
+    check_pool,
+    expect,
+    expect_disagreement,
+    expect_failure_of,
+    failure_of,
+    parameter,
+)
+from tests.support.harness import distributed
+from tests.support.state_dicts import expect_same
+from tests.support.unchanged import Training
+
+
+class Fragile(SGD):
+    """Its step fails where it is told to."""
+
+    broken: Exception | None = None
+
+    def step(self, closure: Any = None) -> Any:
+        if self.broken is not None:
+            raise self.broken
+        return super().step(closure)
+
+
+FAILURES = {
+    "an ordinary error": ArithmeticError("the tank is empty"),
+    "an error with text that is no Unicode": OSError("the tank is empty: /data/\udcff"),
+    "an error without text": ArithmeticError(),
+}
+
+
+@distributed(2, 3)
+@pytest.mark.parametrize("culprit", ["first", "last"])
+@pytest.mark.parametrize("case", FAILURES)
+def test_a_failing_inner_step_is_raised_there_and_reported_elsewhere(world_size: int, case: str, culprit: str) -> None:
+    training = Training(optimizer_class=Fragile)
+    failing = 0 if culprit == "first" else world_size - 1
+    error = FAILURES[case]
+    assert isinstance(training.ours.optim, Fragile)
+    if dist.get_rank() == failing:
+        training.ours.optim.broken = error
+    caught = failure_of(training.ours.step)
+    if dist.get_rank() == failing:
+        assert caught is error
+    else:
+        text = "the tank is empty" if error.args else ""
+        kind = type(error).__name__
+        expect(caught, PeerFailedError, rf"step\(\) failed on rank {failing}: {kind}: {text}")
+    check_pool()
+
+
+@distributed(2, 3)
+def test_after_a_failed_step_a_load_makes_all_ranks_whole_again(world_size: int) -> None:
+    training = Training(optimizer_class=Fragile)
+    assert isinstance(training.ours.optim, Fragile)
+    values = [param.detach().clone() for param in training.params]
+    training.ours.optim.broken = ArithmeticError("once") if dist.get_rank() == 1 else None
+    failure_of(training.ours.step)
+    training.ours.optim.broken = None
+    with torch.no_grad():
+        for param, value in zip(training.params, values, strict=True):
+            param.copy_(value)
+    training.ours.load_state_dict(training.plain.state_dict())
+    training.train()
+
+
+@distributed(2, 3)
+@pytest.mark.parametrize("bucket_view", [False, True])
+def test_gradients_for_different_parameters_are_an_error_that_names_the_first(
+    world_size: int, bucket_view: bool
+) -> None:
+    training = Training(bucket_view)
+    odd = world_size - 1
+    training.ours.zero_grad()
+    training.params[0].grad = torch.zeros(64, 40)
+    if dist.get_rank() == odd:
+        training.params[2].grad = torch.zeros(3, 5)
+    expect_disagreement(
+        odd, training.ours.step, "parameter 'three': no gradient, shape", "parameter 'three': a gradient, shape"
+    )
+    check_pool()
+
+
+CALLS: dict[str, Callable[[Any], object]] = {
+    "step()": lambda training: training.ours.step(),
+    "consolidate_state_dict()": lambda training: training.ours.consolidate_state_dict(),
+    "load_state_dict()": lambda training: training.ours.load_state_dict(training.plain.state_dict()),
+    "add_param_group()": lambda training: training.ours.add_param_group({"params": [parameter(3)]}),
+    "the norm of the gradients": lambda training: training.ours.clip_grad_norm_(1.0),
+}
+
+
+@distributed(2, 3)
+@pytest.mark.parametrize(("one", "other"), list(combinations(CALLS, 2)))
+def test_ranks_at_different_calls_are_all_told_where_each_of_them_is(world_size: int, one: str, other: str) -> None:
+    training = Training()
+    training.train()
+    here = one if dist.get_rank() == 0 else other
+    error = failure_of(lambda: CALLS[here](training))
+    pattern = rf"different calls\. rank 0: {re.escape(one)}; rank 1: {re.escape(other)}[;.]"
+    expect(error, RanksDisagreeError, pattern)
+    with torch.no_grad():  # a rank that was at step() has stepped what it owns
+        for param, plain in zip(training.params, training.plain_params, strict=True):
+            param.copy_(plain)
+    training.ours.load_state_dict(training.plain.state_dict())
+    training.train()
+
+
+MOURNERS = """
+import os, sys, time
+from datetime import timedelta
+import torch, torch.distributed as dist
+from onecopy import PeerFailedError, ZeroRedundancyOptimizer
+rank = int(sys.argv[1])
+dist.init_process_group("gloo", f"file://{sys.argv[2]}", timedelta(seconds=60), rank=rank, world_size=3)
+optimizer = ZeroRedundancyOptimizer([torch.zeros(3, requires_grad=True)], torch.optim.SGD, lr=0.1)
+if rank == 2:
+    os._exit(0)
+if rank == 0:
+    time.sleep(1)  # rank 1 waits in its call already, for this rank first
+start = time.monotonic()
+try:
+    optimizer.consolidate_state_dict()
+except PeerFailedError as error:
+    print(time.monotonic() - start, error, flush=True)
+sys.stdin.read()
+os._exit(0)
+"""
+
+
+def test_a_rank_that_is_gone_is_noticed_by_all_others_when_the_last_of_them_comes(tmp_path: Path) -> None:
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", MOURNERS, str(rank), str(tmp_path / "store")],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(3)
+    ]
+    try:
+        for rank in ranks[:2]:
+            assert rank.stdout is not None
+            seconds, message = rank.stdout.readline().split(maxsplit=1)
+            assert float(seconds) < 2 * SECONDS
+            assert "consolidate_state_dict() has waited for the other ranks in vain" in message
+    finally:
+        for rank in ranks:
+            rank.communicate("")
+    assert [rank.returncode for rank in ranks] == [0, 0, 0]
+
+
+@distributed(2, 3)
+def test_a_step_that_only_one_rank_gives_an_unknown_argument_is_an_error_on_all(world_size: int) -> None:
+    training = Training()
+    kwargs: dict[str, Any] = {"speed": 3} if dist.get_rank() == 0 else {}
+    expect_failure_of([0], lambda: training.ours.step(**kwargs), TypeError, "speed")
+    check_pool()
+
+
+@distributed(2, 3)
+def test_a_sparse_gradient_of_a_cut_parameter_is_refused_by_name(world_size: int) -> None:
+    embedding = nn.Embedding(64, 32, sparse=True)
+    optimizer = ZeroRedundancyOptimizer(embedding.named_parameters(), SGD, lr=0.1, shard_by="element")
+    assert optimizer.layout.cut_params == (0,)
+    embedding(torch.tensor([1, 2])).sum().backward()
+    error = failure_of(optimizer.step)
+    expect(error, ValueError, f"rank {dist.get_rank()}: parameter 'weight' has a sparse gradient.*elementwise=False")
+    check_pool()
+
+
+@distributed(2, 3)
+def test_an_exception_of_the_closure_comes_through_unchanged(world_size: int) -> None:
+    training = Training()
+    error = LookupError("no more data")
+
+    def closure() -> float:
+        raise error
+
+    before = training.snapshot()
+    assert failure_of(lambda: training.ours.step(closure)) is error
+    expect_same(training.snapshot(), before)
+    training.train()

@@ -1,0 +1,566 @@
+"""What a training script does besides plain steps: closures, schedulers, hooks, scalers, freezing, groups, state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, OneCycleLR, StepLR
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from onecopy import RanksDisagreeError, ZeroRedundancyOptimizer
+from onecopy.common.profiling import profile_range
+from tests.support.harness import distributed
+from tests.support.models import (
+    assert_equal,
+    assert_replicas_equal,
+    assert_same_tree,
+    small_ddp,
+    small_loss,
+    small_model,
+    values,
+)
+
+Modes = dict[str, Any]
+
+MODES = pytest.mark.parametrize(
+    "mode",
+    [{}, {"shard_by": "element"}, {"shard_by": "element", "parameters_as_bucket_view": True}],
+    ids=["whole", "cut", "cut in buckets"],
+)
+ROUNDING = 1e-6
+"""More than two ranks: the order in which gradients are added is the process group's affair."""
+
+Loop = Callable[[DistributedDataParallel, Optimizer], object]
+
+
+def ours(params: Any, optimizer: type[Optimizer], mode: Modes | None = None, **options: Any) -> ZeroRedundancyOptimizer:
+    return ZeroRedundancyOptimizer(params, optimizer, **(mode or {}), **options)
+
+
+def assert_parity(
+    loop: Loop,
+    optimizer: type[Optimizer],
+    mode: Modes | None = None,
+    ddp_options: dict[str, Any] | None = None,
+    **options: Any,
+) -> None:
+    """Run a training loop with the plain and with the sharded optimizer; what it returns and trains must be equal."""
+    plain, sharded = small_ddp(**(ddp_options or {})), small_ddp(**(ddp_options or {}))
+    expected = loop(plain, optimizer(plain.parameters(), **options))
+    zero = ours(sharded.parameters(), optimizer, mode, **options)
+    assert loop(sharded, zero) == expected
+    tolerance = 0.0 if dist.get_world_size() <= 2 else ROUNDING
+    assert_equal(sharded.parameters(), plain.parameters(), "parameters", tolerance)
+    assert_replicas_equal(sharded.parameters())
+
+
+def fill_gradients(params: Any, scale: float = 1.0) -> None:
+    """The same gradients on every rank, another for each parameter."""
+    for index, param in enumerate(params):
+        param.grad = torch.full_like(param, scale * (index + 1) / 10)
+
+
+class Descent(Optimizer):
+    """Gradient descent with everything a class may add: ``step`` arguments, and new keys in its groups."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+        for group in self.param_groups:
+            group["from_init"] = "here"
+
+    @torch.no_grad()
+    def step(self, closure: Any = None, *, scale: float = 1.0) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.descend(scale)
+        return loss
+
+    @torch.no_grad()
+    def descend(self, scale: float) -> None:
+        for group in self.param_groups:
+            group["steps"] = group.get("steps", 0) + 1
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.add_(param.grad, alpha=-group["lr"] * scale)
+
+
+class NoClosure(Descent):
+    """A class whose ``step`` takes nothing."""
+
+    def step(self) -> None:  # type: ignore[override]
+        self.descend(1.0)
+
+
+# Closures and arguments of step
+
+
+@MODES
+@distributed(2, 3)
+def test_a_closure_computes_gradients_and_its_loss_is_returned(world_size: int, mode: Modes) -> None:
+    def loop(ddp: DistributedDataParallel, optimizer: Optimizer) -> list[float]:
+        losses = []
+        for step in range(4):
+
+            def closure(step: int = step) -> float:
+                assert torch.is_grad_enabled()
+                optimizer.zero_grad()
+                loss = small_loss(ddp, step)
+                loss.backward()
+                return loss.item()
+
+            losses.append(optimizer.step(closure))
+        return losses if world_size == 2 else []
+
+    assert_parity(loop, torch.optim.AdamW, mode, lr=1e-2)
+
+
+@distributed(2)
+def test_a_closures_tensor_is_returned_as_it_is(world_size: int) -> None:
+    model = small_model()
+    optimizer = ours(model.parameters(), torch.optim.SGD, lr=0.1)
+    returned = torch.tensor(4.0)
+
+    def closure() -> Tensor:
+        fill_gradients(model.parameters())
+        return returned
+
+    loss: Any = optimizer.step(closure)  # type: ignore[arg-type]
+    assert loss is returned
+    assert optimizer.step() is None
+
+
+@distributed(2)
+def test_a_class_whose_step_takes_no_closure_has_it_evaluated_first(world_size: int) -> None:
+    model, reference = small_model(), small_model()
+    optimizer = ours(model.parameters(), NoClosure, lr=0.1)
+    calls = []
+
+    def closure() -> float:
+        calls.append(torch.is_grad_enabled())
+        fill_gradients(model.parameters())
+        return 2.5
+
+    assert optimizer.step(closure) == 2.5
+    assert calls == [True]
+    fill_gradients(reference.parameters())
+    NoClosure(reference.parameters(), lr=0.1).step()
+    assert_equal(model.parameters(), reference.parameters(), "parameters")
+    assert optimizer.step() is None
+
+
+@distributed(2)
+def test_keyword_arguments_of_step_reach_the_inner_optimizer(world_size: int) -> None:
+    model, reference = small_model(), small_model()
+    fill_gradients(model.parameters())
+    ours(model.parameters(), Descent).step(scale=3.0)
+    fill_gradients(reference.parameters())
+    Descent(reference.parameters()).step(scale=3.0)
+    assert_equal(model.parameters(), reference.parameters(), "parameters")
+
+
+@distributed(2)
+def test_an_unknown_keyword_argument_of_step_raises(world_size: int) -> None:
+    model = small_model()
+    optimizer = ours(model.parameters(), Descent)
+    fill_gradients(model.parameters())
+    with pytest.raises(TypeError, match="colour"):
+        optimizer.step(colour="red")
+
+
+@distributed(2)
+def test_keys_that_the_inner_optimizer_adds_to_its_groups_appear_in_ours(world_size: int) -> None:
+    model = small_model()
+    first, *others = model.parameters()
+    optimizer = ours([{"params": [first]}, {"params": others, "lr": 0.2}], Descent)
+    assert [group["from_init"] for group in optimizer.param_groups] == ["here", "here"]
+    for _ in range(3):
+        fill_gradients(model.parameters())
+        optimizer.step()
+    assert [group["steps"] for group in optimizer.param_groups] == [3, 3]
+    optimizer.param_groups[0]["steps"] = 10
+    optimizer.step()
+    assert [group["steps"] for group in optimizer.param_groups] == [11, 4]
+
+
+# Schedulers and edits of the groups
+
+
+def step_lr(optimizer: Optimizer) -> LRScheduler:
+    return StepLR(optimizer, step_size=2, gamma=0.3)
+
+
+def cosine(optimizer: Optimizer) -> LRScheduler:
+    return CosineAnnealingLR(optimizer, T_max=6)
+
+
+def one_cycle(optimizer: Optimizer) -> LRScheduler:
+    return OneCycleLR(optimizer, max_lr=0.2, total_steps=8, cycle_momentum=True)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "options"),
+    [(torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}), (torch.optim.Adam, {"lr": 0.01})],
+    ids=["SGD", "Adam"],
+)
+@pytest.mark.parametrize("make", [step_lr, cosine, one_cycle])
+@distributed(2)
+def test_a_learning_rate_scheduler_acts_as_on_the_plain_optimizer(
+    world_size: int, make: Callable[[Optimizer], LRScheduler], optimizer: type[Optimizer], options: dict[str, Any]
+) -> None:
+    def loop(ddp: DistributedDataParallel, optimizer: Optimizer) -> list[Any]:
+        scheduler = make(optimizer)
+        seen = []
+        for step in range(6):
+            optimizer.zero_grad()
+            small_loss(ddp, step).backward()
+            optimizer.step()
+            scheduler.step()
+            group = optimizer.param_groups[0]
+            seen.append([group["lr"], group.get("momentum"), group.get("betas"), scheduler.get_last_lr()])
+        assert len({row[0] for row in seen}) > 1
+        return seen
+
+    assert_parity(loop, optimizer, {"shard_by": "element"}, **options)
+
+
+@MODES
+@distributed(2)
+def test_an_edit_of_the_groups_takes_effect_at_the_next_step(world_size: int, mode: Modes) -> None:
+    def loop(ddp: DistributedDataParallel, optimizer: Optimizer) -> None:
+        for step in range(6):
+            optimizer.zero_grad()
+            small_loss(ddp, step).backward()
+            group = optimizer.param_groups[0]
+            group["lr"] *= 0.5
+            if step == 2:
+                group.update(momentum=0.5, weight_decay=0.1)
+            if step == 4:
+                group["maximize"] = True
+            optimizer.step()
+
+    assert_parity(loop, torch.optim.SGD, mode, lr=0.1, momentum=0.9)
+
+
+# Hooks
+
+
+@distributed(2)
+def test_step_hooks_of_this_instance_see_this_instance_once_per_step(world_size: int) -> None:
+    model = small_model()
+    optimizer = ours(model.parameters(), torch.optim.SGD, lr=0.1)
+    seen: list[tuple[str, Optimizer]] = []
+    optimizer.register_step_pre_hook(lambda which, _args, _kwargs: seen.append(("pre", which)))
+    optimizer.register_step_post_hook(lambda which, _args, _kwargs: seen.append(("post", which)))
+    for _ in range(2):
+        fill_gradients(model.parameters())
+        optimizer.step()
+    assert seen == [("pre", optimizer), ("post", optimizer)] * 2
+
+
+@pytest.mark.parametrize("optimizer_class", [torch.optim.AdamW, Descent, NoClosure])
+@distributed(2)
+def test_global_step_hooks_fire_exactly_once_per_step(world_size: int, optimizer_class: type[Optimizer]) -> None:
+    model = small_model()
+    optimizer = ours(model.parameters(), optimizer_class, lr=0.1)
+    seen: list[tuple[str, Optimizer]] = []
+    handles = [
+        register_optimizer_step_pre_hook(lambda which, _args, _kwargs: seen.append(("pre", which))),
+        register_optimizer_step_post_hook(lambda which, _args, _kwargs: seen.append(("post", which))),
+    ]
+    try:
+        for _ in range(2):
+            fill_gradients(model.parameters())
+            optimizer.step()
+    finally:
+        for handle in handles:
+            handle.remove()
+    assert seen == [("pre", optimizer), ("post", optimizer)] * 2
+
+
+@distributed(2)
+def test_hooks_on_the_inner_optimizer_fire_and_may_change_its_arguments(world_size: int) -> None:
+    model, reference = small_model(), small_model()
+    optimizer = ours(model.parameters(), Descent, lr=0.1)
+    seen = []
+    optimizer.optim.register_step_pre_hook(lambda _which, args, kwargs: (args, {**kwargs, "scale": 2.0}))
+    optimizer.optim.register_step_post_hook(lambda which, _args, kwargs: seen.append((which, kwargs["scale"])))
+    fill_gradients(model.parameters())
+    optimizer.step()
+    fill_gradients(reference.parameters())
+    Descent(reference.parameters()).step(scale=2.0)
+    assert seen == [(optimizer.optim, 2.0)]
+    assert_equal(model.parameters(), reference.parameters(), "parameters")
+
+
+# Gradients: zeroing, scaling, clipping, accumulating, missing
+
+
+@MODES
+@distributed(2)
+def test_zero_grad_clears_the_gradients_of_every_parameter(world_size: int, mode: Modes) -> None:
+    model = small_model()
+    optimizer = ours(model.parameters(), torch.optim.AdamW, mode, lr=0.1)
+    fill_gradients(model.parameters())
+    optimizer.step()
+    kept = [param.grad for param in model.parameters()]
+    optimizer.zero_grad(set_to_none=False)
+    for param, gradient in zip(model.parameters(), kept, strict=True):
+        assert gradient is not None
+        assert param.grad is gradient
+        assert not gradient.any()
+    optimizer.zero_grad()
+    assert all(param.grad is None for param in model.parameters())
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["default", "fused"])
+@pytest.mark.parametrize("clip", [False, True], ids=["scaled", "unscaled and clipped"])
+@distributed(2, 3)
+def test_with_a_gradient_scaler_all_ranks_skip_the_same_steps(world_size: int, clip: bool, fused: bool) -> None:
+    def loop(ddp: DistributedDataParallel, optimizer: Optimizer) -> list[tuple[float, bool]]:
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+        seen = []
+        for step in range(7):
+            optimizer.zero_grad()
+            loss = small_loss(ddp, step)
+            if step in (1, 5) and dist.get_rank() == 1:
+                loss = loss * float("inf")  # one rank overflows; the all-reduce spreads it
+            scaler.scale(loss).backward()
+            if clip:
+                scaler.unscale_(optimizer)
+                nn.utils.clip_grad_norm_(ddp.parameters(), 0.05)
+            before = values(ddp.parameters())
+            scaler.step(optimizer)
+            scaler.update()
+            moved = any(not torch.equal(a, b) for a, b in zip(before, ddp.parameters(), strict=True))
+            seen.append((scaler.get_scale(), moved))
+        assert [moved for _, moved in seen] == [step not in (1, 5) for step in range(7)]
+        assert [scale for scale, _ in seen] == [1024.0, 512.0, 512.0, 1024.0, 1024.0, 512.0, 512.0]
+        return seen
+
+    assert_parity(loop, torch.optim.AdamW, {"shard_by": "element"}, lr=1e-2, fused=fused)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@MODES
+@distributed(2)
+def test_a_step_makes_backward_through_an_older_graph_raise(world_size: int, mode: Modes, fused: bool) -> None:
+    """On all ranks alike, also where torch's fused kernels write unseen by autograd."""
+    model = small_model()
+    optimizer = ours(model.parameters(), torch.optim.AdamW, mode, lr=0.1, fused=fused)
+    old = [(param * torch.ones_like(param, requires_grad=True)).sum() for param in model.parameters()]
+    fill_gradients(model.parameters())
+    without = list(model.parameters())[-1]
+    without.grad = None
+    optimizer.step()
+    for output in old[:-1]:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            output.backward()
+    old[-1].backward()  # a parameter without a gradient was not changed, so its graph is still good
+
+
+@distributed(2)
+def test_a_profiler_sees_the_parts_of_a_step_and_without_one_nothing_is_recorded(world_size: int) -> None:
+    assert profile_range("one") is profile_range("another")
+    model = small_model()
+    optimizer = ours(model.parameters(), torch.optim.AdamW, {}, lr=0.1)
+    fill_gradients(model.parameters())
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        optimizer.step()
+    names = {event.key for event in profiler.key_averages()}
+    assert {"onecopy.update", "onecopy.confirm", "onecopy.share"} <= names
+
+
+@MODES
+@distributed(2)
+def test_gradients_accumulate_without_synchronisation(world_size: int, mode: Modes) -> None:
+    def loop(ddp: DistributedDataParallel, optimizer: Optimizer) -> None:
+        for step in range(4):
+            with ddp.no_sync():
+                small_loss(ddp, 10 * step).backward()
+                small_loss(ddp, 10 * step + 1).backward()
+            small_loss(ddp, 10 * step + 2).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    assert_parity(loop, torch.optim.AdamW, mode, lr=1e-2)
+
+
+@MODES
+@distributed(2)
+def test_a_parameter_without_gradient_is_skipped(world_size: int, mode: Modes) -> None:
+    model, reference = small_model(), small_model()
+    options: dict[str, Any] = {"lr": 0.1, "weight_decay": 0.5}
+    optimizer = ours(model.parameters(), torch.optim.AdamW, mode, **options)
+    plain = torch.optim.AdamW(reference.parameters(), **options)
+    for missing in ({0, 3}, {1}, {0, 1, 2, 3}, {0, 2}):
+        for params, stepped in ((model.parameters(), optimizer), (reference.parameters(), plain)):
+            for index, param in enumerate(params):
+                param.grad = None if index in missing else torch.ones_like(param)
+            before = values(stepped.param_groups[0]["params"])
+            stepped.step()
+            for index, param in enumerate(stepped.param_groups[0]["params"]):
+                assert torch.equal(param, before[index]) == (index in missing)
+    assert_equal(model.parameters(), reference.parameters(), "parameters")
+    optimizer.consolidate_state_dict()
+    if dist.get_rank() == 0:
+        assert_same_tree(optimizer.state_dict(), plain.state_dict(), "state dict")
+
+
+@pytest.mark.parametrize("bucket_view", [False, True], ids=["in place", "bucket views"])
+@pytest.mark.parametrize("shard_by", ["parameter", "element"])
+@distributed(2, 3)
+def test_freezing_and_unfreezing_in_the_middle(world_size: int, shard_by: str, bucket_view: bool) -> None:
+    def loop(ddp: DistributedDataParallel, optimizer: Optimizer) -> None:
+        params = list(ddp.parameters())
+        for step in range(9):
+            # Everything can be frozen but the last layer: DDP needs something to synchronise.
+            params[0].requires_grad_(step not in (2, 3, 4))
+            params[1].requires_grad_(step < 4)
+            params[3].requires_grad_(step >= 3)
+            optimizer.zero_grad()
+            small_loss(ddp, step).backward()
+            before = values(params)
+            optimizer.step()
+            for param, value in zip(params, before, strict=True):
+                assert torch.equal(param, value) == (param.grad is None) == (not param.requires_grad)
+
+    mode = {"shard_by": shard_by, "parameters_as_bucket_view": bucket_view}
+    assert_parity(
+        loop, torch.optim.AdamW, mode, ddp_options={"find_unused_parameters": True}, lr=1e-2, weight_decay=0.1
+    )
+
+
+# Groups, state, sizes
+
+
+@MODES
+@distributed(2, 3)
+def test_a_group_added_later_trains_and_moves_nothing(world_size: int, mode: Modes) -> None:
+    plain, sharded = small_model(), small_model()
+    later, expected = small_model(seed=4), small_model(seed=4)
+    options: dict[str, Any] = {"lr": 0.1, "momentum": 0.9}
+    reference = torch.optim.SGD(plain.parameters(), **options)
+    optimizer = ours(sharded.parameters(), torch.optim.SGD, mode, **options)
+    shards = optimizer.layout.shards
+    held = {id(param): state for param, state in optimizer.state.items()}
+    for step in range(6):
+        if step == 3:
+            held = {id(param): state for param, state in optimizer.state.items()}
+            reference.add_param_group({"params": expected.parameters(), "lr": 0.05})
+            optimizer.add_param_group({"params": later.parameters(), "lr": 0.05})
+            assert [group["lr"] for group in optimizer.optim.param_groups] == [0.1, 0.05]
+        for model in (plain, sharded, expected, later):
+            fill_gradients(model.parameters(), 1.0 + step)
+        reference.step()
+        optimizer.step()
+    assert optimizer.layout.shards[: len(shards)] == shards
+    assert held
+    assert all(optimizer.state[param] is held[id(param)] for param in sharded.parameters() if id(param) in held)
+    assert_equal(sharded.parameters(), plain.parameters(), "first group")
+    assert_equal(later.parameters(), expected.parameters(), "second group")
+    optimizer.consolidate_state_dict()
+    if optimizer.rank == 0:
+        assert_same_tree(optimizer.state_dict(), reference.state_dict(), "state dict")
+
+
+@MODES
+@distributed(2, 3)
+def test_state_of_a_parameter_is_what_the_inner_optimizer_holds(world_size: int, mode: Modes) -> None:
+    model = small_model()
+    optimizer = ours(model.parameters(), torch.optim.AdamW, mode, lr=0.1)
+    assert len(optimizer.state) == 0
+    fill_gradients(model.parameters())
+    optimizer.step()
+    inner = list(optimizer.optim.state.values())
+    mine = optimizer.layout.owned_by(optimizer.rank)
+    assert len(optimizer.state) == len(inner) == len(mine)
+    params = list(model.parameters())
+    for shard in mine:
+        param = params[shard.param]
+        state = optimizer.state[param]
+        assert any(state is held for held in inner)
+        assert state["exp_avg"].numel() == shard.numel
+        if optimizer.layout.is_whole(shard):
+            assert state is optimizer.optim.state[param]
+            assert state["exp_avg"].shape == param.shape
+    owned = {shard.param for shard in mine}
+    assert bool(optimizer.layout.cut_params) == bool(mode)
+    for index, param in enumerate(params):
+        assert (param in optimizer.state) == bool(optimizer.state[param]) == (index in owned)
+
+
+@distributed(3, 4)
+def test_every_rank_has_every_group_when_there_are_fewer_parameters_than_ranks(world_size: int) -> None:
+    def make() -> list[dict[str, Any]]:
+        return [
+            {"params": [nn.Parameter(torch.ones(3, 2))], "lr": 0.1},
+            {"params": [nn.Parameter(torch.ones(5))], "lr": 0.2},
+        ]
+
+    groups, expected = make(), make()
+    optimizer = ours(groups, torch.optim.AdamW, lr=1.0)
+    plain = torch.optim.AdamW(expected, lr=1.0)
+    assert [group["lr"] for group in optimizer.optim.param_groups] == [0.1, 0.2]
+    counts = [len(group["params"]) for group in optimizer.optim.param_groups]
+    assert counts == [int(optimizer.rank == 0), int(optimizer.rank == 1)]
+    for step in range(3):
+        for group in (*groups, *expected):
+            fill_gradients(group["params"], 1.0 + step)
+        optimizer.param_groups[1]["lr"] = plain.param_groups[1]["lr"] = 0.3
+        optimizer.step()
+        plain.step()
+    assert [group["lr"] for group in optimizer.optim.param_groups] == [0.1, 0.3]
+    for mine, theirs in zip(groups, expected, strict=True):
+        assert_equal(mine["params"], theirs["params"], "parameters")
+
+
+@MODES
+@distributed(1)
+def test_one_process_alone_trains_like_the_plain_optimizer(world_size: int, mode: Modes) -> None:
+    def loop(ddp: DistributedDataParallel, optimizer: Optimizer) -> list[float]:
+        losses = []
+        for step in range(5):
+            optimizer.zero_grad()
+            loss = small_loss(ddp, step)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        return losses
+
+    assert_parity(loop, torch.optim.AdamW, mode, lr=1e-2)
+    model = small_model()
+    optimizer = ours(model.parameters(), torch.optim.AdamW, mode, lr=1e-2)
+    fill_gradients(model.parameters())
+    optimizer.step()
+    assert optimizer.layout.cut_params == ()
+    assert all(optimizer.state[param] is optimizer.optim.state[param] for param in model.parameters())
+    optimizer.consolidate_state_dict()
+    assert set(optimizer.state_dict()["state"]) == {0, 1, 2, 3}
+
+
+@distributed(2)
+def test_different_options_on_the_ranks_are_an_error_that_names_them(world_size: int) -> None:
+    model = torch.nn.Linear(4, 4)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+    optimizer.param_groups[0]["lr"] = 0.1 * (1 + dist.get_rank())
+    model(torch.ones(1, 4)).sum().backward()
+    with pytest.raises(RanksDisagreeError, match=r"rank 0: parameter group 0: lr=0\.1.*rank 1: .*lr=0\.2"):
+        optimizer.step()
+
+
+@distributed(2)
+def test_parameters_put_into_a_group_by_hand_are_refused(world_size: int) -> None:
+    model, other = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+    optimizer.param_groups[0]["params"].append(other.weight)
+    with pytest.raises(RuntimeError, match="add_param_group"):
+        optimizer.step()

@@ -1,0 +1,167 @@
+"""Unusual memory formats, data types and sparse gradients train as with the plain optimizer, in bounded memory."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD
+
+from onecopy import ZeroRedundancyOptimizer
+from tests.support.harness import distributed
+from tests.support.parameter_storage import BOTH, POLICIES, Tensors, debug_log
+
+ODD: dict[str, Callable[[], list[Tensor]]] = {
+    "channels-last": lambda: [torch.randn(20, 8, 3, 3).to(memory_format=torch.channels_last), torch.randn(5)],
+    "channels-last in 3-d": lambda: [
+        torch.randn(5, 8, 3, 3, 4).to(memory_format=torch.channels_last_3d),
+        torch.randn(5),
+    ],
+    "transposed": lambda: [torch.randn(60, 40).t(), torch.randn(3, 7).t()],
+    "permuted": lambda: [torch.randn(5, 4, 3, 6, 7).permute(3, 0, 4, 2, 1), torch.randn(2, 3, 4).permute(2, 0, 1)],
+    "complex": lambda: [torch.randn(40, 50, dtype=torch.complex64), torch.randn(3, dtype=torch.complex64)],
+    "complex and transposed": lambda: [torch.randn(40, 50, dtype=torch.complex128).t()],
+    "several data types": lambda: [
+        torch.randn(40, 50, dtype=torch.bfloat16),
+        torch.randn(1500),
+        torch.randn(41, 31, dtype=torch.float64),
+        torch.randn(3, dtype=torch.bfloat16),
+        torch.randn(1, 1, dtype=torch.float64),
+        torch.randn(7, dtype=torch.float16),
+    ],
+    "nothing and scalars": lambda: [
+        torch.zeros(0),
+        torch.randn(()),
+        torch.zeros(3, 0, 2),
+        torch.randn(1),
+        torch.randn(()).double(),
+    ],
+    "one parameter": lambda: [torch.randn(5)],
+    "one scalar": lambda: [torch.randn(())],
+}
+
+
+def other_strides(gradient: Tensor) -> Tensor:
+    """The same values, in memory the other way round."""
+    backwards = list(reversed(range(gradient.dim())))
+    return gradient.permute(backwards).contiguous().permute(backwards)
+
+
+@distributed(2, 3)
+@BOTH
+@POLICIES
+@pytest.mark.parametrize("case", ODD)
+def test_odd_parameters_train_as_with_the_plain_optimizer(
+    world_size: int, case: str, shard_by: str, bucket_view: bool
+) -> None:
+    torch.manual_seed(3)
+    values = ODD[case]()
+    for grad_like in (lambda gradient: gradient, other_strides):
+        tensors = Tensors(values, grad_like=grad_like, shard_by=shard_by, parameters_as_bucket_view=bucket_view)
+        large = [index for index, value in enumerate(values) if value.numel() > 1000]
+        assert shard_by == "parameter" or list(tensors.ours.layout.cut_params) == large
+        tensors.train()
+
+
+@distributed(2)
+def test_gradients_keep_their_strides_and_values(world_size: int) -> None:
+    values = [torch.randn(60, 40)]
+    tensors = Tensors(values, SGD, grad_like=other_strides, shard_by="element")
+    tensors.train()
+    assert tensors.params[0].grad is not None
+    assert tensors.plain_params[0].grad is not None
+    assert tensors.params[0].grad.stride() == (1, 60)
+    assert torch.equal(tensors.params[0].grad, tensors.plain_params[0].grad)
+
+
+@distributed(2, 3)
+@BOTH
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_sparse_gradients_of_whole_parameters_are_stepped(world_size: int, bucket_view: bool, momentum: float) -> None:
+    torch.manual_seed(2)
+    ours_model, plain_model = (
+        nn.ModuleList([nn.Embedding(64, 32, sparse=True), nn.Embedding(9, 4, sparse=True)]) for _ in range(2)
+    )
+    plain_model.load_state_dict(ours_model.state_dict())
+    ours = ZeroRedundancyOptimizer(
+        ours_model.parameters(),
+        SGD,
+        lr=0.1,
+        momentum=momentum,
+        elementwise=False,
+        parameters_as_bucket_view=bucket_view,
+    )
+    assert ours.layout.cut_params == ()
+    plain = SGD(plain_model.parameters(), lr=0.1, momentum=momentum)
+    for step in range(3):
+        for model in (ours_model, plain_model):
+            model.zero_grad()
+            for embedding in model:
+                embedding(torch.tensor([step, 5, 5])).square().sum().backward()
+        ours.step()
+        plain.step()
+    for param, expected in zip(ours_model.parameters(), plain_model.parameters(), strict=True):
+        assert param.grad is not None
+        assert param.grad.is_sparse
+        assert torch.equal(param, expected)
+
+
+@distributed(2)
+@BOTH
+def test_sparse_gradients_of_single_elements_are_exact_or_refused(world_size: int, bucket_view: bool) -> None:
+    ours_params, plain_params = ([nn.Parameter(torch.ones(6)) for _ in range(8)] for _ in range(2))
+    ours = ZeroRedundancyOptimizer(ours_params, SGD, lr=0.5, parameters_as_bucket_view=bucket_view)
+    plain = SGD(plain_params, lr=0.5)
+    for param in (*ours_params, *plain_params):
+        param.grad = torch.tensor([0.0, 1.0, 0.0, 2.0, 0.0, 0.0]).to_sparse()
+    if bucket_view:
+        with pytest.raises(ValueError, match=r"parameter 'group0\[\d\]' has a sparse gradient of single elements"):
+            ours.step()
+        assert all(torch.equal(param, torch.ones(6)) for param in ours_params)
+        return
+    ours.step()
+    plain.step()
+    assert all(map(torch.equal, ours_params, plain_params))
+
+
+def peak_growth(action: Callable[[], object]) -> int:
+    """By how many bytes the process grows while something runs."""
+
+    def read(field: str) -> int:
+        match = re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+        assert match
+        return int(match[1]) * 1024
+
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from here
+    before = read("VmRSS")
+    action()
+    return read("VmHWM") - before
+
+
+@distributed(2)
+@BOTH
+def test_many_small_parameters_travel_in_bounded_memory(world_size: int, bucket_view: bool) -> None:
+    values = [torch.full((256, 240), float(index)) for index in range(220)]
+    assert sum(value.numel() * 4 for value in values) > 50 << 20
+    with debug_log() as messages:
+        tensors = Tensors(values, SGD, parameters_as_bucket_view=bucket_view)
+    match = re.search(r"(\d+) messages a step, (\d+) bytes of staging", "\n".join(messages))
+    assert match, messages
+    sent, staging = int(match[1]), int(match[2])
+    for param, plain in zip(tensors.params, tensors.plain_params, strict=True):
+        param.grad = torch.full_like(param, 0.5)
+        plain.grad = param.grad
+    growth = peak_growth(tensors.ours.step)
+    tensors.plain.step()
+    for param, plain in zip(tensors.params, tensors.plain_params, strict=True):
+        assert torch.equal(param, plain)
+    if bucket_view:
+        assert staging == 0
+    else:
+        assert sent > 5, "several packed messages are under way at once"
+        assert 0 < staging < 48 << 20
+    assert growth < 48 << 20

@@ -1,0 +1,199 @@
+"""Training with ``ShardedDataParallel``, and beside it with DDP: models, sides and the runner of the table."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from onecopy import ShardedDataParallel, ZeroRedundancyOptimizer
+from onecopy.comm import limits
+from tests.support.models import Everything, values
+from tests.support.parity import Case, Run, make_plain, parts_of, train_steps
+
+Model = ShardedDataParallel | DistributedDataParallel
+Hook = Callable[[Any, Any], Future[Tensor]]
+
+ROUNDING = 2e-6
+"""More than two ranks, or several reductions that DDP adds up in another order."""
+
+SMALL = 4000
+"""A size of buckets, in bytes, with which every model here has several."""
+
+ADAMW: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1}
+SGD: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
+
+
+# Both ways to train a model
+
+
+def little_room(patch: pytest.MonkeyPatch) -> None:
+    """Make messages short, and the room in which they are received so small that they take turns."""
+    patch.setattr(limits, "SHORTEST_BYTES", 64)
+    patch.setattr(limits, "LONGEST_BYTES", 256)
+    patch.setattr(limits, "STAGED_BYTES", 600)
+
+
+@contextlib.contextmanager
+def as_if_large() -> Iterator[None]:
+    """Make a tiny model be treated as a large one.
+
+    Every bucket is updated and sent on its own, so that several are on their way at once; all but the smallest
+    gradients are sent from where they are, the longer ones in several messages, for which there is little room.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(limits, "SEGMENT_BYTES", 1)
+        patch.setattr(limits, "DIRECT_GRADIENT_BYTES", 200)
+        patch.setattr(limits, "CHUNK_BYTES", 256)
+        little_room(patch)
+        yield
+
+
+class Side:
+    """A model and its optimizers, ours or the reference, made from the same seed."""
+
+    def __init__(
+        self,
+        ours: bool,
+        make: Callable[[], nn.Module],
+        optimizer: type[Optimizer] = torch.optim.SGD,
+        options: dict[str, Any] | None = None,
+        group: Any = None,
+        **wrap: Any,
+    ) -> None:
+        torch.manual_seed(5)
+        self.ours = ours
+        self.module = make()
+        self.noted: list[Tensor] = []
+        self.scaler: torch.amp.GradScaler | None = None
+        self.scheduler: LRScheduler | None = None
+        self.model: Model
+        self.optimizer: Optimizer
+        if ours:
+            self.optimizer = ZeroRedundancyOptimizer(
+                self.module.parameters(), optimizer, process_group=group, **(options or SGD)
+            )
+            self.model = ShardedDataParallel(self.module, self.optimizer, **{"bucket_bytes": SMALL, **wrap})
+        else:
+            unused = any("never" in name for name, _ in self.module.named_modules())
+            self.model = DistributedDataParallel(self.module, process_group=group, find_unused_parameters=unused)
+            self.optimizer = optimizer(self.module.parameters(), **(options or SGD))
+
+    @property
+    def sharded(self) -> ShardedDataParallel:
+        assert isinstance(self.model, ShardedDataParallel)
+        return self.model
+
+    @property
+    def zero(self) -> ZeroRedundancyOptimizer:
+        assert isinstance(self.optimizer, ZeroRedundancyOptimizer)
+        return self.optimizer
+
+    @property
+    def params(self) -> list[nn.Parameter]:
+        return list(self.model.parameters())
+
+
+# The table of optimizers
+
+
+def zero_all(model: Model, params: Sequence[Tensor], optimizers: Sequence[Optimizer], step: int) -> None:
+    """Let go of the gradients, in another way in every step."""
+    if step % 4 == 0:
+        model.zero_grad()
+    elif step % 4 == 1:
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+    elif step % 4 == 2:
+        model.module.zero_grad()
+    else:
+        for param in params:
+            param.grad = None
+
+
+def train(case: Case, steps: int, ours: bool, overlap: bool = False, hook: Hook | None = None) -> Run:
+    """Train the model that has everything, from the same weights and on the same data every time."""
+    torch.manual_seed(11)
+    module = Everything()
+    params: list[Tensor] = list(module.parameters())
+    model: Model
+    optimizers: list[Optimizer] = []
+    parts = parts_of(case, params)
+    if ours:
+        zeros = [
+            ZeroRedundancyOptimizer(part, optimizer, elementwise=case.elementwise, **options)
+            for part, optimizer, options in parts
+        ]
+        model = ShardedDataParallel(module, zeros, bucket_bytes=SMALL, overlap_forward=overlap)
+        optimizers += zeros
+    else:
+        model = DistributedDataParallel(module, find_unused_parameters=True)
+        if hook is not None:
+            # A lambda, because DDP compares annotations, which are strings here.
+            model.register_comm_hook(None, lambda state, bucket: hook(state, bucket))
+        optimizers += [make_plain(*part) for part in parts]
+    history = []
+    for step in train_steps(case, model, optimizers, steps):
+        zero_all(model, params, optimizers, step)
+        if not overlap:
+            history.append(values(params))
+        elif step == steps - 1:
+            history.append(values(model.parameters()))
+    return Run(history, values(model.parameters()), optimizers)
+
+
+def in_rank_order(group: Any, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]
+    """A hook for DDP that adds gradients up in the order of ranks, whose result does not depend on the backend."""
+    mine = bucket.buffer()
+    rows = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(rows, mine)
+    for row in rows[1:]:
+        rows[0].add_(row)
+    done: Future[Tensor] = Future()
+    done.set_result(rows[0].mul_(1.0 / dist.get_world_size()))
+    return done
+
+
+# Sharing behind the next forward
+
+
+class Layers(nn.Module):
+    """A few linear layers; one of them is run, or has its weight read by another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 64)
+        self.middle = nn.Linear(64, 64)
+        self.last = nn.Linear(64, 8)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs: Tensor = self.last(torch.tanh(self.middle(torch.tanh(self.first(inputs)))))
+        return outputs
+
+
+def inputs_of(rank: int, step: int) -> Tensor:
+    return torch.randn(5, 8, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def one_step(side: Side, step: int) -> None:
+    side.optimizer.zero_grad()
+    side.model(inputs_of(dist.get_rank(), step)).square().mean().backward()
+    side.optimizer.step()
+
+
+def different_layers() -> nn.Module:
+    """The seeded values on rank 0, others elsewhere."""
+    model = Layers()
+    with torch.no_grad():
+        for param in model.parameters():
+            param.add_(float(dist.get_rank()))
+    return model

@@ -1,0 +1,179 @@
+"""Distributed tests on real gloo processes that are started once per world size and reused by all tests.
+
+A test marked ``@distributed(2, 3)`` runs its body in every rank of a pool of 2 and then of 3 processes; it takes a
+``world_size`` argument and any others that ``parametrize`` gives it. If a rank raises, the test fails with the
+traceback of every rank that raised. If a rank's process ends, the test fails with its exit code or the name of the
+signal that killed it. If a rank does not answer within the limit, the test fails too. After a failure the pool is
+thrown away, so that the next test starts with fresh processes.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import multiprocessing
+import multiprocessing.connection
+import os
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any, TypeVar
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from onecopy.bench.processor import ending
+from tests.support.paths import ROOT
+
+LIMIT = 60.0
+"""Seconds a distributed test may take."""
+
+COLLECTIVE_LIMIT = 30.0
+"""Seconds after which gloo gives up on a collective, so that a hang comes with a traceback."""
+
+EVERYTHING = os.environ.get("ONECOPY_ALL_CASES", "0") != "0"
+"""Whether every case of every table is to be run."""
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+# The process that workers are forked from finds what it preloads through the environment only.
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["tests.support.preload"])
+
+
+class RanksFailedError(AssertionError):
+    """What the ranks raised, or which of them did not answer."""
+
+
+class Pool:
+    """``world_size`` processes with one default process group among them."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self._folder = tempfile.TemporaryDirectory()
+        self._pipes: list[Connection] = []
+        self._processes = []
+        for rank in range(world_size):
+            ours, theirs = _context.Pipe()
+            process = _context.Process(
+                target=_serve, args=(theirs, rank, world_size, os.path.join(self._folder.name, "store")), daemon=True
+            )
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    def run(self, module: str, name: str, kwargs: dict[str, Any], limit: float) -> list[Any]:
+        """Call a function on every rank and return what each returned."""
+        for pipe in self._pipes:
+            pipe.send((module, name, kwargs))
+        deadline = time.monotonic() + limit
+        results: dict[int, Any] = {}
+        problems: dict[int, str] = {}
+        waiting = {pipe: rank for rank, pipe in enumerate(self._pipes)}
+        while waiting:
+            ready = multiprocessing.connection.wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                break
+            for answering in ready:
+                assert isinstance(answering, Connection)
+                rank = waiting.pop(answering)
+                try:
+                    answer, problem = answering.recv()
+                except (EOFError, ConnectionError):
+                    self._processes[rank].join(timeout=5.0)
+                    answer, problem = None, f"the process {ending(self._processes[rank].exitcode)}"
+                results[rank] = answer
+                if problem is not None:
+                    problems[rank] = problem
+                    # The others wait for this one: give them as long as a collective takes to give up, not more.
+                    deadline = min(deadline, time.monotonic() + COLLECTIVE_LIMIT + 5)
+        for rank in waiting.values():
+            problems[rank] = f"no answer within the limit of {limit:.0f} s"
+        if problems:
+            text = "\n".join(f"--- rank {rank} of {self.world_size}\n{problems[rank]}" for rank in sorted(problems))
+            raise RanksFailedError(text)
+        return [results[rank] for rank in range(self.world_size)]
+
+    def close(self) -> None:
+        """End the processes, whatever they are doing."""
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+        self._folder.cleanup()
+
+
+class Pools:
+    """One pool per world size, made when first needed and again after a failure."""
+
+    def __init__(self) -> None:
+        self._pools: dict[int, Pool] = {}
+
+    def run(self, world_size: int, module: str, name: str, kwargs: dict[str, Any], limit: float = LIMIT) -> list[Any]:
+        """Call a function on every rank of a pool; a failure costs the pool."""
+        if world_size not in self._pools:
+            self._pools[world_size] = Pool(world_size)
+        try:
+            return self._pools[world_size].run(module, name, kwargs, limit)
+        except BaseException:
+            self._pools.pop(world_size).close()
+            raise
+
+    def close(self) -> None:
+        """End all processes."""
+        for pool in self._pools.values():
+            pool.close()
+        self._pools.clear()
+
+
+pools = Pools()
+
+
+def distributed(*world_sizes: int, limit: float = LIMIT) -> Callable[[Function], Function]:
+    """Run a test's body in every rank of these numbers of processes."""
+
+    def decorate(function: Function) -> Function:
+        @functools.wraps(function)
+        def in_ranks(world_size: int, **kwargs: Any) -> None:
+            everything = {**kwargs, "world_size": world_size}
+            pools.run(world_size, function.__module__, function.__qualname__, everything, limit)
+
+        profiled: Function = pytest.mark.parametrize("world_size", world_sizes)(in_ranks)
+        return profiled
+
+    return decorate
+
+
+def _serve(pipe: Connection, rank: int, world_size: int, store: str) -> None:
+    """A worker's life: join the group, then run what comes through the pipe until it closes."""
+    warnings.simplefilter("error")
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=COLLECTIVE_LIMIT),
+    )
+    while True:
+        try:
+            module, name, kwargs = pipe.recv()
+        except EOFError:
+            return
+        try:
+            torch.manual_seed(0)
+            function: Any = functools.reduce(getattr, name.split("."), importlib.import_module(module))
+            answer: tuple[Any, str | None] = (getattr(function, "__wrapped__", function)(**kwargs), None)
+        except BaseException:
+            answer = (None, traceback.format_exc())
+        try:
+            pipe.send(answer)
+        except (BrokenPipeError, ConnectionError):
+            return

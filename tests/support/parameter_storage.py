@@ -1,0 +1,121 @@
+"""Models in unusual memory formats, beside a plain optimizer over equal parameters."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Adam, Optimizer
+
+from onecopy import ZeroRedundancyOptimizer
+from tests.support.logs import logged
+
+BOTH = pytest.mark.parametrize("bucket_view", [False, True])
+POLICIES = pytest.mark.parametrize("shard_by", ["parameter", "element"])
+
+
+class Net(nn.Module):
+    """A convolution large enough to be cut by element, and a few small layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(8, 20, 3)
+        self.square = nn.Linear(20, 20)
+        self.head = nn.Linear(20, 3)
+
+    def forward(self, images: Tensor) -> Tensor:
+        hidden = self.conv(images.to(self.conv.weight.dtype)).mean(dim=(2, 3))
+        result: Tensor = self.head(self.square(hidden).tanh())
+        return result
+
+
+class Twins:
+    """Equal models, one with a plain optimizer and one with ours, that see equal inputs."""
+
+    def __init__(self, optimizer_class: type[Optimizer] = Adam, **ours: Any) -> None:
+        torch.manual_seed(1)
+        self.model, self.plain_model = Net(), Net()
+        self.plain_model.load_state_dict(self.model.state_dict())
+        self.plain = optimizer_class(self.plain_model.parameters(), lr=0.1)  # type: ignore[call-arg]
+        self.ours = ZeroRedundancyOptimizer(self.model.named_parameters(), optimizer_class, lr=0.1, **ours)
+
+    def both(self, change: Callable[[nn.Module], object]) -> None:
+        """Do the same to both models."""
+        change(self.model)
+        change(self.plain_model)
+
+    def backward(self) -> None:
+        images = torch.randn(2, 8, 6, 6)
+        for model in (self.model, self.plain_model):
+            model.zero_grad()
+            model(images).square().sum().backward()
+
+    def train(self, steps: int = 3) -> None:
+        for _ in range(steps):
+            self.backward()
+            self.ours.step()
+            self.plain.step()
+        self.check()
+
+    def check(self) -> None:
+        for (name, param), plain in zip(self.model.named_parameters(), self.plain_model.parameters(), strict=True):
+            assert param.dtype == plain.dtype
+            assert torch.equal(param, plain), name
+
+
+class Tensors:
+    """The same for bare parameters with random gradients; ``grad_like`` may give gradients other strides."""
+
+    def __init__(
+        self,
+        values: list[Tensor],
+        optimizer_class: type[Optimizer] = Adam,
+        grad_like: Callable[[Tensor], Tensor] = lambda gradient: gradient,
+        seed: int = 0,
+        **ours: Any,
+    ) -> None:
+        self.params = [nn.Parameter(_copy(value)) for value in values]
+        self.plain_params = [nn.Parameter(_copy(value)) for value in values]
+        self.plain = optimizer_class(self.plain_params, lr=0.1)  # type: ignore[call-arg]
+        self.ours = ZeroRedundancyOptimizer(self.params, optimizer_class, lr=0.1, **ours)
+        self.grad_like = grad_like
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def train(self, steps: int = 3) -> None:
+        for _ in range(steps):
+            for param, plain in zip(self.params, self.plain_params, strict=True):
+                gradient = torch.randn(param.shape, dtype=param.dtype, generator=self.generator)
+                param.grad = self.grad_like(gradient)
+                plain.grad = self.grad_like(gradient.clone())
+            self.ours.step()
+            self.plain.step()
+        for param, plain in zip(self.params, self.plain_params, strict=True):
+            assert param.stride() == plain.stride()
+            assert torch.equal(param, plain)
+
+
+def _copy(value: Tensor) -> Tensor:
+    """A copy with the same strides."""
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype).copy_(value)
+
+
+def storages(model: nn.Module) -> set[int]:
+    return {param.untyped_storage().data_ptr() for param in model.parameters()}
+
+
+@contextmanager
+def debug_log() -> Iterator[list[str]]:
+    """Collect the messages that onecopy logs while distributed debugging is on."""
+    debug_level = dist.get_debug_level()  # type: ignore[attr-defined]
+    dist.set_debug_level(dist.DebugLevel.INFO)  # type: ignore[attr-defined]
+    try:
+        with logged(logging.INFO) as messages:
+            yield messages
+    finally:
+        dist.set_debug_level(debug_level)  # type: ignore[attr-defined]

@@ -8,16 +8,14 @@ there ``FirstFailure`` keeps the exception, and the flags tell the other ranks.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import NoReturn, TypeVar
+from typing import NoReturn
 
 from onecopy.comm.collectives import Collectives
 from onecopy.common import tagged_json
 from onecopy.errors import PeerFailedError, RanksDisagreeError
-
-Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,22 +111,6 @@ class FailTogether:
         return any(flag for _, _, flag in rows)
 
 
-def agree(
-    collectives: Collectives | None,
-    call: str,
-    facts: Sequence[Fact],
-    failure: Exception | None = None,
-    flag: bool = False,
-) -> bool:
-    """As :class:`FailTogether`, for a failure that was kept."""
-    together = FailTogether(collectives, call, facts)
-    together.flag = flag
-    with together:
-        if failure is not None:
-            raise failure
-    return together.any_flag
-
-
 def raise_together(collectives: Collectives, call: str, failure: Exception | None) -> NoReturn:
     """Raise on every rank: its own failure if it has one, else a :class:`PeerFailedError` with the first message.
 
@@ -184,9 +166,3 @@ def _message(failure: Exception | None) -> bytes:
 
 def _ranks(ranks: Sequence[int]) -> str:
     return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
-
-
-def together(collectives: Collectives | None, call: str, action: Callable[[], Result]) -> Result:
-    """As :class:`FailTogether`, for one function."""
-    with FailTogether(collectives, call):
-        return action()

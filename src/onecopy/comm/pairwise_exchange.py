@@ -1,4 +1,4 @@
-"""A reduce-scatter between pairs of ranks: every rank sends each owner its range, and the owner sums what arrives.
+"""A reduce-scatter between pairs of ranks: every rank sends each owner its range, and the owner sums them.
 
 Gradients are sent in place. They are received in a buffer that is reused while later messages arrive, so that a large
 gradient needs no buffer of its own size.

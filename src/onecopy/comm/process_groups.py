@@ -94,7 +94,7 @@ class DedicatedGroups:
 
     @classmethod
     def of(cls, group: dist.ProcessGroup) -> DedicatedGroups:
-        """Those of one group."""
+        """The dedicated groups of one group."""
         return cls._by_group.setdefault(group, cls())
 
     @property

@@ -25,7 +25,7 @@ class SideStream:
         self.is_cpu = self._stream is None
 
     def use(self) -> contextlib.AbstractContextManager[None]:
-        """Make the side stream current, after it waits for what the current stream has enqueued."""
+        """Make the side stream current. It waits for the work that the current stream has enqueued."""
         return _NO_STREAM if self._stream is None else self._on_stream(self._stream)
 
     @contextlib.contextmanager
@@ -35,12 +35,12 @@ class SideStream:
             yield
 
     def record(self, tensor: Tensor) -> None:
-        """Keep a tensor's memory from being reused before the side stream has done what is enqueued now."""
+        """Keep a tensor's memory from being reused before the side stream has done its enqueued work."""
         if self._stream is not None:
             tensor.record_stream(self._stream)
 
     def join(self) -> None:
-        """Make the current stream wait for what the side stream has enqueued."""
+        """Make the current stream wait for the enqueued work of the side stream."""
         if self._stream is not None:
             torch.accelerator.current_stream(self._device).wait_stream(self._stream)
 

@@ -78,7 +78,7 @@ class MasterWeights:
         self._master_weights = list(master_weights)
 
     def write_to_params(self, everything: bool) -> None:
-        """Write the copies' values into the parameters, after a step: those with a gradient, or all."""
+        """Write the values of the copies that have a gradient, or of all, into the parameters."""
         stepped = [each for each in self._master_weights if everything or each.copy.grad is not None]
         if stepped:
             torch._foreach_copy_([each.param_view for each in stepped], [each.copy for each in stepped])

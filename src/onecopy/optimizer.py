@@ -311,7 +311,7 @@ class ZeroRedundancyOptimizer(OwnedStateOptimizer, Joinable):
         inner, gathered = self.engine.inner, self._consolidated or Consolidated({}, {}, -1)
         if gathered.version != inner.version and (inner.has_state or inner.uses_master_weights):
             raise RuntimeError(
-                f"rank {self.rank} does not have the whole optimizer state, or it has changed since: call "
+                f"rank {self.rank} does not have the whole optimizer state, or no longer the current one: call "
                 f"consolidate_state_dict(to={self.rank}) on all ranks first, and state_dict() on that rank (with "
                 "torch.distributed.checkpoint: onecopy.checkpoint.get_optimizer_state_dict)"
             )

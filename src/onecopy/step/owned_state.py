@@ -123,7 +123,7 @@ def engine_of(optimizer: Any) -> Engine:
     engine = getattr(optimizer, "engine", None)
     if not isinstance(engine, Engine):
         raise TypeError(
-            f"expected a onecopy.ZeroRedundancyOptimizer, got {type(optimizer).__module__}."
+            f"this call takes a onecopy.ZeroRedundancyOptimizer, got {type(optimizer).__module__}."
             f"{type(optimizer).__qualname__}. Wrap the class of a plain optimizer: ZeroRedundancyOptimizer(params, "
             "AdamW, ...). reduce_scatter_hook and clip_grad_norm_ take one or a list, an overlap hook takes one"
         )

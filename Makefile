@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 NEWEST := .venv-newest
 STAMP := $(VENV)/.installed
 # Before a command that trains: torch's bf16 matmul dies on some processors if a variable is not set.
-SAFELY := $(BIN)/python src/onecopy/bench/processor.py
+SAFELY := $(BIN)/python src/onecopy/bench/bf16_probe.py
 RANKS ?= 2
 ROUNDS ?= 20
 COUNT ?= 500

@@ -48,7 +48,7 @@ from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 import onecopy
-from onecopy.bench.processor import ending
+from onecopy.bench.bf16_probe import ending
 
 TOLERANCE = 1e-4
 BLOCK = 10

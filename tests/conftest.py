@@ -8,11 +8,11 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import settings
 
-from onecopy.bench import processor
+from onecopy.bench import bf16_probe
 from tests.support.covering import covering
 from tests.support.harness import EVERYTHING, pools
 
-PROCESSOR = processor.protect()
+PROCESSOR = bf16_probe.protect()
 """What the header says of this processor; set in the environment before the first test and the first worker."""
 
 settings.register_profile("onecopy", deadline=None, derandomize=True)

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from onecopy.comm.agreement import FailTogether
 from onecopy.comm.collectives import Collectives
 from onecopy.common.flat_views import flat_views
-from onecopy.common.tagged_json import copy_tree
+from onecopy.common.nested_tensors import copy_tree
 from onecopy.common.torch_private import in_join_context, register_as_torch_zero
 from onecopy.ddp_hooks.overlapped_step import OverlappedStep, check_step_arguments
 from onecopy.layout import Layout, ShardBy, extend

@@ -13,7 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from onecopy.common import tagged_json
+from onecopy.common import nested_tensors, tagged_json
 
 LEAVES = st.one_of(
     st.none(),
@@ -102,7 +102,7 @@ def test_any_other_type_is_refused_with_its_place_and_type(kind: str) -> None:
 
 def test_only_the_tensors_of_a_tree_are_mapped() -> None:
     tree = {"a": torch.ones(1), "b": [2, (torch.zeros(1), "x")], 3: None}
-    mapped = tagged_json.map_tensors(tree, lambda tensor: tensor.tolist())
+    mapped = nested_tensors.map_tensors(tree, lambda tensor: tensor.tolist())
     assert mapped == {"a": [1.0], "b": [2, ([0.0], "x")], 3: None}
     assert isinstance(mapped["b"][1], tuple)
     assert isinstance(tree["a"], Tensor), "the original is left alone"

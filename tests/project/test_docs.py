@@ -156,7 +156,7 @@ def places_in_the_architecture() -> dict[str, int]:
     """The modules in the table of parts, with the row in which each stands."""
     text = (ROOT / "docs/architecture.md").read_text()
     rows = [line.split("|")[1] for line in text.splitlines() if line.startswith("| `")]
-    return {name: position for position, row in enumerate(rows) for name in re.findall(r"`([a-z_/]+\.py)`", row)}
+    return {name: position for position, row in enumerate(rows) for name in re.findall(r"`([a-z0-9_/]+\.py)`", row)}
 
 
 HIGHEST_OF = {

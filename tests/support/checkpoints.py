@@ -17,7 +17,7 @@ from torch.optim import AdamW, Muon, Optimizer
 
 from onecopy import ShardedDataParallel, ZeroRedundancyOptimizer
 from onecopy.checkpoint import load, save
-from onecopy.common.tagged_json import map_tensors
+from onecopy.common.nested_tensors import map_tensors
 
 WORDS, WIDTH = 300, 16
 ADAMW: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1}

@@ -27,7 +27,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from onecopy.bench.processor import ending
+from onecopy.bench.bf16_probe import ending
 from tests.support.paths import ROOT
 
 LIMIT = 60.0

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from onecopy.bench.processor import ending
+from onecopy.bench.bf16_probe import ending
 
 COUNTED = "ONECOPY_BENCH_COUNTED"
 """The environment variable that tells the ranks that they are in their own network namespace."""

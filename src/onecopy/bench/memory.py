@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 from onecopy.bench.models import Sizes
 from onecopy.bench.timing import iterate
 from onecopy.bench.variants import MEMORY_ONLY, VARIANTS, Trained
-from onecopy.data_parallel.nested_tensors import tensors_in
+from onecopy.common.nested_tensors import tensors_in
 
 KINDS = ("parameters", "gradients", "state", "other")
 

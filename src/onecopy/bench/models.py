@@ -133,3 +133,9 @@ def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
     """Return the cross-entropy against the next token, modulo the number of the head's classes."""
     logits = model(tokens[:, :-1])
     return nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten() % logits.shape[-1])
+
+
+def elements_of(sizes: dict[str, int]) -> list[int]:
+    """Return the number of elements of each parameter of a model."""
+    with torch.device("meta"):
+        return [param.numel() for param in Sizes(**sizes).make().parameters()]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from onecopy.bench.growth import PEER
+from onecopy.bench.host_time import PEER
 from onecopy.bench.memory import KINDS
 from onecopy.bench.report import (
     MB,

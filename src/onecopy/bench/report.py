@@ -14,8 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from onecopy.bench.memory import KINDS
-from onecopy.bench.models import Sizes
-from onecopy.bench.timing import ratios
+from onecopy.bench.models import elements_of
 from onecopy.bench.variants import ALONE, THEIRS, YARDSTICK
 from onecopy.planning.estimate import Job, Machine, Way, step_seconds
 
@@ -49,10 +48,10 @@ def select(rows: Iterable[Row], kind: str, run: tuple[str, int, str] | None = No
     ]
 
 
-def elements_of(sizes: dict[str, int]) -> list[int]:
-    """Return the number of elements of each parameter of a model."""
-    with torch.device("meta"):
-        return [param.numel() for param in Sizes(**sizes).make().parameters()]
+def ratios(one: Sequence[float], other: Sequence[float]) -> tuple[float, float, float]:
+    """Return the lower quartile, median and upper quartile of the ratios of two variants, round by round."""
+    low, middle, high = statistics.quantiles([a / b for a, b in zip(one, other, strict=True)], n=4)
+    return low, middle, high
 
 
 def summaries(rows: Sequence[Row], run: tuple[str, int, str]) -> list[Row]:

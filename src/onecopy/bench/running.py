@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from onecopy.bench import growth, launching
-from onecopy.bench.models import MODELS, Sizes
-from onecopy.bench.report import Row, elements_of
+from onecopy.bench import launching, planning_time
+from onecopy.bench.models import MODELS, Sizes, elements_of
+from onecopy.bench.report import Row
 from onecopy.bench.variants import ALONE, ALWAYS, MEMORY_ONLY
 
 GROWN = ("onecopy", "onecopy, bucket views", "onecopy, ShardedDataParallel")
@@ -79,7 +79,7 @@ def run(plan: Plan, tell: Callable[[str], object]) -> Iterator[Row]:
         yield from _grown(plan, tell)
     if "growth" in plan.parts:
         tell("planning")
-        yield from growth.planning()
+        yield from planning_time.planning()
         tell("the host time of a step")
         rows, error = launching.run(2, ["overhead", "--rounds", str(HOST_TIME_ROUNDS * plan.rounds)])
         yield from rows or [_failed("overhead", "all", 2, error)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import os
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -185,9 +184,3 @@ def primitives(sizes: Sizes, repeats: int = 5) -> dict[str, list[tuple[float, fl
             found.setdefault(name, []).append((time.perf_counter() - start, time.process_time() - processor_start))
         del found[name][0]
     return found
-
-
-def ratios(one: Sequence[float], other: Sequence[float]) -> tuple[float, float, float]:
-    """Return the lower quartile, median and upper quartile of the ratios of two variants, round by round."""
-    low, middle, high = statistics.quantiles([a / b for a, b in zip(one, other, strict=True)], n=4)
-    return low, middle, high

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from onecopy.bench import growth, memory, saving, timing
+from onecopy.bench import host_time, memory, saving, timing
 from onecopy.bench.models import Sizes
 
 
@@ -35,7 +35,7 @@ def main() -> None:
     elif arguments.kind == "memory":
         rows = [memory.measure(names[0], sizes)]
     elif arguments.kind == "overhead":
-        rows = growth.step_overhead(arguments.rounds)
+        rows = host_time.host_time(arguments.rounds)
     else:
         rows = saving.measure(names, sizes, arguments.rounds, Path(os.environ.get("TMPDIR", "/tmp")))  # noqa: S108
     if arguments.kind == "memory" or dist.get_rank() == 0:

@@ -16,7 +16,8 @@ from onecopy.checkpoint.optimizer_view import OptimizerView, StateShard, unwrapp
 from onecopy.common import tagged_json
 from onecopy.common.flat_views import dense_copy, flat_view
 from onecopy.layout import CUT_MULTIPLE
-from onecopy.state_dict.forms import checksum, state_with_master
+from onecopy.state_dict.forms import state_with_master
+from onecopy.state_dict.owner_comparison import checksum
 from onecopy.step.group_options import options_of
 
 KeyedTensors = list[tuple[str, Tensor]]

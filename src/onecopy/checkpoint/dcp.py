@@ -10,16 +10,16 @@ from torch.distributed.checkpoint import state_dict as torch_state_dict
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.optim import Optimizer
 
+from onecopy.checkpoint.argument_comparison import argument_facts
 from onecopy.checkpoint.optimizer_view import (
     OptimizerView,
     StateShard,
-    argument_facts,
     optimizer_views,
     wait_for_parameters,
 )
 from onecopy.comm.agreement import Fact, FailTogether, FirstFailure
 from onecopy.comm.collectives import Collectives
-from onecopy.common import tagged_json
+from onecopy.common import nested_tensors, tagged_json
 from onecopy.errors import CheckpointMismatchError
 from onecopy.optimizer import ZeroRedundancyOptimizer
 from onecopy.state_dict.dcp_tensor import ShardedState, local_values, sharded_state_dict
@@ -156,7 +156,7 @@ def _sharded(view: OptimizerView, zero: ZeroRedundancyOptimizer, on_cpu: bool) -
             return ShardedState(tensor.flat.to("cpu", copy=True), tensor.start, tensor)
         return tensor.to("cpu", copy=True)
 
-    return tagged_json.map_tensors(found, to_cpu) if on_cpu else found
+    return nested_tensors.map_tensors(found, to_cpu) if on_cpu else found
 
 
 def _full(view: OptimizerView, zero: ZeroRedundancyOptimizer, on_rank_0_only: bool) -> StateDict:
@@ -169,7 +169,7 @@ def _full(view: OptimizerView, zero: ZeroRedundancyOptimizer, on_rank_0_only: bo
     if found is None:
         return {}
     by_name = {view.names[index]: values for index, values in found.items()}
-    return {"state": by_name, "param_groups": tagged_json.copy_tree(named_groups(zero.param_groups, view.names))}
+    return {"state": by_name, "param_groups": nested_tensors.copy_tree(named_groups(zero.param_groups, view.names))}
 
 
 def _load(view: OptimizerView, zero: ZeroRedundancyOptimizer, state_dict: StateDict) -> None:
@@ -200,7 +200,7 @@ def _is_full(state: Mapping[str, Any], view: OptimizerView) -> bool:
     mine = {view.names[shard.index]: shard for shard in view.state_shards()}
     tensors: dict[str, list[Tensor]] = {name: [] for name in state}
     for name, values in state.items():
-        tagged_json.map_tensors(values, tensors[name].append)
+        nested_tensors.map_tensors(values, tensors[name].append)
     if any(isinstance(tensor, ShardedState) for found in tensors.values() for tensor in found):
         return False
     cut = {name for name, shard in mine.items() if shard.is_cut}
@@ -225,7 +225,7 @@ def _options_for(view: OptimizerView, groups: Sequence[Mapping[str, Any]]) -> li
                 f"{names[0]!r} and {misplaced[0]!r} are in different groups of the state dict"
             )
         found.append(options_of(dict(saved)))
-    return tagged_json.copy_tree(found)  # type: ignore[no-any-return]
+    return nested_tensors.copy_tree(found)  # type: ignore[no-any-return]
 
 
 def _owned_states(

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from onecopy.checkpoint.argument_comparison import argument_facts, tensor_facts
 from onecopy.checkpoint.directories import candidates_in, read_manifest
 from onecopy.checkpoint.files import Reader, whole_tensor
 from onecopy.checkpoint.load_plan import Copy, ModelPlan, OptimizerPlan, decoded_options, plan_model, plan_optimizer
@@ -31,9 +32,7 @@ from onecopy.checkpoint.manifest import Manifest, keys_in
 from onecopy.checkpoint.optimizer_view import (
     Optimizers,
     OptimizerView,
-    argument_facts,
     optimizer_views,
-    tensor_facts,
     unwrapped,
     wait_for_parameters,
 )

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from onecopy.comm.agreement import Fact
 from onecopy.common.torch_private import uncompiled
 from onecopy.data_parallel.wrapper import ShardedDataParallel
 from onecopy.optimizer import ZeroRedundancyOptimizer
@@ -194,28 +193,6 @@ def optimizer_views(model: nn.Module | None, optimizer: Optimizers) -> list[Opti
     if model is not None:
         names = {id(param): name for name, param in unwrapped(model).named_parameters()}
     return [OptimizerView(each, names) for each in list_of(optimizer)]
-
-
-def argument_facts(model: nn.Module | None, views: Sequence[OptimizerView]) -> list[Fact]:
-    """Return facts about the arguments ``model`` and ``optimizer``, which must be equal on all ranks."""
-    kinds = [f"{view.kind}{'' if view.zero is None else ' (sharded)'}" for view in views]
-    return [
-        Fact("model", "None" if model is None else "given"),
-        Fact("optimizer", f"{len(kinds)} of them: {', '.join(kinds)}" if kinds else "None"),
-    ]
-
-
-def tensor_facts(model: nn.Module | None, views: Sequence[OptimizerView]) -> list[Fact]:
-    """Return facts about names, shapes and dtypes of the model's tensors and the optimizers' parameters."""
-    tensors = {} if model is None else unwrapped(model).state_dict()
-    facts = [
-        Fact(f"{name!r} of the model", f"{tuple(value.shape)}, {value.dtype}" if isinstance(value, Tensor) else "data")
-        for name, value in tensors.items()
-    ]
-    for number, view in enumerate(views):
-        for place, (name, param) in enumerate(zip(view.names, view.params, strict=True)):
-            facts.append(Fact(f"parameter {place} of optimizer {number}", f"{name!r}, {tuple(param.shape)}"))
-    return facts
 
 
 def wait_for_parameters(views: Sequence[OptimizerView], model: nn.Module | None) -> None:

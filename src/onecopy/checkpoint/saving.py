@@ -27,6 +27,7 @@ import torch
 from torch import nn
 
 from onecopy.checkpoint import disk, manifest
+from onecopy.checkpoint.argument_comparison import argument_facts
 from onecopy.checkpoint.contents import Contents, PerRank, collect
 from onecopy.checkpoint.directories import committed, folder_of, step_of, verify
 from onecopy.checkpoint.files import write_file
@@ -34,7 +35,6 @@ from onecopy.checkpoint.manifest import Entry, File, Manifest, Piece, SavedOptim
 from onecopy.checkpoint.optimizer_view import (
     Optimizers,
     OptimizerView,
-    argument_facts,
     optimizer_views,
     wait_for_parameters,
 )
@@ -42,7 +42,7 @@ from onecopy.checkpoint.ranks import Ranks, explained_os_errors
 from onecopy.comm.agreement import Fact
 from onecopy.common import tagged_json
 from onecopy.errors import CheckpointError, CorruptCheckpointError
-from onecopy.state_dict.forms import owners_differ
+from onecopy.state_dict.owner_comparison import owners_differ
 
 logger = logging.getLogger(__name__)
 

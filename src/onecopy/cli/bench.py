@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from onecopy.bench import checking, processor, running
+from onecopy.bench import bf16_probe, checking, running
 from onecopy.bench.models import MODELS
 from onecopy.bench.report import machine, print_tables
 from onecopy.bench.variants import VARIANTS, chosen
@@ -63,7 +63,7 @@ def bench(
         sizes={key: int(value) for key, _, value in (text.partition("=") for text in size or [])},
     )
     console = Console(width=150)
-    message = processor.protect()
+    message = bf16_probe.protect()
     if message:
         console.print(message, markup=False, highlight=False)
     console.print(f"{machine()}; {len(names)} of {len(VARIANTS)} variants")

@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-_DICTS: dict[str, Callable[..., dict[Any, Any]]] = {"dict": dict, "Counter": Counter, "OrderedDict": OrderedDict}
-"""The types of dicts that can be encoded, by the names with which they are written."""
+from onecopy.common.nested_tensors import DICT_TYPES
 
 
 def encode(value: object, tensors: list[Tensor], where: str) -> Any:
@@ -42,7 +40,7 @@ def encode(value: object, tensors: list[Tensor], where: str) -> Any:
     if isinstance(value, (tuple, list)) and kind in (tuple, list):
         items = [encode(item, tensors, f"{where}[{position}]") for position, item in enumerate(value)]
         return [kind.__name__, items]
-    if isinstance(value, dict) and kind in _DICTS.values():
+    if isinstance(value, dict) and kind in DICT_TYPES.values():
         return [
             kind.__name__,
             [
@@ -65,28 +63,11 @@ def decode(data: Any, tensors: Sequence[Any]) -> Any:
         return tensors[content]
     if kind == "float":
         return float(content)
-    if kind in _DICTS:
+    if kind in DICT_TYPES:
         pairs = {decode(key, tensors): decode(item, tensors) for key, item in content}
-        return pairs if kind == "dict" else _DICTS[kind](pairs)
+        return pairs if kind == "dict" else DICT_TYPES[kind](pairs)
     items = [decode(item, tensors) for item in content]
     return tuple(items) if kind == "tuple" else items
-
-
-def map_tensors(value: Any, function: Callable[[Tensor], Any]) -> Any:
-    """Return a copy of nested containers with ``function`` applied to every tensor in them."""
-    if isinstance(value, Tensor):
-        return function(value)
-    if isinstance(value, dict):
-        mapped = {key: map_tensors(item, function) for key, item in value.items()}
-        return mapped if type(value) is dict else _DICTS.get(type(value).__name__, dict)(mapped)
-    if type(value) in (tuple, list):
-        return type(value)(map_tensors(item, function) for item in value)
-    return value
-
-
-def copy_tree(value: Any) -> Any:
-    """Return a copy of nested containers that contains the same tensors and other leaves."""
-    return map_tensors(value, lambda tensor: tensor)
 
 
 def dumps(data: Any) -> bytes:

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from onecopy.comm import limits
 from onecopy.comm.agreement import Fact, FailTogether
+from onecopy.common.nested_tensors import cast_floating, tensors_in
 from onecopy.common.torch_private import accumulates_into_leaves, in_backward, in_join_context
 from onecopy.data_parallel.argument_checks import (
     check_mixed_precision,
@@ -27,7 +28,6 @@ from onecopy.data_parallel.forward_wait import ForwardWaitHooks, check_uses
 from onecopy.data_parallel.gradient_buckets import GradientBucket, ReductionPolicy
 from onecopy.data_parallel.mixed_precision import MixedPrecision, convert_params, params_to_convert
 from onecopy.data_parallel.module_sync import ModuleSync
-from onecopy.data_parallel.nested_tensors import cast_floating, tensors_in
 from onecopy.data_parallel.optimizer_takeover import OptimizerPlan, plan_optimizer, take_over
 from onecopy.data_parallel.pipelined_step import PipelinedStep
 from onecopy.data_parallel.sparse_rows import RowBucket, embeddings_to_send_by_rows

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from onecopy.common import tagged_json
+from onecopy.common import nested_tensors
 from onecopy.common.flat_views import flat_view
 from onecopy.common.torch_private import ALIASING, NEW_EMPTY, bare_step, no_torch_function, tensor_without_memory
 from onecopy.layout import Layout, ParamSpec
@@ -158,7 +158,7 @@ def sharded_state_dict(
         values = state_with_master(values, owned.tensor, owned.param_view)
         if values:
             spec = layout.params[owned.shard.param]
-            state[names[spec.index]] = tagged_json.map_tensors(values, functools.partial(_as_sharded, owned, spec))
+            state[names[spec.index]] = nested_tensors.map_tensors(values, functools.partial(_as_sharded, owned, spec))
     return {"state": state, "param_groups": named_groups(groups, names)}
 
 
@@ -173,7 +173,7 @@ def _as_sharded(owned: OwnedShard, spec: ParamSpec, tensor: Tensor) -> Tensor:
 def _first_state(local: InnerOptimizer, owned: OwnedShard, group: Group) -> dict[Any, Any]:
     """Return the state that the class makes for a tensor, by a step of a second instance on zeros."""
     scratch = torch.zeros_like(owned.tensor).requires_grad_()
-    options = tagged_json.map_tensors(options_of(group), torch.clone)
+    options = nested_tensors.map_tensors(options_of(group), torch.clone)
     inner = local.optimizer_class([{**options, "params": [scratch]}], **local.defaults)
     scratch.grad = torch.zeros_like(scratch)
     bare_step(inner)()
@@ -192,5 +192,5 @@ def local_values(state: Mapping[str, Any]) -> dict[str, Any]:
     def local(tensor: Tensor) -> Tensor:
         return tensor.flat if isinstance(tensor, ShardedState) else tensor
 
-    values: dict[str, Any] = tagged_json.map_tensors(dict(state), local)
+    values: dict[str, Any] = nested_tensors.map_tensors(dict(state), local)
     return values

@@ -1,19 +1,13 @@
-"""Forms of optimizer state: parameters by name or by position, and the state of a parameter with its master weight.
-
-A parameter is *cut* if several ranks own a range of it. Its state then has tensors that are per element, of which each
-owner has its range, and others (step counters) of which each owner has an equal copy.
-"""
+"""Forms of optimizer state: parameters by name or by position, and the state of a parameter with its master weight."""
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Mapping, Sequence
 from itertools import chain, islice
 from typing import Any, TypeVar
 
 from torch import Tensor
 
-from onecopy.common.flat_views import as_bytes, flat_view, to_bytes
 from onecopy.step import master_weights
 from onecopy.step.group_options import options_of
 from onecopy.step.parameter_groups import Group, first_places
@@ -56,19 +50,3 @@ def state_with_master(state: Mapping[Any, Any], tensor: Tensor, param_view: Tens
         param_view: the parameter's own memory if ``tensor`` is a master weight, else None.
     """
     return {**state, master_weights.STATE_KEY: tensor.detach()} if param_view is not None else dict(state)
-
-
-def checksum(tensors: Sequence[Tensor]) -> int:
-    """Return a CRC-32 of dense tensors, to compare the copies that several owners have."""
-    found = 0
-    for tensor in tensors:
-        found = zlib.crc32(to_bytes(as_bytes(flat_view(tensor))), found)
-    return found
-
-
-def owners_differ(name: str, owners: str, values: str = "") -> str:
-    """Return the error text for owners of a cut parameter whose state that is not per element differs."""
-    return (
-        f"parameter {name!r} is cut among ranks, but {owners} differ in state that is not per element{values}; "
-        "keep parameters whole with elementwise=False"
-    )

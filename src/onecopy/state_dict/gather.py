@@ -24,10 +24,11 @@ from torch import Tensor
 from onecopy.comm.agreement import Fact, FailTogether
 from onecopy.comm.collectives import Collectives
 from onecopy.comm.packing import receive_ranges, send_ranges
-from onecopy.common import tagged_json
+from onecopy.common import nested_tensors, tagged_json
 from onecopy.common.flat_views import as_bytes, dense_copy, flat_view, to_bytes
 from onecopy.layout import Layout, ParamSpec, Shard
-from onecopy.state_dict.forms import checksum, owners_differ, state_with_master
+from onecopy.state_dict.forms import state_with_master
+from onecopy.state_dict.owner_comparison import checksum, owners_differ
 from onecopy.step import master_weights
 from onecopy.step.engine import Engine
 from onecopy.step.inner_optimizer import InnerOptimizer
@@ -86,7 +87,9 @@ def consolidated(engine: Engine, groups: Sequence[Group], to: int) -> Consolidat
         return None
     state, masters = master_weights.split_master_weights(state)
     by_param: dict[Any, Any] = {engine.params[index]: value for index, value in state.items()}
-    by_param |= tagged_json.map_tensors(engine.inner.other_state(), lambda tensor: tensor.detach().to("cpu", copy=True))
+    by_param |= nested_tensors.map_tensors(
+        engine.inner.other_state(), lambda tensor: tensor.detach().to("cpu", copy=True)
+    )
     return Consolidated(by_param, masters, engine.inner.version)
 
 

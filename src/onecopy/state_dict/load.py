@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from onecopy.comm.agreement import Fact, FailTogether
-from onecopy.common import tagged_json
+from onecopy.common import nested_tensors
 from onecopy.common.flat_views import flat_like
 from onecopy.common.torch_private import run_load_post_hooks, run_load_pre_hooks
 from onecopy.layout import Layout, ParamSpec
@@ -47,7 +47,7 @@ def load(engine: Engine, optimizer: Optimizer, given: object, elementwise: bool)
         _check_shapes(states, engine.layout, elementwise)
         together.facts = _load_facts(state_dict, states, others, engine.layout)
         inner_state_dict, saved_masters = _inner_state_dict(state_dict, states, engine.layout, local)
-        inner_state_dict["state"] |= tagged_json.map_tensors(others, lambda tensor: tensor.detach().clone())
+        inner_state_dict["state"] |= nested_tensors.map_tensors(others, lambda tensor: tensor.detach().clone())
         saved_groups = deepcopy(state_dict["param_groups"])
     before = {"state": local.optim.state, "param_groups": local.optim.param_groups}
     try:
@@ -260,7 +260,7 @@ def _owned_state(state: Mapping[Any, Any], owned: OwnedShard, spec: ParamSpec) -
             return flat_like(tensor.detach(), owned.param)[owned.shard.start : owned.shard.stop].clone()
         return tensor.detach().clone()
 
-    result: dict[Any, Any] = tagged_json.map_tensors(dict(state), take)
+    result: dict[Any, Any] = nested_tensors.map_tensors(dict(state), take)
     return result
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from onecopy.common.tagged_json import map_tensors
+from onecopy.common.nested_tensors import map_tensors
 from onecopy.step.parameter_groups import Group
 
 NOT_OPTIONS = ("params", "param_names")

@@ -1,4 +1,4 @@
-"""Planning time over the number of parameters and ranks, and the host time of ``step()`` for real models."""
+"""The host time of ``step()`` with the tensors of real models, beside torch's class."""
 
 from __future__ import annotations
 
@@ -14,55 +14,14 @@ from torch.optim import AdamW
 
 from onecopy.bench.models import PARAMETER_SHAPES, Shape
 from onecopy.bench.variants import LR
-from onecopy.comm import limits
-from onecopy.layout import ParamSpec, extend, plan_buckets
 from onecopy.optimizer import ZeroRedundancyOptimizer
 
-PARAMETERS = (10, 100, 1000, 10_000, 100_000)
-RANKS = (1, 16, 256, 4096, 16_384)
-MOST_SHARDS = 2_000_000
-"""Layouts with more shards than this are not planned: each rank has a shard of each parameter."""
 ALONE = "AdamW by itself, half of the tensors"
 PEER = "torch's class, bucket views"
 DIVISOR = 16
 """Every dimension of at least this size is divided by it before ``step()`` is measured."""
 SWEPT_BYTES = 64 << 20
 """Bytes that are written before each measured step, so that caches are as cold as after a backward pass."""
-
-
-def specs_of(count: int) -> list[ParamSpec]:
-    """Return specs as in a transformer: a few large matrices among many vectors."""
-    shapes = ((4096, 1024), (1024,), (1024, 1024), (1024,), (4096,))
-    return [
-        ParamSpec(index, f"p{index}", shape, (shape[-1], 1) if len(shape) == 2 else (1,), torch.float32)
-        for index, shape in ((index, shapes[index % len(shapes)]) for index in range(count))
-    ]
-
-
-def planning() -> list[dict[str, Any]]:
-    """Measure the seconds that each policy takes to plan a layout, in this process."""
-    rows = []
-    for count in PARAMETERS:
-        specs = specs_of(count)
-        order = list(reversed(range(count)))
-        for ranks in RANKS:
-            plans: dict[str, Callable[[], object]] = {
-                "parameter": lambda specs=specs, ranks=ranks: extend(None, specs, ranks, "parameter", True),  # type: ignore[misc]
-                "element": lambda specs=specs, ranks=ranks: extend(None, specs, ranks, "element", True),  # type: ignore[misc]
-                "bucket": lambda specs=specs, order=order, ranks=ranks: plan_buckets(  # type: ignore[misc]
-                    specs, order, ranks, True, limits.BUCKET_BYTES
-                ),
-            }
-            for policy, plan in plans.items():
-                if policy != "parameter" and count * ranks > MOST_SHARDS:
-                    continue
-                start = time.perf_counter()
-                plan()
-                seconds = time.perf_counter() - start
-                rows.append(
-                    {"kind": "planning", "policy": policy, "parameters": count, "ranks": ranks, "seconds": seconds}
-                )
-    return rows
 
 
 class Stopwatch:
@@ -91,12 +50,12 @@ class Stopwatch:
         return measured
 
 
-def narrow(shape: Shape) -> Shape:
+def _narrow(shape: Shape) -> Shape:
     """Return a shape with every large dimension divided by ``DIVISOR``."""
     return tuple(size // DIVISOR if size >= DIVISOR else size for size in shape)
 
 
-def step_overhead(rounds: int) -> list[dict[str, Any]]:
+def host_time(rounds: int) -> list[dict[str, Any]]:
     """Measure the processor time of ``step()`` on two ranks, whole and beside AdamW's own ``step()``.
 
     There are as many tensors as in real models, but each is narrow. With the real shapes, AdamW's arithmetic and the
@@ -114,7 +73,7 @@ def step_overhead(rounds: int) -> list[dict[str, Any]]:
     # Before the first instance, whose constructor wraps it, so that every call is measured.
     AdamW.step = inner.around(AdamW.step)  # type: ignore[method-assign]
     for model, real_shapes in PARAMETER_SHAPES.items():
-        shapes = [narrow(shape) for shape in real_shapes]
+        shapes = [_narrow(shape) for shape in real_shapes]
         contenders = {
             ALONE: _contender(AdamW, shapes[::2], inner),
             "torch's class": _contender(TorchZero, shapes, inner, bucket_view=False),

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from onecopy.bench import processor
+from onecopy.bench import bf16_probe
 from onecopy.cli.main import app
 from tests.support.paths import ROOT
 
@@ -36,9 +36,9 @@ def cpuinfo(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A processor with AMX and no setting; the environment is as before after the test."""
     path = tmp_path / "cpuinfo"
     path.write_text(SUSPECT)
-    monkeypatch.setattr(processor, "CPUINFO", path)
-    monkeypatch.setenv(processor.VARIABLE, "")
-    monkeypatch.delenv(processor.VARIABLE)
+    monkeypatch.setattr(bf16_probe, "CPUINFO", path)
+    monkeypatch.setenv(bf16_probe.VARIABLE, "")
+    monkeypatch.delenv(bf16_probe.VARIABLE)
     return path
 
 
@@ -48,9 +48,9 @@ def setting() -> str | None:
 
 def run_with_a_probe_that_dies(cpuinfo: Path, code: str) -> subprocess.CompletedProcess[str]:
     """Run code in a process of its own, after the probe was replaced by one that dies without the setting."""
-    replace = f"processor.PROBE, processor.CPUINFO = {DIES_WITHOUT!r}, pathlib.Path({str(cpuinfo)!r})"
+    replace = f"bf16_probe.PROBE, bf16_probe.CPUINFO = {DIES_WITHOUT!r}, pathlib.Path({str(cpuinfo)!r})"
     return subprocess.run(
-        [sys.executable, "-c", f"import pathlib\nfrom onecopy.bench import processor\n{replace}\n{code}"],
+        [sys.executable, "-c", f"import pathlib\nfrom onecopy.bench import bf16_probe\n{replace}\n{code}"],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -60,29 +60,29 @@ def run_with_a_probe_that_dies(cpuinfo: Path, code: str) -> subprocess.Completed
 
 
 def test_a_probe_that_dies_of_a_signal_sets_the_variable(cpuinfo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processor, "PROBE", DIES_WITHOUT)
-    assert processor.protect() == f"torch's bf16 matmul dies with SIGILL on this processor: {SETTING} is set"
+    monkeypatch.setattr(bf16_probe, "PROBE", DIES_WITHOUT)
+    assert bf16_probe.protect() == f"torch's bf16 matmul dies with SIGILL on this processor: {SETTING} is set"
     assert setting() == "AVX512_CORE_BF16"
 
 
 def test_a_probe_that_dies_with_the_variable_too_is_said(cpuinfo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processor, "PROBE", DIES)
-    told = processor.protect()
+    monkeypatch.setattr(bf16_probe, "PROBE", DIES)
+    told = bf16_probe.protect()
     assert told.endswith(f"{SETTING} is set, but with it, too, the process was killed by SIGILL")
     assert setting() == "AVX512_CORE_BF16"
 
 
 def test_a_probe_that_works_sets_nothing(cpuinfo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processor, "PROBE", WORKS)
-    assert processor.protect() == ""
+    monkeypatch.setattr(bf16_probe, "PROBE", WORKS)
+    assert bf16_probe.protect() == ""
     assert setting() is None
 
 
 def test_an_ordinary_error_of_the_probe_is_said_and_sets_nothing(
     cpuinfo: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(processor, "PROBE", RAISES)
-    told = processor.protect()
+    monkeypatch.setattr(bf16_probe, "PROBE", RAISES)
+    told = bf16_probe.protect()
     assert "could not be tried" in told
     assert told.endswith("the process exited with code 1: ImportError: no torch")
     assert setting() is None
@@ -90,9 +90,9 @@ def test_an_ordinary_error_of_the_probe_is_said_and_sets_nothing(
 
 @pytest.mark.parametrize("value", ["AVX2", ""])
 def test_a_variable_that_the_user_has_set_is_left(cpuinfo: Path, monkeypatch: pytest.MonkeyPatch, value: str) -> None:
-    monkeypatch.setattr(processor, "PROBE", DIES)
-    monkeypatch.setenv(processor.VARIABLE, value)
-    assert processor.protect() == ""
+    monkeypatch.setattr(bf16_probe, "PROBE", DIES)
+    monkeypatch.setenv(bf16_probe.VARIABLE, value)
+    assert bf16_probe.protect() == ""
     assert setting() == value
 
 
@@ -109,15 +109,15 @@ def test_a_variable_that_the_user_has_set_is_left(cpuinfo: Path, monkeypatch: py
 def test_only_a_processor_for_which_the_variable_can_matter_is_probed(
     cpuinfo: Path, monkeypatch: pytest.MonkeyPatch, text: str | None, is_probed: bool
 ) -> None:
-    monkeypatch.setattr(processor, "PROBE", DIES)
+    monkeypatch.setattr(bf16_probe, "PROBE", DIES)
     cpuinfo.unlink()
     if text is not None:
         cpuinfo.write_text(text)
-    assert bool(processor.protect()) == is_probed
+    assert bool(bf16_probe.protect()) == is_probed
 
 
 def test_the_real_probe_says_nothing_or_helps_on_this_machine(cpuinfo: Path) -> None:
-    told = processor.protect()
+    told = bf16_probe.protect()
     assert told == "" or told.endswith("is set"), told
 
 
@@ -129,7 +129,7 @@ import onecopy, torch
 os.environ["ONEDNN_MAX_CPU_ISA"] = "AVX2"
 torch.nn.functional.conv2d(torch.ones(16, 16, 32, 32), torch.ones(16, 16, 3, 3))
 """
-    env = {name: value for name, value in os.environ.items() if name != processor.VARIABLE}
+    env = {name: value for name, value in os.environ.items() if name != bf16_probe.VARIABLE}
     done = subprocess.run(
         [sys.executable, "-c", code],
         env={**env, "ONEDNN_VERBOSE": "1"},
@@ -147,10 +147,10 @@ torch.nn.functional.conv2d(torch.ones(16, 16, 32, 32), torch.ones(16, 16, 3, 3))
 def test_the_setting_reaches_the_tests_and_their_workers(cpuinfo: Path) -> None:
     code = """
 from tests import conftest
-from tests.project.test_processor import setting
+from tests.bench.test_bf16_probe import setting
 from tests.support.harness import pools
 print(*conftest.pytest_report_header(), sep="\\n")
-print([setting(), *pools.run(2, "tests.project.test_processor", "setting", {})])
+print([setting(), *pools.run(2, "tests.bench.test_bf16_probe", "setting", {})])
 pools.close()
 """
     lines = run_with_a_probe_that_dies(cpuinfo, code).stdout.splitlines()
@@ -161,22 +161,22 @@ pools.close()
 
 
 def test_the_setting_reaches_a_command_that_the_makefile_starts(cpuinfo: Path) -> None:
-    done = run_with_a_probe_that_dies(cpuinfo, "processor.main(['sh', '-c', 'echo $ONEDNN_MAX_CPU_ISA; exec true'])")
+    done = run_with_a_probe_that_dies(cpuinfo, "bf16_probe.main(['sh', '-c', 'echo $ONEDNN_MAX_CPU_ISA; exec true'])")
     assert done.stdout == "AVX512_CORE_BF16\n"
     assert done.stderr == f"torch's bf16 matmul dies with SIGILL on this processor: {SETTING} is set\n"
 
 
 def test_the_script_runs_a_command_and_passes_its_exit_code_on() -> None:
-    command = [sys.executable, processor.__file__, "sh", "-c", "echo $0 $1; exit 7", "one", "two words"]
+    command = [sys.executable, bf16_probe.__file__, "sh", "-c", "echo $0 $1; exit 7", "one", "two words"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert (done.returncode, done.stdout) == (7, "one two words\n")
     done = subprocess.run(command[:2], capture_output=True, text=True, timeout=100)
-    assert (done.returncode, done.stderr) == (1, "usage: processor.py COMMAND...\n")
+    assert (done.returncode, done.stderr) == (1, "usage: bf16_probe.py COMMAND...\n")
 
 
 def test_all_scripts_that_the_makefile_starts_are_started_safely() -> None:
     text = MAKEFILE.read_text()
-    assert (MAKEFILE.parent / re.findall(r"^SAFELY := \S+ (\S+)$", text, re.MULTILINE)[0]).samefile(processor.__file__)
+    assert (MAKEFILE.parent / re.findall(r"^SAFELY := \S+ (\S+)$", text, re.MULTILINE)[0]).samefile(bf16_probe.__file__)
     started = [line for line in text.splitlines() if re.search(r"^\t.*(torchrun|(benchmarks|examples)/\w+\.py)", line)]
     assert len(started) == 5
     assert all(re.search(r"\$\(SAFELY\) \$\(BIN\)/(torchrun|python) ", line) for line in started)
@@ -185,7 +185,7 @@ def test_all_scripts_that_the_makefile_starts_are_started_safely() -> None:
 def test_the_setting_reaches_the_ranks_of_the_benchmark(
     cpuinfo: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(processor, "PROBE", DIES_WITHOUT)
+    monkeypatch.setattr(bf16_probe, "PROBE", DIES_WITHOUT)
     shows = tmp_path / "python"
     shows.write_text('#!/bin/sh\necho "Error: started with $ONEDNN_MAX_CPU_ISA" >&2\nexit 1\n')
     shows.chmod(0o755)
@@ -208,4 +208,4 @@ def test_the_setting_reaches_the_ranks_of_the_benchmark(
     ],
 )
 def test_the_end_of_a_process_in_words(code: int | None, words: str) -> None:
-    assert processor.ending(code) == words
+    assert bf16_probe.ending(code) == words

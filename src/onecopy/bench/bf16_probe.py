@@ -4,7 +4,7 @@ Some virtual machines have an Intel processor that advertises AMX although the h
 multiplies bf16 matrices with oneDNN, which then executes an illegal instruction, and SIGILL kills the process. With
 ``ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16`` in the environment oneDNN does not use AMX.
 
-``python src/onecopy/bench/processor.py COMMAND...`` runs a command with that variable if it is needed. The Makefile
+``python src/onecopy/bench/bf16_probe.py COMMAND...`` runs a command with that variable if it is needed. The Makefile
 starts its scripts in this way. This module imports only the standard library, so that it starts quickly.
 """
 
@@ -102,7 +102,7 @@ def _probe() -> tuple[int, str]:
 def main(command: list[str]) -> None:
     """Replace this process by a command, with the variable set if it is needed."""
     if not command:
-        raise SystemExit("usage: processor.py COMMAND...")
+        raise SystemExit("usage: bf16_probe.py COMMAND...")
     message = protect()
     if message:
         logger.warning("%s", message)

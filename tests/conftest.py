@@ -46,7 +46,7 @@ def enough(table: list[pytest.Item]) -> list[pytest.Item]:
 
 
 def pytest_report_header() -> list[str]:
-    """Say what was left out, and what this processor needs."""
+    """Say which cases are run, and which setting this processor needs."""
     cases = "every case of every table" if EVERYTHING else "every value of every table, not every combination"
     return [cases, PROCESSOR] if PROCESSOR else [cases]
 

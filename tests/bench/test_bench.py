@@ -96,7 +96,9 @@ def test_the_guard_lets_noise_pass_and_names_a_loss(tmp_path: Path) -> None:
     assert loss.now == pytest.approx(0.99)
 
 
-def test_heats_fit_into_memory_and_each_has_what_others_are_compared_with(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_heats_fit_into_memory_and_each_has_the_variants_that_others_are_compared_with(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     names, sizes = list(VARIANTS), MODELS["reference"]
     monkeypatch.setattr(launching, "free_bytes", lambda: 20 << 30)
     found = running.heats(names, 4, sizes)

@@ -135,7 +135,7 @@ def test_saving_with_different_arguments_writes_nothing(world_size: int, kind: s
 
 
 @distributed(2, 3)
-def test_what_is_rank_zeros_need_not_be_given_elsewhere(world_size: int, tmp_path: Path) -> None:
+def test_values_that_rank_zero_gives_need_not_be_given_elsewhere(world_size: int, tmp_path: Path) -> None:
     side, _, _ = sides("element")
     save_side(tmp_path, 1, side, extra={"shared": 4} if dist.get_rank() == 0 else None)
     assert load_side(tmp_path, side).extra == {"shared": 4}
@@ -176,7 +176,7 @@ def test_giving_state_back_with_different_options_changes_nothing(world_size: in
 
 @pytest.mark.parametrize("culprit", ["first", "last"])
 @distributed(2, 3)
-def test_what_one_rank_refuses_is_an_error_on_all(world_size: int, culprit: str) -> None:
+def test_a_value_that_one_rank_refuses_is_an_error_on_all_ranks(world_size: int, culprit: str) -> None:
     odd = 0 if culprit == "first" else world_size - 1
     here = dist.get_rank() == odd
     model, zero = make_zero("element")

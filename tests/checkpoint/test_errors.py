@@ -1,4 +1,4 @@
-"""What goes wrong with checkpoints: every rank raises soon and says what and where, and nothing has changed."""
+"""Errors of checkpoints: every rank raises soon and names the cause and its place, and nothing has changed."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def refused(call: Callable[[], object], *texts: object) -> str:
 
 
 def refused_unchanged(call: Callable[[], object], side: Side, *texts: object) -> None:
-    """All ranks raise, hold what they held, and can train on."""
+    """All ranks raise, are unchanged, and can train on."""
     before = contents_of(side)
     refused(call, *texts)
     assert_same_tree(contents_of(side), before, "after the error")
@@ -364,7 +364,7 @@ def test_leftovers_of_dead_saves_are_removed_and_those_of_living_ones_are_not(tm
 
 @pytest.mark.parametrize("kind", ["plain", "element", "sharded"])
 @distributed(2)
-def test_a_save_in_the_background_holds_what_there_was(world_size: int, kind: str, tmp_path: Path) -> None:
+def test_a_save_in_the_background_holds_the_values_at_its_call(world_size: int, kind: str, tmp_path: Path) -> None:
     side, flush = make(kind), disk.flush
     train(side, range(2))
     before, go_on = contents_of(side), threading.Event()
@@ -391,7 +391,7 @@ def test_a_save_in_the_background_holds_what_there_was(world_size: int, kind: st
 
 @pytest.mark.parametrize("next_call", ["wait", "save", "load"])
 @distributed(2)
-def test_what_fails_in_the_background_is_raised_by_the_next_call(
+def test_a_failure_in_the_background_is_raised_by_the_next_call(
     world_size: int, next_call: str, tmp_path: Path
 ) -> None:
     side, path = saved(tmp_path)
@@ -415,7 +415,7 @@ def test_what_fails_in_the_background_is_raised_by_the_next_call(
     assert save_side(tmp_path, 3, side).exists()
 
 
-def test_at_most_one_save_is_under_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_at_most_one_save_is_in_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     flush, running = disk.flush, []
 
     def slow(descriptor: int) -> None:

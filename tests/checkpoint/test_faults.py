@@ -96,7 +96,7 @@ def fail(number: int) -> Callable[[], object]:
 
 
 def save_and_wait(run: Run, root: Path, blocking: bool, keep: int | None = None) -> OnecopyError | None:
-    """Save; return what it raised, at once or in the background."""
+    """Save; return the error that it raised, at once or in the background."""
     try:
         run.save(root, blocking, keep)
         checkpoint.wait()
@@ -137,7 +137,7 @@ def started(root: Path) -> tuple[Run, Path]:
 
 
 def points_of_all(run: Run, root: Path, path: Path, blocking: bool) -> list[list[str]]:
-    """What a save calls on every rank; the checkpoint that it makes is removed again."""
+    """Return the functions that a save calls on every rank; the checkpoint that it makes is removed again."""
     counter = Injector()
     with counter.active():
         saved = run.save(root, blocking, keep=None)

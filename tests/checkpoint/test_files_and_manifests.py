@@ -1,4 +1,4 @@
-"""Checkpoints without processes: what any ranks wrote, any other ranks read, bit by bit; trees, files, balance."""
+"""Checkpoints without processes: files of any number of ranks are read by any other, bit by bit; manifests, trees."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def specs_of(tensors: Sequence[Tensor]) -> list[ParamSpec]:
 
 
 def layout_of(tensors: Sequence[Tensor], world_size: int, policy: str) -> Layout:
-    """Who owns what of some tensors."""
+    """Return the layout of some tensors."""
     specs = specs_of(tensors)
     if policy == "bucket":
         return plan_buckets(specs, range(len(specs))[::-1], world_size, splittable=True, bucket_bytes=4096)[0]
@@ -208,7 +208,7 @@ def test_all_pairs_of_world_sizes_from_1_to_8(policy: str, tmp_path: Path) -> No
 
 
 @given(sizes=st.lists(st.tuples(st.integers(0, 5000), st.sampled_from([1, 2, 4, 8])), max_size=12), world_size=RANKS)
-def test_ranks_write_equal_shares_of_what_all_hold(sizes: list[tuple[int, int]], world_size: int) -> None:
+def test_ranks_write_equal_parts_of_replicated_data(sizes: list[tuple[int, int]], world_size: int) -> None:
     shares = [divide(sizes, rank, world_size) for rank in range(world_size)]
     for number, (count, _) in enumerate(sizes):
         ranges = [share[number] for share in shares]
@@ -442,7 +442,7 @@ class Name(str):
         (torch.eye(2).to_sparse(), r"extra.*sparse"),
     ],
 )
-def test_what_cannot_be_saved_is_refused_with_its_place(value: Any, where: str, tmp_path: Path) -> None:
+def test_a_value_that_cannot_be_saved_is_refused_with_its_place(value: Any, where: str, tmp_path: Path) -> None:
     with pytest.raises(TypeError, match=where):
         save(tmp_path, 1, extra={"it": value})
     assert latest(tmp_path) is None

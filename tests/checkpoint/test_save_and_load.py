@@ -241,7 +241,9 @@ def test_one_process_without_torch_distributed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("source", ["parameter", "sharded"])
-def test_what_ranks_saved_is_loaded_by_one_process_without_torch_distributed(source: str, tmp_path: Path) -> None:
+def test_a_checkpoint_of_several_ranks_is_loaded_by_one_process_without_torch_distributed(
+    source: str, tmp_path: Path
+) -> None:
     pools.run(3, __name__, "save_trained", {"root": tmp_path, "kind": source})
     side = make("plain", 9, wrap=False)
     loaded = load_side(tmp_path, side)
@@ -274,7 +276,7 @@ def load_per_rank(root: Path, saved_by: int) -> None:
 
 
 @pytest.mark.parametrize(("saving", "loading"), [(2, 2), (2, 3), (3, 2)])
-def test_what_each_rank_has_of_its_own(saving: int, loading: int, tmp_path: Path) -> None:
+def test_data_of_single_ranks_comes_back_to_its_rank(saving: int, loading: int, tmp_path: Path) -> None:
     pools.run(saving, __name__, "save_per_rank", {"root": tmp_path})
     pools.run(loading, __name__, "load_per_rank", {"root": tmp_path, "saved_by": saving})
 
@@ -335,7 +337,7 @@ def test_capture_and_restore_go_on_as_if_nothing_had_happened(tmp_path: Path) ->
     assert_same_tree(model_of(other.side), model_of(run.side), "model")
 
 
-def test_restoring_what_was_not_captured_names_it() -> None:
+def test_restoring_an_object_that_was_not_captured_names_it() -> None:
     run = Run(0)
     with pytest.raises(KeyError, match="no state for \\['other'\\]"):
         restore(capture(**run.parts), other=run.parts["steps"])

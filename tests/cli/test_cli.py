@@ -46,7 +46,7 @@ def test_inspect_shows_names_shapes_types_sizes_and_writers(saved: Path) -> None
         assert expected in text, f"{expected!r} is not in {text}"
 
 
-def test_verify_is_content_with_what_was_written_and_names_a_damaged_file(saved: Path) -> None:
+def test_verify_accepts_a_checkpoint_and_names_a_damaged_file(saved: Path) -> None:
     assert run("verify", saved).exit_code == 0
     file = saved / "rank-00000.safetensors"
     content = bytearray(file.read_bytes())
@@ -100,7 +100,7 @@ def test_weights_become_a_safetensors_file(saved: Path, tmp_path: Path) -> None:
     assert torch.equal(model.get_parameter("0.weight"), trained()[0].get_parameter("0.weight"))
 
 
-def test_what_cannot_be_done_is_one_line_and_an_exit_code(saved: Path, tmp_path: Path) -> None:
+def test_a_command_that_cannot_be_done_prints_one_line_and_returns_an_exit_code(saved: Path, tmp_path: Path) -> None:
     (tmp_path / "there.pt").write_text("mine")
     for arguments, text in (
         (("inspect", tmp_path / "nothing"), "is not a checkpoint"),

@@ -1,4 +1,4 @@
-"""Memory that is lent and used again."""
+"""The pool of buffers gives out the same memory again."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def addresses(tensors: list[torch.Tensor]) -> set[int]:
     return {tensor.data_ptr() for tensor in tensors}
 
 
-def test_the_same_memory_is_lent_again_whatever_the_order() -> None:
+def test_the_same_memory_is_given_out_again_in_any_order() -> None:
     pool = BufferPool()
     sizes = (1000, 10, 400_000, 30, 1000)
     first = lend(pool, *sizes)
@@ -28,7 +28,7 @@ def test_the_same_memory_is_lent_again_whatever_the_order() -> None:
     assert [tensor.numel() for tensor in second] == list(reversed(sizes))
 
 
-def test_little_more_is_kept_than_was_lent_at_a_time() -> None:
+def test_the_pool_keeps_little_more_memory_than_was_in_use_at_a_time() -> None:
     pool = BufferPool()
     for size in (100_000, 10_000, 40_000, 300):
         pool.give_back(*lend(pool, size))
@@ -46,7 +46,7 @@ def test_a_few_bytes_more_do_not_cost_the_largest() -> None:
     assert again[1].data_ptr() == first[0].data_ptr()
 
 
-def test_other_types_fit_and_what_is_not_lent_is_ignored() -> None:
+def test_other_types_fit_and_foreign_tensors_are_ignored() -> None:
     pool = BufferPool()
     (floats,) = lend(pool, 100)
     pool.give_back(floats, torch.zeros(100))

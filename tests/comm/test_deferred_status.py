@@ -1,4 +1,4 @@
-"""What accelerators do, run on gloo: standard collectives, and words that the host reads one step late."""
+"""The path of accelerators, run on gloo: standard collectives, and status flags that the host reads one step later."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from tests.support.parity import IN_ANY_ORDER, Case, Run, compare
 
 
 @contextlib.contextmanager
-def ways_of_accelerators() -> Iterator[None]:
-    """Use the collectives that all backends have, and read words late."""
+def as_on_accelerators() -> Iterator[None]:
+    """Use the collectives that all backends have, and defer the host's reads of status flags."""
     with (
         mock.patch.object(Collectives, "defers_host_reads", True),
         mock.patch.object(Collectives, "uses_pairwise", return_value=False),
@@ -36,9 +36,9 @@ def ways_of_accelerators() -> Iterator[None]:
 @pytest.mark.parametrize("case", IN_ANY_ORDER, ids=lambda case: case.name)
 @distributed(2, 3)
 def test_sharded_training_equals_ddp(world_size: int, case: Case, overlap: bool) -> None:
-    """Also where a rank alone takes a branch, so that the others learn of its gradients from the word."""
+    """One rank alone takes a branch, and the others learn of its gradients from the status flags."""
     plain = train(case, 8, ours=False)
-    with ways_of_accelerators():
+    with as_on_accelerators():
         ours = train(case, 8, ours=True, overlap=overlap)
     if overlap:
         plain = Run(plain.steps[-1:], plain.evaluation, plain.optimizers)
@@ -53,8 +53,8 @@ def sharded(**options: Any) -> tuple[ShardedDataParallel, ZeroRedundancyOptimize
 
 @distributed(2)
 def test_the_host_reads_nothing_where_every_parameter_has_a_gradient(world_size: int) -> None:
-    """Until the next step: by then the accelerator has long passed the word."""
-    with ways_of_accelerators():
+    """Until the next step: by then the accelerator has long finished the exchange of the flags."""
+    with as_on_accelerators():
         model, zero = sharded()
         small_loss(model, 0).backward()
         zero.step()
@@ -67,10 +67,10 @@ def test_the_host_reads_nothing_where_every_parameter_has_a_gradient(world_size:
 
 
 @distributed(2, 3)
-def test_the_drop_in_optimizer_reads_late_too(world_size: int) -> None:
+def test_the_drop_in_optimizer_defers_its_reads_too(world_size: int) -> None:
     plain, ours = small_ddp(), small_ddp()
     reference = torch.optim.AdamW(plain.parameters(), lr=0.01)
-    with ways_of_accelerators():
+    with as_on_accelerators():
         zero = ZeroRedundancyOptimizer(ours.parameters(), torch.optim.AdamW, lr=0.01)
         for step in range(5):
             for model, optimizer in ((plain, reference), (ours, zero)):
@@ -82,7 +82,7 @@ def test_the_drop_in_optimizer_reads_late_too(world_size: int) -> None:
 
 @distributed(2)
 def test_different_options_are_told_one_step_later(world_size: int) -> None:
-    with ways_of_accelerators():
+    with as_on_accelerators():
         model, zero = sharded()
         zero.param_groups[0]["lr"] = 0.1 * (1 + dist.get_rank())
         small_loss(model, 0).backward()
@@ -103,7 +103,7 @@ class FailsOnRankZero(torch.optim.SGD):
 
 @distributed(2, 3)
 def test_a_failed_update_raises_at_once_there_and_in_the_next_step_elsewhere(world_size: int) -> None:
-    with ways_of_accelerators():
+    with as_on_accelerators():
         model, zero = sharded(optimizer=FailsOnRankZero)
         small_loss(model, 0).backward()
         if dist.get_rank() == 0:
@@ -134,7 +134,7 @@ class Sparse(nn.Module):
 
 @distributed(2, 3)
 def test_a_failed_backward_raises_at_once_there_and_in_the_next_one_elsewhere(world_size: int) -> None:
-    with ways_of_accelerators():
+    with as_on_accelerators():
         module = Sparse()
         zero = ZeroRedundancyOptimizer(module.parameters(), torch.optim.SGD, lr=0.1)
         model = ShardedDataParallel(module, zero, bucket_bytes=64)
@@ -155,7 +155,7 @@ def test_a_failed_backward_raises_at_once_there_and_in_the_next_one_elsewhere(wo
 
 @distributed(2, 3)
 def test_a_parameter_frozen_on_one_rank_raises_at_once_there_and_in_the_next_pass_elsewhere(world_size: int) -> None:
-    with ways_of_accelerators():
+    with as_on_accelerators():
         model, _ = sharded()
         weight = next(model.module.parameters())
         weight.requires_grad_(dist.get_rank() != 0)

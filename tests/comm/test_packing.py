@@ -81,7 +81,7 @@ class Transfer:
         self.waited.append(self.number)
 
 
-def test_staged_buffers_under_way_are_bounded_and_finish_in_order() -> None:
+def test_staged_buffers_in_flight_are_bounded_and_finish_in_order() -> None:
     waited: list[int] = []
     finished: list[int] = []
     flying = InFlight()
@@ -103,7 +103,7 @@ def test_transfers_in_place_are_not_bounded_but_all_waited_for() -> None:
 
 
 class Wire:
-    """A channel within one process: what is sent can be received, in order and message by message."""
+    """A channel within one process: messages are received in the order in which they were sent."""
 
     def __init__(self) -> None:
         self.messages: collections.deque[Tensor] = collections.deque()

@@ -68,7 +68,7 @@ def test_a_mesh_on_one_rank_only_is_an_error(world_size: int) -> None:
 
 
 @distributed(4)
-def test_what_one_rank_of_a_mesh_is_refused_is_an_error_in_all_replicas(world_size: int) -> None:
+def test_an_argument_that_one_rank_of_a_mesh_is_refused_is_an_error_in_all_replicas(world_size: int) -> None:
     module, mesh = Layers(), init_device_mesh("cpu", (2, 2))
     optimizer = ZeroRedundancyOptimizer(module.parameters(), AdamW, process_group=mesh.get_group(1), lr=1e-2)
     for odd_arguments, own, text in (

@@ -175,7 +175,7 @@ def test_types_of_mixed_precision(name: str) -> None:
 
 
 @distributed(2)
-def test_what_is_refused_after_wrapping(world_size: int) -> None:
+def test_calls_that_are_refused_after_wrapping(world_size: int) -> None:
     ours = Side(True, Layers)
     with pytest.raises(ValueError, match="assign=True"):
         ours.sharded.load_state_dict(ours.model.state_dict(), assign=True)

@@ -66,7 +66,7 @@ def test_uneven_inputs(world_size: int, passes: str, counts: Callable[[int], int
 
 
 @distributed(2, 3)
-def test_ranks_that_go_on_may_freeze_what_a_joined_rank_has_not_frozen(world_size: int) -> None:
+def test_ranks_that_go_on_may_freeze_a_layer_that_a_joined_rank_has_not_frozen(world_size: int) -> None:
     ours = Side(True, Layers)
     weight = ours.module.get_parameter("middle.weight")
     with Join([ours.sharded, ours.zero]):
@@ -262,7 +262,7 @@ def test_a_group_that_was_destroyed_is_let_go(world_size: int) -> None:
 
 @distributed(2, 3)
 def test_a_rank_that_waits_inside_its_backward_pass_does_not_keep_others_from_getting_there(world_size: int) -> None:
-    """It has launched less than they have, and uses what they send only when its pass has ended."""
+    """It has launched fewer buckets than they have, and uses their messages only when its pass has ended."""
 
     class Meets(nn.Module):
         def __init__(self) -> None:

@@ -252,7 +252,7 @@ class Meets(Reader):
 
 
 @distributed(2, 3)
-def test_nobody_waits_for_what_others_receive_later(world_size: int) -> None:
+def test_no_rank_waits_for_rows_that_others_receive_later(world_size: int) -> None:
     """Dense values are received only when a rank adds up, which must not keep another from getting there."""
     with small_ones_too(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(limits, "GRADIENT_BYTES_IN_FLIGHT", 1)

@@ -223,7 +223,7 @@ def evaluate_between(side: Side, step: int) -> None:
 
 
 def gradient_of_an_input(side: Side, step: int) -> None:
-    """What ``torch.autograd.grad`` computes between ``backward()`` and ``step()`` changes nothing."""
+    """A call of ``torch.autograd.grad`` between ``backward()`` and ``step()`` changes nothing."""
     loss_of(side, step).backward()
     torch.autograd.grad(loss_of(side, step + 50), list(side.module.parameters())[:1])
     side.optimizer.step()
@@ -453,7 +453,7 @@ def test_a_graph_is_let_go_with_its_outputs(world_size: int) -> None:
 @pytest.mark.parametrize("zeroed", [False, True])
 @distributed(2)
 def test_a_backward_pass_that_fails_leaves_the_gradients_it_did_not_reach(world_size: int, zeroed: bool) -> None:
-    """And brings none of them back that were zeroed after it, by the module, of which nobody is told."""
+    """Gradients that the module has zeroed after it, of which the optimizer is not told, stay zero."""
     side = Side(True, Layers)
     assert isinstance(side.model, ShardedDataParallel)
     loss_of(side, 0).backward()
@@ -502,7 +502,7 @@ def test_everything_begins_with_the_values_of_the_first_rank(world_size: int) ->
 
 @distributed(2, 3)
 def test_a_pass_that_keeps_a_graph_of_itself_gives_the_same_gradients(world_size: int) -> None:
-    """What is reduced has no graph; torch warns that whoever asks for one must let go of the gradients."""
+    """Reduced gradients have no graph; torch warns that a caller who asks for one must release the gradients."""
     with as_if_large():
         usual, kept = Side(True, Layers), Side(True, Layers)
     for step in range(3):

@@ -160,7 +160,9 @@ def test_sharding_by_buckets_is_accepted_and_changes_nothing(world_size: int, ma
     ids=lambda case: case.name,
 )
 @distributed(2, 3)
-def test_the_way_of_accelerators_run_in_place_gives_the_same(world_size: int, case: Case, make_hook: MakeHook) -> None:
+def test_the_stream_worker_of_accelerators_gives_the_same_on_the_cpu(
+    world_size: int, case: Case, make_hook: MakeHook
+) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(onecopy.ddp_hooks.hooks, "make_worker", StreamWorker)
         ours = overlapped_run(case, make_hook)

@@ -145,7 +145,7 @@ def test_around_a_hook_that_compresses_buckets_gradients_are_scaled_once(world_s
 
 
 @distributed(3)
-def test_a_narrow_type_rounds_every_rank_once_whoever_owns_the_range(world_size: int) -> None:
+def test_a_narrow_type_rounds_every_rank_once_on_every_owner(world_size: int) -> None:
     case = Case("one")
     run = scattered_run(case, reduce_dtype=torch.bfloat16)
     local = [grad.clone() for grad in torch.autograd.grad(small_loss(run.ddp.module, 0), run.params)]
@@ -184,7 +184,7 @@ def test_a_hook_that_cannot_see_which_ranks_ddp_is_on_is_refused(world_size: int
 @pytest.mark.parametrize("ours", [{}, ELEMENT], ids=["whole", "cut"])
 @pytest.mark.parametrize("ddp", [{}, VIEW], ids=["one bucket", "bucket views"])
 @distributed(2)
-def test_owned_ranges_are_reduced_and_what_nobody_owns_too(
+def test_owned_ranges_are_reduced_and_ranges_without_an_owner_too(
     world_size: int, ours: dict[str, Any], ddp: dict[str, Any]
 ) -> None:
     case = Case(parts=(Part(ours=ours, params=matrices),), ddp=ddp)

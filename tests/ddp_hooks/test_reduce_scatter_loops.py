@@ -166,8 +166,8 @@ def _fail(gradient: Tensor) -> None:
 
 
 @distributed(2, 3)
-def test_a_pass_that_failed_on_all_ranks_with_messages_on_their_way_leaves_nothing_behind(world_size: int) -> None:
-    """What they have sent is not taken for a later pass's gradients."""
+def test_a_pass_that_failed_on_all_ranks_with_messages_in_flight_leaves_nothing_behind(world_size: int) -> None:
+    """Their messages are not taken for a later pass's gradients."""
     case = Case(ddp={"bucket_cap_mb": 1e-4})
     ours, reference = scattered_run(case), plain_run(case)
     with pytest.MonkeyPatch.context() as patch:

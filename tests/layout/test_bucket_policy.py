@@ -32,7 +32,7 @@ def models(draw: st.DrawFn) -> list[ParamSpec]:
 
 
 def check(specs: Sequence[ParamSpec], layout: Layout, plans: Sequence[BucketPlan], world_size: int) -> None:
-    """What holds whether or not parameters are cut."""
+    """Check the properties that hold whether or not parameters are cut."""
     assert sorted(index for plan in plans for index in plan.params) == list(range(len(specs)))
     for plan in plans:
         assert len(plan.bounds) == world_size + 1
@@ -86,7 +86,7 @@ def test_the_last_buckets_get_smaller() -> None:
     st.lists(st.sampled_from([1, 64, 100, 1000, 4096, 65_536, 1_000_003]), min_size=1, max_size=10),
 )
 @settings(max_examples=60)
-def test_what_may_be_cut_is_even(world_size: int, sizes: list[int]) -> None:
+def test_parameters_that_may_be_cut_are_divided_evenly(world_size: int, sizes: list[int]) -> None:
     """Where every rank has 100,000 elements, the largest share is at most a hundredth over the mean."""
     while sum(sizes) < 100_000 * world_size:
         sizes = [1_000_003, *sizes]

@@ -1,4 +1,4 @@
-"""Who owns what: properties over generated models, without processes."""
+"""Which rank owns which elements: properties over generated models, without processes."""
 
 from __future__ import annotations
 
@@ -334,7 +334,7 @@ def test_a_later_group_fills_the_ranks_that_have_less() -> None:
 
 @settings(max_examples=300)
 @given(st.integers(0, 5_000), st.integers(1, 64), st.integers(0, 100_000))
-def test_an_even_range_is_what_dealing_out_units_one_by_one_gives(numel: int, world_size: int, dealt: int) -> None:
+def test_an_even_range_equals_dealing_out_units_one_by_one(numel: int, world_size: int, dealt: int) -> None:
     sizes = [0] * world_size
     turn = first = dealt // CUT_MULTIPLE
     for unit in range(0, numel, CUT_MULTIPLE):
@@ -354,7 +354,7 @@ def test_an_even_range_is_what_dealing_out_units_one_by_one_gives(numel: int, wo
 # What a layout says of itself.
 
 
-def test_a_layout_answers_who_owns_what() -> None:
+def test_a_layout_answers_which_rank_owns_which_elements() -> None:
     layout = Layout(
         (spec(0, 200), spec(1, 5, dtype=torch.float64), spec(2, 0)),
         (Shard(0, 0, 128, 1), Shard(0, 128, 200, 0), Shard(1, 0, 5, 1), Shard(2, 0, 0, 2)),

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import onecopy
+from tests.support import paths
 
 ROOT = Path(onecopy.__file__).parent
 
@@ -33,6 +34,7 @@ ORDER = (
 """The parts, from the top down. A part may import itself and what is below it."""
 
 LONGEST_FILE = 400
+LONGEST_TEST_FILE = 600
 
 TORCH_PRIVATE = "onecopy.common.torch_private"
 """The one module that may use torch's private names."""
@@ -284,6 +286,24 @@ def test_modules_do_not_import_each_other_in_circles() -> None:
     assert graph == {}
 
 
+TESTS = [path for path in paths.TESTS.rglob("*.py") if path.name != "__init__.py"]
+
+
+def test_every_test_is_in_a_room_of_the_package_or_of_the_project() -> None:
+    rooms = {path.name for path in ROOT.iterdir() if path.is_dir()} | {"project", "fuzz", "support", "accelerator"}
+    places = {path.relative_to(paths.TESTS).parts[0] for path in TESTS} - {"conftest.py"}
+    assert places <= rooms
+
+
+def test_no_test_module_imports_another_and_none_is_long() -> None:
+    assert len(TESTS) > 50
+    for path in TESTS:
+        text = path.read_text()
+        assert text.count("\n") <= LONGEST_TEST_FILE, path
+        names = {name for _, module, last in imports(Source("tests", text)) for name in (*module.split("."), last)}
+        assert [name for name in names if name.startswith("test_")] == [], path
+
+
 ENGINE, LAYOUT, OPTIMIZER = "onecopy.step.sample", "onecopy.layout.sample", "onecopy.optimizer"
 
 BROKEN: list[tuple[Rule, str, str]] = [
@@ -337,10 +357,10 @@ KEPT: list[tuple[Rule, str, str]] = [
 
 
 @pytest.mark.parametrize(("rule", "module", "text"), BROKEN)
-def test_a_rule_notices_what_breaks_it(rule: Rule, module: str, text: str) -> None:
+def test_a_rule_notices_a_text_that_breaks_it(rule: Rule, module: str, text: str) -> None:
     assert list(rule(Source(module, text)))
 
 
 @pytest.mark.parametrize(("rule", "module", "text"), KEPT)
-def test_a_rule_accepts_what_keeps_it(rule: Rule, module: str, text: str) -> None:
+def test_a_rule_accepts_a_text_that_keeps_it(rule: Rule, module: str, text: str) -> None:
     assert list(rule(Source(module, text))) == []

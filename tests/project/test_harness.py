@@ -1,4 +1,4 @@
-"""The harness itself: what a failing or hanging rank does to its test, and to the next one."""
+"""The harness itself: a failing or hanging rank fails its test, and the next test is not affected."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ def test_the_public_interface_is_the_recorded_one() -> None:
     assert not found, f"the public interface has changed; if that is meant, run this file to record it:\n{found}"
 
 
-def test_the_comparison_notices_what_users_would_notice() -> None:
+def test_the_comparison_notices_changes_that_users_would_notice() -> None:
     class Before:
         def method(self, one: int, two: int = 2) -> None: ...
         @property

@@ -173,19 +173,19 @@ def signature_with_default(signature: inspect.Signature, name: str) -> inspect.S
 
 
 @pytest.mark.parametrize("name", PUBLIC_OF_TORCHS_OPTIMIZER)
-def test_every_method_takes_what_torchs_optimizer_takes(name: str) -> None:
+def test_every_method_takes_the_arguments_of_torchs_optimizer(name: str) -> None:
     theirs, ours = getattr(Optimizer, name), getattr(ZeroRedundancyOptimizer, name)
     assert missing(inspect.signature(theirs), inspect.signature(ours)) == []
 
 
-def test_the_gradient_hooks_take_what_torchs_take() -> None:
+def test_the_gradient_hooks_take_the_arguments_of_torchs() -> None:
     module = torchs_hooks()
     for name in ("hook_with_zero_step", "hook_with_zero_step_interleaved"):
         theirs, ours = getattr(module, name), getattr(onecopy, name)
         assert missing(inspect.signature(theirs), inspect.signature(ours)) == []
 
 
-def test_what_is_public_is_listed_sorted_and_there() -> None:
+def test_public_names_are_listed_sorted_and_exist() -> None:
     assert onecopy.__all__ == sorted(onecopy.__all__)
     assert len(set(onecopy.__all__)) == len(onecopy.__all__)
     public = {
@@ -211,7 +211,7 @@ def test_errors_between_ranks_can_be_caught_together_and_as_runtime_errors() -> 
 
 
 def run_python(text: str) -> str:
-    """What a fresh interpreter prints, with every warning an error."""
+    """Return the output of a fresh interpreter, with every warning an error."""
     done = subprocess.run([sys.executable, "-W", "error", "-c", text], capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""

@@ -1,4 +1,4 @@
-"""What a type checker sees of the public interface; it is checked, never run."""
+"""Uses of the public interface for a type checker; this file is checked, never run."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def test_a_plain_dict_loads_and_the_callers_copy_stays_its_own(world_size: int, 
 
 
 @distributed(2, 3)
-def test_a_rank_keeps_only_what_it_owns_of_a_loaded_dict(world_size: int) -> None:
+def test_a_rank_keeps_only_its_shards_of_a_loaded_dict(world_size: int) -> None:
     source = Pair().train()
     pair = Pair(shard_by="element")
     pair.ours.load_state_dict(source.plain.state_dict())

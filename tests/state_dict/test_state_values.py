@@ -1,4 +1,4 @@
-"""Values that optimizers keep in their state: what is allowed survives exactly, anything else is refused."""
+"""Values that optimizers keep in their state: allowed types survive exactly, any other is refused."""
 
 from __future__ import annotations
 
@@ -207,7 +207,7 @@ class NotesPerElement(Noter):
 
 @distributed(2)
 @pytest.mark.parametrize("optimizer_class", [NotesItsRank, NotesItsRankInATensor, NotesItsKind, NotesATable])
-def test_owners_of_a_cut_parameter_must_agree_on_what_is_not_per_element(
+def test_owners_of_a_cut_parameter_must_agree_on_values_that_are_not_per_element(
     world_size: int, optimizer_class: type[Noter]
 ) -> None:
     pair = Pair(part(optimizer_class, lr=0.1), names=["small", "matrix"], shard_by="element", elementwise=True).train(1)
@@ -223,7 +223,7 @@ def test_owners_of_a_cut_parameter_must_agree_on_what_is_not_per_element(
 
 
 @distributed(2)
-def test_what_owners_agree_on_is_kept_once_even_if_it_is_not_a_number(world_size: int) -> None:
+def test_a_value_that_owners_agree_on_is_kept_once_even_if_it_is_not_a_number(world_size: int) -> None:
     pair = Pair(part(NotesOneNaN, lr=0.1), names=["matrix"], shard_by="element", elementwise=True).train(1)
     pair.ours.consolidate_state_dict()
     if pair.ours.rank == 0:

@@ -38,7 +38,7 @@ def given(*members: Any) -> Callable[[], Arguments]:
 
 
 def params(value: Callable[[], Any]) -> Callable[[], Arguments]:
-    """Arguments whose ``params`` are what ``value`` makes."""
+    """Return arguments whose ``params`` are made by ``value``."""
     return lambda: {**good(), "params": value()}
 
 

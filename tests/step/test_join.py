@@ -326,7 +326,7 @@ class Batched(nn.Sequential):
 
 
 def accumulating(way: str, make: Callable[[], nn.Module], group: Any = None) -> tuple[Any, Optimizer, list[Any]]:
-    """A model, its optimizer, and what goes into the join context."""
+    """A model, its optimizer, and the objects of the join context."""
     module = make()
     params = list(module.parameters())
     if way == "plain":

@@ -131,7 +131,9 @@ def test_uneven_inputs_equal_masters_by_hand(world_size: int, ours: dict[str, An
 
 @POLICIES
 @distributed(2, 3)
-def test_a_copy_exists_on_its_owner_only_and_only_of_what_is_coarse(world_size: int, ours: dict[str, Any]) -> None:
+def test_a_master_weight_exists_on_its_owner_only_and_only_for_low_precision_parameters(
+    world_size: int, ours: dict[str, Any]
+) -> None:
     model = Mixed()
     zero = adamw_for(model, **ours)
     train(list(model.parameters()), [zero], range(1))

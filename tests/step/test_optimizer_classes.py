@@ -99,7 +99,7 @@ def test_a_subclass_of_a_class_that_combines_parameters_is_refused_too() -> None
 
 
 @pytest.mark.parametrize("value", [None, 3, "AdamW", torch.nn.Linear, torch.optim.AdamW([torch.ones(1)]), Optimizer])
-def test_what_is_not_an_optimizer_class_is_refused(value: object) -> None:
+def test_a_value_that_is_not_an_optimizer_class_is_refused(value: object) -> None:
     with pytest.raises(TypeError, match=r"optimizer_class must be .* such as torch\.optim\.AdamW, got "):
         check_class(value, ZeroRedundancyOptimizer)
 

@@ -249,7 +249,7 @@ class Averaging(Adam):
 
 
 @distributed(2, 3)
-def test_a_class_that_keeps_what_differs_between_ranks_is_refused_by_name(world_size: int) -> None:
+def test_a_class_whose_state_differs_between_ranks_is_refused_by_name(world_size: int) -> None:
     zero = ZeroRedundancyOptimizer(params_of(), Averaging, lr=0.1)
     for param in tensors_of(zero):
         param.grad = torch.ones_like(param)

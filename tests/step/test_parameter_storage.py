@@ -157,7 +157,7 @@ def test_a_conversion_after_state_exists_is_refused_by_name(
 
 
 def refusal_of(optimizer: ZeroRedundancyOptimizer) -> Exception:
-    """What a step raises; the ranks meet before anybody judges it."""
+    """Return the error of a step; all ranks raise before any of them checks it."""
     refusal: Exception | None = None
     try:
         optimizer.step()

@@ -85,7 +85,7 @@ def test_otherwise_construction_logs_nothing(world_size: int) -> None:
 
 @distributed(2, 3)
 @BOTH
-def test_messages_that_a_user_has_under_way_in_the_same_group_are_left_alone(
+def test_messages_that_a_user_has_in_flight_in_the_same_group_are_left_alone(
     world_size: int, bucket_view: bool
 ) -> None:
     twins = Twins(parameters_as_bucket_view=bucket_view)

@@ -31,7 +31,7 @@ CLASSES: dict[str, tuple[Any, dict[str, Any]]] = {
 
 @contextlib.contextmanager
 def warned(times: int = 1) -> Iterator[None]:
-    """What runs inside warns of repeated parameters this often, and of nothing else."""
+    """The code inside warns of repeated parameters this often, and of nothing else."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         yield

@@ -1,4 +1,4 @@
-"""What a training script does besides plain steps: closures, schedulers, hooks, scalers, freezing, groups, state."""
+"""Training scripts beyond plain steps: closures, schedulers, hooks, scalers, freezing, groups, state."""
 
 from __future__ import annotations
 
@@ -474,7 +474,7 @@ def test_a_group_added_later_trains_and_moves_nothing(world_size: int, mode: Mod
 
 @MODES
 @distributed(2, 3)
-def test_state_of_a_parameter_is_what_the_inner_optimizer_holds(world_size: int, mode: Modes) -> None:
+def test_state_of_a_parameter_is_the_inner_optimizers(world_size: int, mode: Modes) -> None:
     model = small_model()
     optimizer = ours(model.parameters(), torch.optim.AdamW, mode, lr=0.1)
     assert len(optimizer.state) == 0

@@ -48,7 +48,7 @@ class Tiny(nn.Module):
 
 @dataclass(frozen=True)
 class Side:
-    """A model, what it is wrapped in, and its optimizers."""
+    """A model, its wrapper, and its optimizers."""
 
     module: Tiny
     model: nn.Module
@@ -148,7 +148,7 @@ def model_of(side: Side) -> dict[str, Tensor]:
 
 
 def state_of(side: Side) -> list[Any]:
-    """What each optimizer holds, by name, with options and master weights; consolidated, so on rank 0 only."""
+    """Return the state of each optimizer by name, with options and master weights; consolidated, so on rank 0 only."""
     found = []
     for optimizer in side.optimizers:
         if isinstance(optimizer, ZeroRedundancyOptimizer):

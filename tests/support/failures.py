@@ -37,7 +37,7 @@ def good() -> Arguments:
 
 
 def failure_of(call: Callable[[], object]) -> Exception:
-    """What a call raises on this rank, and not late; the ranks meet once more before anything is judged."""
+    """Return the error of a call on this rank, which must come soon; all ranks meet once more before it is checked."""
     dist.barrier()  # so that nobody waits for a rank that is still importing
     start, caught = time.monotonic(), None
     try:
@@ -70,7 +70,7 @@ def expect_failure_of(culprits: Sequence[int], call: Callable[[], object], kind:
 
 
 def expect_disagreement(odd: int, call: Callable[[], object], text: str, odd_text: str) -> None:
-    """All ranks raise the same, which names the ranks and what each side has."""
+    """All ranks raise the same error, which names the ranks and the value of each side."""
     error = failure_of(call)
     others = [rank for rank in range(dist.get_world_size()) if rank != odd]
     which = ("rank " if len(others) == 1 else "ranks ") + ", ".join(map(str, others))

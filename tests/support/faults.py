@@ -37,6 +37,7 @@ LONGEST_DELAY = 0.002
 CHANGES = ("make_directory", "create", "write", "flush", "flush_directory", "rename", "remove")
 EXCHANGES = ((Ranks, "fail_together"), (FailTogether, "__exit__"), (Ranks, "gather_json"))
 """The beginning and the end of a block that fails on all ranks together, and a gathering of data."""
+
 DIVISIBLE = ("write", "remove")
 """What can be half done when a process dies."""
 
@@ -47,7 +48,7 @@ BEFORE, AFTER = 4, 6
 
 
 class Injector:
-    """Counts the points of a save: each change to the file system, each vote. At one of them it acts.
+    """Counts the points of a save: each change to the file system, each exchange of the ranks. At one of them it acts.
 
     Args:
         call: the number of the point, or None to only count.
@@ -198,7 +199,7 @@ class Kill:
 
 @dataclass(slots=True)
 class Outcome:
-    """What a kill led to; ``problems`` says what should not have been."""
+    """The result of a kill; ``problems`` lists everything that is wrong."""
 
     kill: Kill
     point: str = ""

@@ -63,7 +63,7 @@ class Zygote:
         return Outcome(**{**answer, "kill": kill})
 
     def full(self, root: Path, blocking: bool) -> list[dict[str, Any]]:
-        """What each rank of a save saw that filled the file system of ``root``."""
+        """Return the record of each rank of a save that filled the file system of ``root``."""
         told: list[dict[str, Any]] = self._ask("full", root=str(root), blocking=blocking)
         return told
 

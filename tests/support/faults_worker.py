@@ -42,7 +42,7 @@ from tests.support.faults import AFTER, BEFORE, CHANGES, COLLECTIVE_LIMIT, LIMIT
 
 @dataclass(slots=True)
 class Ended:
-    """How one rank ended: what it told, and whether by a signal or only after the limit."""
+    """How one rank ended: its record, and whether by a signal or only after the limit."""
 
     told: dict[str, Any]
     signal: int
@@ -95,7 +95,7 @@ class Nursery:
         return outcome
 
     def full(self, root: Path, blocking: bool) -> list[dict[str, Any]]:
-        """Fill the small file system of ``root`` during a save; return what each rank saw."""
+        """Fill the small file system of ``root`` during a save; return the record of each rank."""
         return [each.told for each in self._run(lambda told: _fill_up(told, root, blocking))]
 
     def _judge_end(self, outcome: Outcome, ended: Sequence[Ended]) -> None:
@@ -184,7 +184,7 @@ def _fork(rank: int, world_size: int, place: Path, body: Body) -> int:
 
 
 def _live(rank: int, world_size: int, place: Path, body: Body) -> None:
-    """A rank's life; it leaves a file with what it has to tell."""
+    """Run one rank; it leaves a file with its record."""
     log = os.open(place / f"log-{rank}.txt", os.O_WRONLY | os.O_CREAT, 0o666)
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -234,7 +234,7 @@ def _make_template(told: dict[str, Any], root: Path) -> None:
 
 
 def _load_and_save(told: dict[str, Any], root: Path, blocking: bool, injector: Injector) -> None:
-    """What a training does that was started again: go on, save; in the background while training goes on."""
+    """Do as a restarted training does: go on and save, in the background while training goes on."""
     run = Run()
     run.load(root)
     run.train(2)

@@ -48,7 +48,7 @@ _context.set_forkserver_preload(["tests.support.preload"])
 
 
 class RanksFailedError(AssertionError):
-    """What the ranks raised, or which of them did not answer."""
+    """The errors that ranks raised, and the ranks that did not answer."""
 
 
 class Pool:
@@ -70,7 +70,7 @@ class Pool:
             self._processes.append(process)
 
     def run(self, module: str, name: str, kwargs: dict[str, Any], limit: float) -> list[Any]:
-        """Call a function on every rank and return what each returned."""
+        """Call a function on every rank and return the result of each."""
         for pipe in self._pipes:
             pipe.send((module, name, kwargs))
         deadline = time.monotonic() + limit
@@ -152,7 +152,7 @@ def distributed(*world_sizes: int, limit: float = LIMIT) -> Callable[[Function],
 
 
 def _serve(pipe: Connection, rank: int, world_size: int, store: str) -> None:
-    """A worker's life: join the group, then run what comes through the pipe until it closes."""
+    """Join the group, then run the functions that come through the pipe until it closes."""
     warnings.simplefilter("error")
     torch.set_num_threads(1)
     dist.init_process_group(

@@ -132,7 +132,7 @@ def adamw_for(model: nn.Module, **ours: Any) -> ZeroRedundancyOptimizer:
 
 
 def made_copies(zero: ZeroRedundancyOptimizer, params: Iterable[Tensor]) -> list[Tensor]:
-    """What the inner optimizer steps outside the parameters' memory."""
+    """Return the tensors that the inner optimizer steps outside the parameters' memory."""
     homes = {param.untyped_storage().data_ptr() for param in params}
     stepped = [tensor for group in zero.optim.param_groups for tensor in group["params"]]
     return [tensor for tensor in stepped if tensor.untyped_storage().data_ptr() not in homes]

@@ -121,7 +121,7 @@ Make = Callable[[list[Tensor], type[Optimizer], dict[str, Any]], Optimizer]
 
 @dataclass(frozen=True)
 class Run:
-    """What training left behind: the parameters after every step and in evaluation, and the optimizers."""
+    """The result of training: the parameters after every step and in evaluation, and the optimizers."""
 
     steps: list[list[Tensor]]
     evaluation: list[Tensor]

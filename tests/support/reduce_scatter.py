@@ -58,7 +58,7 @@ def make_scaler(scale: float = 1024.0) -> torch.amp.GradScaler:
 
 @dataclass(frozen=True)
 class Part:
-    """One optimizer of a model: its class and options, what the sharded one gets on top, and its parameters."""
+    """One optimizer of a model: its class and options, further options of the sharded one, and its parameters."""
 
     optimizer: type[Optimizer] = torch.optim.AdamW
     options: dict[str, Any] = field(default_factory=lambda: dict(ADAMW))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -16,30 +14,9 @@ from onecopy.common import tagged_json
 from onecopy.state_dict import load
 from onecopy.step import parameter_storage
 from onecopy.step.parameter_sync import PackBuffers
-from tests.support.failures import check_pool, expect_failure_of, parameter
+from tests.support.failures import NO_MEMORY, check_pool, expect_failure_of, expect_no_memory, failing, parameter
 from tests.support.harness import distributed
 from tests.support.models import assert_equal
-
-NO_MEMORY = "no memory is left"
-
-
-@contextmanager
-def failing(place: Any, name: str, group_rank: int, calls: int = 0) -> Iterator[None]:
-    """Let a function fail on one rank, after it has been called some times."""
-    original = getattr(place, name)
-    left = calls
-
-    def fail(*args: Any, **kwargs: Any) -> Any:
-        nonlocal left
-        left -= 1
-        if left < 0:
-            raise MemoryError(NO_MEMORY)
-        return original(*args, **kwargs)
-
-    with pytest.MonkeyPatch.context() as patch:
-        if dist.get_rank() == group_rank:
-            patch.setattr(place, name, fail)
-        yield
 
 
 def trained(cls: type[torch.optim.Optimizer] = torch.optim.AdamW, **options: Any) -> ZeroRedundancyOptimizer:
@@ -60,11 +37,6 @@ def whole_state(zero: ZeroRedundancyOptimizer, group_rank: int = 0) -> dict[str,
     """The consolidated state on one rank."""
     zero.consolidate_state_dict(to=group_rank)
     return zero.state_dict() if dist.get_rank() == group_rank else None
-
-
-def expect_no_memory(culprit: int, call: Callable[[], object]) -> None:
-    """All ranks raise that memory has run out on one of them."""
-    expect_failure_of([culprit], call, MemoryError, NO_MEMORY)
 
 
 # consolidate_state_dict()

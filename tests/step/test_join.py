@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,7 +26,8 @@ from onecopy import (
     hook_with_zero_step_interleaved,
     reduce_scatter_hook,
 )
-from tests.support.failures import expect, failure_of
+from onecopy.step import join
+from tests.support.failures import expect, expect_failure_of, expect_no_memory, failing, failure_of
 from tests.support.harness import distributed
 from tests.support.models import (
     assert_equal,
@@ -430,3 +432,45 @@ def test_a_step_after_a_pass_without_synchronising_is_refused(world_size: int) -
             optimizer.step()
 
     expect(failure_of(run), RuntimeError, r"step\(\) after a pass under no_sync\(\)")
+
+
+# Failures while a rank has joined
+
+
+def last_rank_goes_on(rank: int) -> int:
+    return 4 if rank == dist.get_world_size() - 1 else 1
+
+
+def train_until_it_fails(optimizer: ZeroRedundancyOptimizer, ddp: DistributedDataParallel, before_exit: Any) -> None:
+    with Join([ddp, optimizer]):
+        for step in range(last_rank_goes_on(dist.get_rank())):
+            one_step(ddp, optimizer, step, closure=False)
+        before_exit()
+
+
+@distributed(2, 3)
+@pytest.mark.parametrize("policy", ["parameter", "element"])
+def test_a_joined_rank_without_memory_for_gradients_makes_all_ranks_raise(world_size: int, policy: str) -> None:
+    ddp = small_ddp()
+    optimizer = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9, shard_by=policy)
+    seen_by_join = SimpleNamespace(**vars(torch))
+    with pytest.MonkeyPatch.context() as patch, failing(seen_by_join, "empty", 0):
+        patch.setattr(join, "torch", seen_by_join)
+        expect_no_memory(0, lambda: train_until_it_fails(optimizer, ddp, lambda: None))
+    one_step(ddp, optimizer, 9, closure=False)
+    assert_replicas_equal(list(ddp.parameters()))
+
+
+@distributed(2, 3)
+def test_groups_that_a_joined_rank_has_edited_make_all_ranks_raise(world_size: int) -> None:
+    ddp = small_ddp()
+    optimizer = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)
+
+    def edit() -> None:
+        if dist.get_rank() == 0:
+            optimizer.param_groups.append({"params": []})
+
+    expect_failure_of([0], lambda: train_until_it_fails(optimizer, ddp, edit), ValueError, "zip")
+    if dist.get_rank() == 0:
+        optimizer.param_groups.pop()
+    one_step(ddp, optimizer, 9, closure=False)

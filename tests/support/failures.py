@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -18,6 +20,8 @@ Arguments = dict[str, Any]
 
 SECONDS = 5.0
 """No error may take longer."""
+
+NO_MEMORY = "no memory is left"
 
 
 def parameter(*shape: int, dtype: torch.dtype = torch.float32) -> nn.Parameter:
@@ -67,6 +71,30 @@ def expect_failure_of(culprits: Sequence[int], call: Callable[[], object], kind:
     else:
         which = ("rank " if len(culprits) == 1 else "ranks ") + ", ".join(map(str, culprits))
         expect(error, PeerFailedError, rf"rank {dist.get_rank()}: .*failed on {which}: {kind.__name__}: .*{text}")
+
+
+def expect_no_memory(culprit: int, call: Callable[[], object]) -> None:
+    """All ranks raise that memory has run out on one of them."""
+    expect_failure_of([culprit], call, MemoryError, NO_MEMORY)
+
+
+@contextmanager
+def failing(place: Any, name: str, group_rank: int, calls: int = 0) -> Iterator[None]:
+    """Let a function fail on one rank, after it has been called some times."""
+    original = getattr(place, name)
+    left = calls
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise MemoryError(NO_MEMORY)
+        return original(*args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == group_rank:
+            patch.setattr(place, name, fail)
+        yield
 
 
 def expect_disagreement(odd: int, call: Callable[[], object], text: str, odd_text: str) -> None:

@@ -34,7 +34,13 @@ class BackgroundSave:
                 self._failure = error
 
         thread = threading.Thread(target=run, name="onecopy checkpoint")
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError as error:
+            # The operating system refuses another thread. The other ranks have begun to save and wait for this rank.
+            logger.warning("no thread can be started (%s): the checkpoint is saved before training goes on", error)
+            run()
+            return
         self._thread = thread
 
     def finish(self) -> None:

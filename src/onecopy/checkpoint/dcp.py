@@ -20,7 +20,7 @@ from onecopy.checkpoint.optimizer_view import (
 from onecopy.comm.agreement import Fact, FailTogether, FirstFailure
 from onecopy.comm.collectives import Collectives
 from onecopy.common import nested_tensors, tagged_json
-from onecopy.errors import CheckpointMismatchError
+from onecopy.errors import CheckpointError, CheckpointMismatchError
 from onecopy.optimizer import ZeroRedundancyOptimizer
 from onecopy.state_dict.dcp_tensor import ShardedState, local_values, sharded_state_dict
 from onecopy.state_dict.forms import named_groups, plain_state_dict
@@ -91,7 +91,8 @@ def set_optimizer_state_dict(
     """Load a state dict of :func:`get_optimizer_state_dict`, or of torch's function of that name.
 
     All ranks make this call together, with the same options. If one rank fails, all ranks raise, and the optimizer that
-    was being loaded has not changed; optimizers before it in the list have.
+    was being loaded has not changed; optimizers before it in the list have. If a rank fails after it has begun to
+    change its state, the optimizer refuses to step until a load succeeds.
 
     Args:
         model: the model.
@@ -181,13 +182,20 @@ def _load(view: OptimizerView, zero: ZeroRedundancyOptimizer, state_dict: StateD
         state = {name: values for name, values in state_dict["state"].items() if name in names}
         together.flag = _is_full(state, view)
     if together.any_flag:
-        members = view.split_by_group(view.names)
-        groups = [{**values, "params": part} for values, part in zip(options, members, strict=True)]
-        zero.load_state_dict(plain_state_dict(state, groups))
+        with FailTogether(collectives, SET):
+            members = view.split_by_group(view.names)
+            groups = [{**values, "params": part} for values, part in zip(options, members, strict=True)]
+            plain = plain_state_dict(state, groups)
+        zero.load_state_dict(plain)
         return
     with FailTogether(collectives, SET) as together:
         states, masters = _owned_states(view, state)
         together.flag = bool(states)
+    # A load that succeeds removes the refusal. On a rank that fails it stays, and the next step fails on all ranks.
+    zero.engine.step_refusal = CheckpointError(
+        f"{SET} has failed half way, so that this optimizer's state is partly old and partly new: load a checkpoint "
+        "before the next step"
+    )
     with FailTogether(collectives, SET):
         for shard in view.state_shards():
             if shard.index in masters and shard.param_view is not None:
@@ -285,14 +293,18 @@ def _broadcast(collectives: Collectives, state_dict: StateDict) -> StateDict:
     """Return rank 0's full state dict on every rank, with tensors on the CPU."""
     tensors: list[Tensor] = []
     tree: Any = None
-    with FailTogether(collectives, "set_optimizer_state_dict() from rank 0"):
+    text: bytes | None = None
+    call = f"{SET} from rank 0"
+    with FailTogether(collectives, call):
         if collectives.group_rank == 0:
             tree = tagged_json.encode(state_dict, tensors, "the state dict")
             tensors = [tensor.detach().cpu().contiguous() for tensor in tensors]
-    text = tagged_json.dumps([tree, [tagged_json.describe_tensor(tensor) for tensor in tensors]])
-    tree, described = tagged_json.loads(collectives.broadcast_bytes(text if collectives.group_rank == 0 else None, 0))
-    if collectives.group_rank != 0:
-        tensors = [tagged_json.empty_from(description) for description in described]
+            text = tagged_json.dumps([tree, [tagged_json.describe_tensor(tensor) for tensor in tensors]])
+    received = collectives.broadcast_bytes(text, 0)
+    with FailTogether(collectives, call):  # every rank has memory for the tensors before one is sent
+        if collectives.group_rank != 0:
+            tree, described = tagged_json.loads(received)
+            tensors = [tagged_json.empty_from(description) for description in described]
     for tensor in tensors:
         buffer = tensor.to(collectives.control_device)
         collectives.broadcast(buffer, 0).wait()

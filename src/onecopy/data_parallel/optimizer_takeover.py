@@ -5,7 +5,8 @@ The inner optimizer is rebuilt for the new layout.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import contextlib
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from torch import nn
@@ -76,6 +77,22 @@ def plan_optimizer(
     current = engine.inner.master_policy
     fp32_copies = current.fp32_copies or (mixed_precision.param_dtype is not None and mixed_precision.master_weights)
     return OptimizerPlan(optimizer, layout, buckets, MasterWeightPolicy(fp32_copies, current.offload))
+
+
+@contextlib.contextmanager
+def restored_on_failure(module: nn.Module, plans: Sequence[OptimizerPlan]) -> Iterator[None]:
+    """If the block raises, restore all parameters, their gradients, the layouts and the inner optimizers."""
+    # Restoring allocates nothing, because a rank without memory must be able to do it.
+    tensors = [(param, param.data, param.grad) for param in module.parameters()]
+    restore_functions = [plan.optimizer.engine.restore_function() for plan in plans]
+    try:
+        yield
+    except BaseException:
+        for param, data, gradient in tensors:
+            param.data, param.grad = data, gradient
+        for restore in restore_functions:
+            restore()
+        raise
 
 
 def take_over(plan: OptimizerPlan, to_convert: set[int], mixed_precision: MixedPrecision) -> ShardedGradients:

@@ -96,7 +96,12 @@ class PipelinedStep:
             inner.master_weights.refresh_from_params()
             gradient_shards = dict(gradients.owned_shards() or {})
         has_gradient = gradients.has_gradient()
-        engine.confirm(groups, has_gradient, failure.error)
+        try:
+            engine.confirm(groups, has_gradient, failure.error)
+        except Exception as error:
+            if self._replicas is not None:
+                self._finish_step(error)  # ranks of other replicas have confirmed, and wait for these status flags
+            raise
         # 2. Update and send. A rank that fails goes on sending, because the other ranks receive.
         options = OptionsSnapshot.of(inner.optim.param_groups)
         for number, segment in enumerate(self._segments):

@@ -28,7 +28,7 @@ from onecopy.data_parallel.forward_wait import ForwardWaitHooks, check_uses
 from onecopy.data_parallel.gradient_buckets import GradientBucket, ReductionPolicy
 from onecopy.data_parallel.mixed_precision import MixedPrecision, convert_params, params_to_convert
 from onecopy.data_parallel.module_sync import ModuleSync
-from onecopy.data_parallel.optimizer_takeover import OptimizerPlan, plan_optimizer, take_over
+from onecopy.data_parallel.optimizer_takeover import OptimizerPlan, plan_optimizer, restored_on_failure, take_over
 from onecopy.data_parallel.pipelined_step import PipelinedStep
 from onecopy.data_parallel.sparse_rows import RowBucket, embeddings_to_send_by_rows
 from onecopy.errors import RanksDisagreeError
@@ -101,11 +101,11 @@ class ShardedDataParallel(nn.Module, Joinable):
         uses = uses or {}
         with FailTogether(collectives, _CONSTRUCTING) as together:
             # First of all, because the mesh determines the ranks that compare the other arguments.
-            check_optimizers(optimizers, collectives)
             replicas = None if mesh is None else replicas_of(mesh, collectives)
             together.facts = [Fact("mesh", str(None if mesh is None else tuple(mesh.shape)))]
         # Compared inside the shard group first, then across replicas, so that all ranks of the mesh raise together.
         with FailTogether(replicas, _CONSTRUCTING) as across, FailTogether(collectives, _CONSTRUCTING) as together:
+            check_optimizers(optimizers, collectives)
             check_mixed_precision(mixed_precision)
             check_module(module, optimizers)
             embeddings = embeddings_to_send_by_rows(module, collectives) if sparse_embeddings else []
@@ -151,20 +151,23 @@ class ShardedDataParallel(nn.Module, Joinable):
         order = {id(param): place for place, param in enumerate(reversed(list(module.parameters())))}
         gradient_sources = []
         buckets: list[tuple[int, GradientBucket]] = []  # with the place of the parameter that autograd reaches last
-        for plan in plans:
-            engine = plan.optimizer.engine
-            gradient_sources.append(take_over(plan, to_convert, self.mixed_precision))
-            pipeline = PipelinedStep(engine, plan.buckets, overlap_forward, len(plans) == 1, policy.replicas)
-            self._pipelines.append((plan.optimizer, pipeline))
-            plan.optimizer.step_schedule = pipeline.step
-            plan.optimizer.wait_for_transfers = pipeline.wait
-            for bucket_plan in plan.buckets:
-                params = [engine.params[index] for index in bucket_plan.params]
-                bucket_class = RowBucket if id(params[0]) in row_params else GradientBucket
-                bucket = bucket_class(bucket_plan, params, [names[id(param)] for param in params], policy)
-                buckets.append((max(order[id(param)] for param in params), bucket))
-            log_layout(engine)
-        convert_params(module.parameters(), to_convert, self.mixed_precision)  # parameters that no optimizer has
+        # If a rank has no memory for its buckets, the ranks of all replicas raise, and nothing has changed.
+        across, together = FailTogether(policy.replicas, _CONSTRUCTING), FailTogether(self._collectives, _CONSTRUCTING)
+        with restored_on_failure(module, plans), across, together:
+            for plan in plans:
+                engine = plan.optimizer.engine
+                gradient_sources.append(take_over(plan, to_convert, self.mixed_precision))
+                pipeline = PipelinedStep(engine, plan.buckets, overlap_forward, len(plans) == 1, policy.replicas)
+                self._pipelines.append((plan.optimizer, pipeline))
+                for bucket_plan in plan.buckets:
+                    params = [engine.params[index] for index in bucket_plan.params]
+                    bucket_class = RowBucket if id(params[0]) in row_params else GradientBucket
+                    bucket = bucket_class(bucket_plan, params, [names[id(param)] for param in params], policy)
+                    buckets.append((max(order[id(param)] for param in params), bucket))
+            convert_params(module.parameters(), to_convert, self.mixed_precision)  # parameters that no optimizer has
+        for optimizer, pipeline in self._pipelines:
+            optimizer.step_schedule, optimizer.wait_for_transfers = pipeline.step, pipeline.wait
+            log_layout(optimizer.engine)
         buckets.sort(key=lambda entry: entry[0])
         reducer = BackwardReducer([bucket for _, bucket in buckets], policy)
         for gradients in gradient_sources:

@@ -228,10 +228,11 @@ class OverlappedStep:
             if source == self._collectives.group_rank:
                 message = write_handover(groups, [], False)
         received = self._collectives.broadcast_bytes(message, source)
-        if received and not has_inputs:
-            read_handover(received).apply_options(groups)
-            self._engine.inner.push_options(groups)
-            info.options = OptionsSnapshot.of(self._engine.inner.optim.param_groups)
+        with info.update_failure:
+            if received and not has_inputs:
+                read_handover(received).apply_options(groups)
+                self._engine.inner.push_options(groups)
+                info.options = OptionsSnapshot.of(self._engine.inner.optim.param_groups)
 
     def _any_rank_has_gradient(self, update: BucketUpdate) -> dict[int, bool]:
         """Return for each parameter of a bucket whether any rank has a gradient."""

@@ -133,6 +133,11 @@ class Engine:
         self.inner, self._storage_class, self.gradients = inner, storage_class, gradients
         self.set_layout(list(self.params), layout)
 
+    def restore_function(self) -> Callable[[], None]:
+        """Return a function that undoes a later :meth:`take_over`; the caller puts the parameters' memory back."""
+        attributes = dict(vars(self))
+        return lambda: vars(self).update(attributes)
+
     def follow_moved_params(self) -> None:
         """Follow parameters whose memory was moved since the last step; raise if their state cannot follow."""
         moved = self.storage.moved()

@@ -484,6 +484,74 @@ def test_buffers_follow_the_first_rank(world_size: int) -> None:
         assert not torch.equal(next(alone.module.buffers()), next(ours.module.buffers()))
 
 
+def _train(side: Side, number: int) -> None:
+    one_step(side, number)
+
+
+def _accumulate(side: Side, number: int) -> None:
+    with side.model.no_sync():
+        loss_of(side, number).backward()
+
+
+def _train_in_evaluation_mode(side: Side, number: int) -> None:
+    """With the averages of earlier batches, so that gradients depend on buffers."""
+    side.model.eval()
+    one_step(side, number)
+    side.model.train()
+
+
+def _evaluate(side: Side, number: int) -> None:
+    side.model.eval()
+    with torch.no_grad():
+        side.noted.append(loss_of(side, number))
+    side.model.train()
+
+
+def _forward_without_gradients(side: Side, number: int) -> None:
+    """In training mode, so that buffers change."""
+    with torch.no_grad():
+        side.noted.append(loss_of(side, number))
+
+
+def _wrong_inputs(side: Side, number: int) -> None:
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        side.model(torch.ones(2, 3))
+
+
+def _wrong_inputs_without_gradients(side: Side, number: int) -> None:
+    with torch.no_grad():
+        _wrong_inputs(side, number)
+
+
+PASSES = (
+    _train,
+    _accumulate,
+    _train_in_evaluation_mode,
+    _evaluate,
+    _forward_without_gradients,
+    _wrong_inputs,
+    _wrong_inputs_without_gradients,
+)
+
+
+@pytest.mark.parametrize("second", PASSES, ids=lambda kind: kind.__name__)
+@distributed(2)
+def test_buffers_are_those_of_ddp_after_every_pass(world_size: int, second: Callable[[Side, int], None]) -> None:
+    """DDP sends them before a pass if the pass before it had gradients that are reduced."""
+    plain, ours = Side(False, Batched), Side(True, Batched)
+    number = 0
+    for first in PASSES:
+        for kind in (_train, first, second, _train):
+            number += 1
+            for side in (plain, ours):
+                kind(side, number)
+            text = f"{first.__name__}, {second.__name__}: after {kind.__name__}"
+            assert ours.model.require_forward_param_sync == plain.model.require_forward_param_sync, text
+            assert_equal(ours.module.buffers(), plain.module.buffers(), text)
+        assert_equal(ours.params, plain.params, f"{first.__name__}, {second.__name__}")
+    assert_equal(ours.noted, plain.noted, "outputs")
+
+
 @distributed(2)
 def test_a_buffer_that_the_module_replaces_follows_too(world_size: int) -> None:
     side = Side(True, Counting)

@@ -25,27 +25,8 @@ REFUSED = {
 }
 """What docs/ says that a level refuses, by feature. Anything else must work."""
 
-OFF = {
-    "freezing after no_sync": "level 3 refuses a parameter frozen between no_sync and the synchronising pass",
-    "no_sync in Join": "a rank without inputs does not know which passes synchronise",
-    "another state": "optimizer.state = ... is ignored",
-}
+OFF: dict[str, str] = {}
 """What is not drawn today because it is known to fail. An entry goes when its fault is mended."""
-
-GROUPS_EDITED_BEFORE_ADDING = False
-"""Whether param_groups may be edited before add_param_group, which undoes such edits today."""
-
-BUFFERS_IN_EVALUATION = False
-"""Whether level 3 sends buffers before passes in evaluation mode, as DDP does.
-
-Today it does so before passes in training mode only: batch normalisation has other averages on every rank.
-"""
-
-BUFFERS_IN_JOIN = False
-"""Whether level 3 ends a join context with the buffers of the rank that had the most inputs, as DDP does.
-
-Today each rank keeps its own: rank 0's, which the next pass gives to all, may be those of the rank that stopped first.
-"""
 
 
 @dataclass(frozen=True)

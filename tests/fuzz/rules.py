@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tests.fuzz.levels import BUFFERS_IN_EVALUATION, BUFFERS_IN_JOIN, GROUPS_EDITED_BEFORE_ADDING, OFF, REFUSED
-from tests.fuzz.operations import AddGroup, EditGroup, EditState, Move, Reload, ResetState, RollBack, Uneven
+from tests.fuzz.levels import OFF, REFUSED
+from tests.fuzz.operations import EditState, Move, Reload, ResetState, RollBack, Uneven
 from tests.fuzz.optimizers import CLASSES
 from tests.fuzz.programs import Program
 
@@ -57,7 +57,7 @@ def _class_fits(program: Program) -> bool:
         return False  # torch divides by its number of elements
     mixed = program.has("fp64") or program.has("bf16")
     if program.optimizer == "Adafactor" and mixed:
-        return False  # torch takes the eps of the first parameter's type for all of them: it combines parameters
+        return False  # torch takes the eps of the first parameter's type for all of them: onecopy refuses it
     if program.optimizer == "SGD" and program.narrow and ("fused", "True") in program.options:
         return False  # torch's kernel for bf16 reads momentum that it has not written
     return not chosen.matrices or all(part.is_like.matrices for part in program.parts)
@@ -77,14 +77,8 @@ def _groups_are_added_once(program: Program) -> bool:
         return False  # torch's schedulers do not know new groups; a new optimizer would have to be given them again
     if late and any("rolling back" in operation.features for operation in program.operations):
         return False  # a load adds an option to torch's defaults, which groups that are added later then have
-    if len(program.groups) > 1 and len(program.parts) - len(late) < 2:
-        return False  # torch refuses names where a group is empty
-    edited = False
-    for operation in program.operations:
-        edited = edited or isinstance(operation, EditGroup)
-        if edited and isinstance(operation, AddGroup) and not GROUPS_EDITED_BEFORE_ADDING:
-            return False
-    return True
+    # torch refuses names where a group is empty.
+    return not (len(program.groups) > 1 and len(program.parts) - len(late) < 2)
 
 
 def _kept_state_is_current(program: Program) -> bool:
@@ -117,12 +111,10 @@ def _buffers_are_equal(program: Program) -> bool:
         return False
     if any("rolling back" in operation.features for operation in program.operations):
         return False  # only rank 0's come back
-    joins = any("Join" in operation.features for operation in program.operations)
-    if joins and (program.moves or (program.has_level("sharded") and not BUFFERS_IN_JOIN)):
-        return False  # after a join context DDP goes on sending the last rank's buffers, a new DDP sends rank 0's
-    # DDP sends no buffers in the pass after one without gradients, but a new DDP does.
-    evaluates = any(operation.features & {"evaluation", "evaluation mode"} for operation in program.operations)
-    return not (evaluates and (program.moves or (program.has_level("sharded") and not BUFFERS_IN_EVALUATION)))
+    # After a join context DDP goes on sending the last rank's buffers, and in the pass after one without gradients it
+    # sends none. A new DDP sends rank 0's before its first pass.
+    changes = {"Join", "evaluation", "evaluation mode"}
+    return not (program.moves and any(operation.features & changes for operation in program.operations))
 
 
 RULES: tuple[Callable[[Program], bool], ...] = (

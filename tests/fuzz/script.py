@@ -229,8 +229,8 @@ def _groups(program: Program) -> list[str]:
 
 
 def _which(program: Program) -> str:
-    """Level 3 and a new DDP send buffers where DDP skips it (after ``no_sync``): only rank 0's are the same then."""
-    if not (program.has("batch_norm") and (program.moves or program.has_level("sharded"))):
+    """A new DDP sends buffers where DDP skips it (after ``no_sync``): only rank 0's are the same then."""
+    if not (program.has("batch_norm") and program.moves):
         return ""
     return " if RANK == 0 or '.running_' not in name"
 

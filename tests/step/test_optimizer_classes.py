@@ -11,8 +11,9 @@ import schedulefree  # type: ignore[import-untyped]
 import torch
 from torch.optim import Optimizer
 
-from onecopy import ZeroRedundancyOptimizer
-from onecopy.step.optimizer_classes import check_class, check_options, is_elementwise
+from onecopy import MixedPrecision, ShardedDataParallel, ZeroRedundancyOptimizer
+from onecopy.step.optimizer_classes import check_class, check_dtypes, check_options, is_elementwise
+from tests.support.harness import distributed
 
 KNOWN_ELEMENTWISE = [
     torch.optim.SGD,
@@ -132,6 +133,57 @@ def test_lamb_is_refused_while_it_clips_by_the_norm_of_all_gradients(kind: str) 
 def test_lamb_without_global_clipping_is_accepted() -> None:
     check_class(pytorch_optimizer.Lamb, ZeroRedundancyOptimizer)
     check_options(pytorch_optimizer.Lamb([torch.ones(1)], max_grad_norm=0.0))
+
+
+class MyAdafactor(torch.optim.Adafactor):
+    """A user's variation."""
+
+
+FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
+
+
+@pytest.mark.parametrize("optimizer_class", [torch.optim.Adafactor, MyAdafactor])
+def test_adafactor_over_several_dtypes_in_a_group_is_refused(optimizer_class: type[torch.optim.Adafactor]) -> None:
+    """torch takes the epsilon of the first parameter's dtype for all parameters of the group."""
+    optimizer = optimizer_class([{"params": [torch.ones(2)]}, {"params": [torch.ones(2)]}])
+    with pytest.raises(
+        ValueError, match=r"Adafactor over .*\(parameter group 1: torch.bfloat16, torch.float32\).*eps="
+    ):
+        check_dtypes(optimizer, [(0, FLOAT32), (1, FLOAT32), (1, BFLOAT16)])
+    check_dtypes(optimizer, [(0, FLOAT32), (1, BFLOAT16), (1, BFLOAT16)])
+    optimizer.param_groups[1]["eps"] = (1e-7, 1e-3)
+    check_dtypes(optimizer, [(0, FLOAT32), (1, FLOAT32), (1, BFLOAT16)])
+
+
+def test_another_class_over_several_dtypes_is_accepted() -> None:
+    check_dtypes(torch.optim.AdamW([torch.ones(1)]), [(0, FLOAT32), (0, BFLOAT16)])
+
+
+@distributed(2)
+def test_adafactor_is_refused_on_all_ranks_although_each_owns_one_dtype(world_size: int) -> None:
+    wide, narrow = torch.nn.Linear(8, 8, bias=False), torch.nn.Linear(8, 8, bias=False).bfloat16()
+    params = [*wide.parameters(), *narrow.parameters()]
+    with pytest.raises(ValueError, match="Adafactor over several dtypes"):
+        ZeroRedundancyOptimizer(params, torch.optim.Adafactor)
+    ZeroRedundancyOptimizer(params, torch.optim.Adafactor, master_weights=True)
+    ZeroRedundancyOptimizer(params, torch.optim.Adafactor, eps=(1e-7, 1e-3))
+    optimizer = ZeroRedundancyOptimizer(wide.parameters(), torch.optim.Adafactor)
+    optimizer.add_param_group({"params": list(narrow.parameters())})
+    with pytest.raises(ValueError, match=r"parameter group 2: torch.bfloat16, torch.float32"):
+        optimizer.add_param_group({"params": [torch.ones(2, requires_grad=True), torch.ones(2, dtype=BFLOAT16)]})
+    assert len(optimizer.param_groups) == len(optimizer.optim.param_groups) == 2
+
+
+@distributed(2)
+def test_adafactor_is_refused_where_mixed_precision_would_leave_several_dtypes(world_size: int) -> None:
+    module = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8))
+    optimizer = ZeroRedundancyOptimizer(module.parameters(), torch.optim.Adafactor)
+    with pytest.raises(ValueError, match="Adafactor over several dtypes"):
+        ShardedDataParallel(
+            module, optimizer, mixed_precision=MixedPrecision(param_dtype=BFLOAT16, master_weights=False)
+        )
+    assert {param.dtype for param in module.parameters()} == {FLOAT32}
+    ShardedDataParallel(module, optimizer, mixed_precision=MixedPrecision(param_dtype=BFLOAT16))
 
 
 def test_a_differentiable_optimizer_is_refused_with_its_group() -> None:

@@ -19,7 +19,7 @@ class ModuleSync:
 
     Args:
         module: the module.
-        broadcast_buffers: whether buffers are broadcast before each training forward pass.
+        broadcast_buffers: whether buffers are broadcast after the construction, too.
         collectives: the ranks that share one replica's gradients and state.
         replicas: the ranks with the same place in other replicas (with a mesh), or None.
     """
@@ -31,9 +31,13 @@ class ModuleSync:
         self._broadcast_buffers = broadcast_buffers
         self._collectives, self._replicas = collectives, replicas
 
-    def buffers_to_broadcast(self) -> list[Tensor]:
-        """The buffers that the module has now; none without ``broadcast_buffers``."""
-        return buffers_of(self._module) if self._broadcast_buffers else []
+    def buffers_to_broadcast(self, last_pass_synchronised: bool = True) -> list[Tensor]:
+        """The buffers that the module has now; none without ``broadcast_buffers``.
+
+        DDP broadcasts buffers before a forward pass, with or without gradients, if the pass before it had gradients
+        that are reduced. So it sends them once before several passes under ``no_sync()`` or without gradients.
+        """
+        return buffers_of(self._module) if self._broadcast_buffers and last_pass_synchronised else []
 
     def broadcast_all(self) -> None:
         """Broadcast all parameters and buffers of the first rank."""

@@ -18,6 +18,7 @@ from onecopy.data_parallel.sharded_gradients import ShardedGradients
 from onecopy.layout import BucketPlan, Layout, plan_buckets
 from onecopy.optimizer import ZeroRedundancyOptimizer
 from onecopy.step.master_weights import MasterWeightPolicy
+from onecopy.step.optimizer_classes import check_dtypes
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +77,9 @@ def plan_optimizer(
     )
     current = engine.inner.master_policy
     fp32_copies = current.fp32_copies or (mixed_precision.param_dtype is not None and mixed_precision.master_weights)
-    return OptimizerPlan(optimizer, layout, buckets, MasterWeightPolicy(fp32_copies, current.offload))
+    master_policy = MasterWeightPolicy(fp32_copies, current.offload)
+    check_dtypes(optimizer.optim, master_policy.stepped_dtypes(specs))
+    return OptimizerPlan(optimizer, layout, buckets, master_policy)
 
 
 @contextlib.contextmanager

@@ -24,6 +24,7 @@ from onecopy.data_parallel.argument_checks import (
     replicas_of,
 )
 from onecopy.data_parallel.backward import BackwardReducer
+from onecopy.data_parallel.backward_join import BackwardJoinHook, exchange_pass_flags, highest_last_joiner
 from onecopy.data_parallel.forward_wait import ForwardWaitHooks, check_uses
 from onecopy.data_parallel.gradient_buckets import GradientBucket, ReductionPolicy
 from onecopy.data_parallel.mixed_precision import MixedPrecision, convert_params, params_to_convert
@@ -31,12 +32,10 @@ from onecopy.data_parallel.module_sync import ModuleSync
 from onecopy.data_parallel.optimizer_takeover import OptimizerPlan, plan_optimizer, restored_on_failure, take_over
 from onecopy.data_parallel.pipelined_step import PipelinedStep
 from onecopy.data_parallel.sparse_rows import RowBucket, embeddings_to_send_by_rows
-from onecopy.errors import RanksDisagreeError
 from onecopy.optimizer import ZeroRedundancyOptimizer
 from onecopy.step.debug_log import log_layout
 from onecopy.step.engine import Engine, collectives_of
 from onecopy.step.gradient_norm import clip, total_norm
-from onecopy.step.join import naming_the_rule
 from onecopy.step.rank_comparison import layout_facts
 
 _CONSTRUCTING = "constructing ShardedDataParallel"
@@ -58,7 +57,7 @@ class ShardedDataParallel(nn.Module, Joinable):
         module: the model; all ranks begin with the parameters and buffers of rank 0.
         optimizer: a :class:`ZeroRedundancyOptimizer` that has not stepped yet, or several; together they must have
             every parameter of the module that needs a gradient.
-        broadcast_buffers: broadcast the buffers of rank 0 before each training forward.
+        broadcast_buffers: broadcast the buffers of rank 0 before the forward passes before which DDP does.
         bucket_bytes: the size from which a bucket is full; the last ones are smaller, one parameter may be larger.
         overlap_forward: let ``step()`` return while parameters are in flight; each submodule waits for its own
             parameters just before its forward. Read :attr:`uses` first.
@@ -130,6 +129,7 @@ class ShardedDataParallel(nn.Module, Joinable):
         self.device_type: str = devices[0].type
         self.is_multi_device_module: bool = len(devices) > 1
         self.require_forward_param_sync = True  # DDP's name: whether the last pass synchronises
+        self._may_be_joining = False  # from the construction of a join context to its end
         self._collectives = collectives
         self._reduction_policy = ReductionPolicy(collectives, replicas, mixed_precision.reduce_dtype)
         self._module_sync = ModuleSync(module, broadcast_buffers, collectives, replicas)
@@ -187,14 +187,18 @@ class ShardedDataParallel(nn.Module, Joinable):
             self._reducer.reset()
         if self._wait_hooks is not None:
             self._wait_hooks.before_forward()
-        if torch.is_grad_enabled():
-            self._before_training_forward()
+        # Inside a join context the ranks without inputs know nothing of a pass without gradients.
+        is_known = torch.is_grad_enabled() or not (self._may_be_joining and in_join_context(self))
+        if is_known:
+            self._before_forward()
         dtype = self.mixed_precision.param_dtype
         if dtype is not None and self.mixed_precision.cast_inputs:
             inputs, kwargs = cast_floating(inputs, dtype), cast_floating(kwargs, dtype)
         with self._sparse_embeddings():
             output = self.module(*inputs, **kwargs)
         self._raise_deferred_failures()
+        if is_known:
+            self.require_forward_param_sync = torch.is_grad_enabled() and self.require_backward_grad_sync
         if torch.is_grad_enabled():
             self._watch_backward(output)
         return output
@@ -210,18 +214,21 @@ class ShardedDataParallel(nn.Module, Joinable):
             for embedding in self._sparse_in_forward:
                 embedding.sparse = False
 
-    def _before_training_forward(self) -> None:
-        self._reducer.attach_hooks()
-        buffers = self._module_sync.buffers_to_broadcast() if self.module.training else []
-        if in_join_context(self) or buffers:
+    def _before_forward(self) -> None:
+        """Prepare the reducer for a pass with gradients, and broadcast buffers if the last pass synchronised."""
+        buffers = self._module_sync.buffers_to_broadcast(self.require_forward_param_sync)
+        joins = in_join_context(self)  # also after the context has ended, when all ranks have inputs again
+        source = self._collectives.world_size - 1 if joins else 0
+        if buffers or (joins and torch.is_grad_enabled()):
             self._raise_deferred_failures()
-        source = 0
-        if in_join_context(self):
-            Join.notify_join_context(self)
-            source = self._exchange_join_flags(active=True, synchronises=self.require_backward_grad_sync)[0]
-        self._reducer.synchronises = self.require_forward_param_sync = self.require_backward_grad_sync
-        for engine in self._engines:
-            engine.gradients.accumulating = not self.require_backward_grad_sync
+        if torch.is_grad_enabled():
+            self._reducer.attach_hooks()
+            if joins:
+                Join.notify_join_context(self)
+                source = exchange_pass_flags(self._collectives, True, self.require_backward_grad_sync)[0]
+            self._reducer.synchronises = self.require_backward_grad_sync
+            for engine in self._engines:
+                engine.gradients.accumulating = not self.require_backward_grad_sync
         self._module_sync.broadcast_buffers(buffers, source)
 
     def _raise_deferred_failures(self) -> None:
@@ -319,7 +326,8 @@ class ShardedDataParallel(nn.Module, Joinable):
         Args:
             **kwargs: not used; shared with the other joinables.
         """
-        return _BackwardJoinHook(self)
+        self._may_be_joining = True
+        return BackwardJoinHook(self.serve_backward, self._leave_join_context)
 
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> NoReturn:
@@ -340,24 +348,20 @@ class ShardedDataParallel(nn.Module, Joinable):
         """Take part in a forward and backward pass of ranks that still have inputs."""
         self.wait()
         self._raise_deferred_failures()
-        source, synchronises = self._exchange_join_flags(active=False, synchronises=False)
+        buffers = self._module_sync.buffers_to_broadcast(self.require_forward_param_sync)
+        source, synchronises = exchange_pass_flags(self._collectives, active=False, synchronises=False)
         self.require_forward_param_sync = synchronises
-        self._module_sync.broadcast_buffers(self._module_sync.buffers_to_broadcast(), source)
+        self._module_sync.broadcast_buffers(buffers, source)
         if synchronises:
             self._reducer.serve_pass()
 
-    def _exchange_join_flags(self, active: bool, synchronises: bool) -> tuple[int, bool]:
-        """Return the lowest rank that has inputs, and whether the backward passes of ranks with inputs synchronise."""
-        with naming_the_rule():
-            flags = self._collectives.all_gather_flags([int(active), int(synchronises)], "forward()")
-        with_inputs = {group_rank: bool(flag[1]) for group_rank, flag in enumerate(flags) if flag[0]}
-        if len(set(with_inputs.values())) > 1:
-            accumulating = [group_rank for group_rank, flag in with_inputs.items() if not flag]
-            raise RanksDisagreeError(
-                f"rank {self._collectives.group_rank}: forward() runs under no_sync() on ranks {accumulating}, and on "
-                "the other ranks that have inputs it does not; use no_sync() on all of them or on none"
-            )
-        return next(iter(with_inputs.items()))
+    def _leave_join_context(self, is_last_joiner: bool) -> None:
+        """Give all ranks the buffers of a rank that had the most inputs."""
+        self._may_be_joining = False
+        buffers = self._module_sync.buffers_to_broadcast()
+        if buffers:
+            self._raise_deferred_failures()
+            self._module_sync.broadcast_buffers(buffers, highest_last_joiner(self._collectives, is_last_joiner))
 
 
 def _facts(
@@ -385,14 +389,3 @@ def _waiting_hook(model: weakref.ref[ShardedDataParallel]) -> Callable[..., None
             live.wait()
 
     return wait
-
-
-class _BackwardJoinHook(JoinHook):
-    """Lets a rank that has run out of inputs take part in the other ranks' passes."""
-
-    def __init__(self, model: ShardedDataParallel) -> None:
-        self._model = model
-
-    def main_hook(self) -> None:
-        """Take part in one pass."""
-        self._model.serve_backward()

@@ -16,7 +16,12 @@ from onecopy.common.torch_private import bare_step
 from onecopy.layout import Layout, Shard
 from onecopy.step.group_options import apply_changes, options_of, replace_options
 from onecopy.step.master_weights import MasterWeight, MasterWeightPolicy, MasterWeights
-from onecopy.step.optimizer_classes import REFUSES_SPARSE_GRADIENTS, SKIPS_MISSING_GRADIENTS, check_options
+from onecopy.step.optimizer_classes import (
+    REFUSES_SPARSE_GRADIENTS,
+    SKIPS_MISSING_GRADIENTS,
+    check_dtypes,
+    check_options,
+)
 from onecopy.step.owned_shards import MakeSteppedTensor, OwnedShard, converted, param_or_view, separate_view
 from onecopy.step.parameter_groups import Group, first_places
 
@@ -75,6 +80,7 @@ class InnerOptimizer:
         for group, inner in zip(groups, self.optim.param_groups, strict=True):
             self._repeat(group, inner)
         check_options(self.optim)
+        check_dtypes(self.optim, self.master_policy.stepped_dtypes(layout.params))
         self._run_step = bare_step(self.optim)
         self._may_get_sparse: list[OwnedShard] = []
         self._takes_closure = "closure" in inspect.signature(type(self.optim).step).parameters
@@ -122,6 +128,7 @@ class InnerOptimizer:
         self.listed_params.append(list(group["params"]))
         self._repeat(group, self.optim.param_groups[position])
         check_options(self.optim)
+        check_dtypes(self.optim, self.master_policy.stepped_dtypes(layout.params))
 
     def keep_groups(self, count: int, layout: Layout) -> None:
         """Remove all but the first ``count`` groups, which ``layout`` describes."""

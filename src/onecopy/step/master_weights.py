@@ -6,7 +6,7 @@ the owner of a shard has a copy of it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from onecopy.common.flat_views import flat_view
+from onecopy.layout import ParamSpec
 
 CHUNK = 1 << 18
 """Number of elements that are compared at a time: they stay in the processor's cache."""
@@ -44,16 +45,23 @@ class MasterWeightPolicy:
 
     def applies_to(self, param: Tensor) -> bool:
         """Whether this parameter is stepped through a copy."""
-        return (self.fp32_copies and _is_half(param)) or (self.offload and param.device.type != "cpu")
+        return (self.fp32_copies and _is_half(param.dtype)) or (self.offload and param.device.type != "cpu")
+
+    def stepped_dtypes(self, params: Iterable[ParamSpec]) -> list[tuple[int, torch.dtype]]:
+        """The group of each parameter, and the dtype in which it is stepped."""
+        return [(param.group, self._dtype_of(param.dtype)) for param in params]
 
     def copy_of(self, param_view: Tensor) -> Tensor:
         """A copy of an owned range, in the dtype and on the device of the policy."""
-        dtype = torch.float32 if self.fp32_copies and _is_half(param_view) else param_view.dtype
+        dtype = self._dtype_of(param_view.dtype)
         return param_view.detach().to("cpu" if self.offload else param_view.device, dtype, copy=True)
 
+    def _dtype_of(self, dtype: torch.dtype) -> torch.dtype:
+        return torch.float32 if self.fp32_copies and _is_half(dtype) else dtype
 
-def _is_half(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() and tensor.dtype.itemsize < 4
+
+def _is_half(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point and dtype.itemsize < 4
 
 
 @dataclass(frozen=True, slots=True)

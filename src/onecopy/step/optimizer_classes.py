@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch.optim import Optimizer
 
@@ -87,6 +89,28 @@ def check_options(optimizer: Optimizer) -> None:
                 f"{type(optimizer).__qualname__} with max_grad_norm (parameter group {position}) cannot be sharded "
                 "exactly: it clips by the norm of all gradients, and a rank sees only its own; pass "
                 "max_grad_norm=0 (or None) and clip with torch.nn.utils.clip_grad_norm_ before step()"
+            )
+
+
+def check_dtypes(optimizer: Optimizer, dtypes: Iterable[tuple[int, torch.dtype]]) -> None:
+    """Raise if the update of one parameter depends on the dtype of another parameter.
+
+    Args:
+        optimizer: the constructed optimizer, which may have only some of the parameters.
+        dtypes: the group and the dtype of every parameter of all ranks, as the optimizers of their owners see it.
+    """
+    if not isinstance(optimizer, torch.optim.Adafactor):
+        return
+    dtypes_of: dict[int, set[str]] = {}
+    for position, dtype in dtypes:
+        dtypes_of.setdefault(position, set()).add(str(dtype))
+    for position, names in dtypes_of.items():
+        if len(names) > 1 and optimizer.param_groups[position]["eps"][0] is None:
+            raise ValueError(
+                f"{type(optimizer).__qualname__} over several dtypes (parameter group {position}: "
+                f"{', '.join(sorted(names))}) cannot be sharded exactly: it takes the epsilon of the first parameter's "
+                "dtype for all parameters of a group, and a rank sees only its own; pass eps=(1e-7, 1e-3), or make a "
+                "parameter group for each dtype"
             )
 
 

@@ -79,6 +79,8 @@ class ShardedDataParallel(nn.Module, Joinable):
         is_multi_device_module: whether the module has parameters on several devices.
     """
 
+    _may_be_joining = False  # True from the construction of a join context to its end
+
     def __init__(
         self,
         module: nn.Module,
@@ -129,7 +131,6 @@ class ShardedDataParallel(nn.Module, Joinable):
         self.device_type: str = devices[0].type
         self.is_multi_device_module: bool = len(devices) > 1
         self.require_forward_param_sync = True  # DDP's name: whether the last pass synchronises
-        self._may_be_joining = False  # from the construction of a join context to its end
         self._collectives = collectives
         self._reduction_policy = ReductionPolicy(collectives, replicas, mixed_precision.reduce_dtype)
         self._module_sync = ModuleSync(module, broadcast_buffers, collectives, replicas)

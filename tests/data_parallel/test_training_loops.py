@@ -1,4 +1,4 @@
-"""Training loops with ``ShardedDataParallel``, against DDP: accumulation, clipping, scaling, freezing, buffers."""
+"""Training loops with ``ShardedDataParallel``, against DDP: accumulation, clipping, scaling, freezing."""
 
 from __future__ import annotations
 
@@ -21,27 +21,13 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import StepLR
 
 from onecopy import ShardedDataParallel, ZeroRedundancyOptimizer
-from tests.support.data_parallel import ROUNDING, SGD, Layers, Side, as_if_large, different_layers, inputs_of, one_step
+from tests.support.data_parallel import ROUNDING, SGD, Layers, Side, as_if_large, different_layers, inputs_of
 from tests.support.data_parallel_use import Batched, Checkpointed, closure, loss_of
 from tests.support.ddp_training import Branching
 from tests.support.harness import distributed
 from tests.support.models import assert_equal, assert_replicas_equal, small_model, values
 
 STEPS = 5
-
-
-class Counting(Layers):
-    """Puts a new tensor in the place of its buffer in every forward pass."""
-
-    seen: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("seen", torch.zeros(()))
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        self.seen = self.seen + 1 + dist.get_rank()
-        return super().forward(inputs)
 
 
 class Twins(Layers):
@@ -470,94 +456,6 @@ def test_a_backward_pass_that_fails_leaves_the_gradients_it_did_not_reach(world_
         side.model.zero_grad()
     side.model(inputs_of(dist.get_rank(), 2))  # ends the interrupted pass
     assert side.model.grad_norm() == (0.0 if zeroed else before)
-
-
-@distributed(2, 3)
-def test_buffers_follow_the_first_rank(world_size: int) -> None:
-    plain, ours = Side(False, Batched), Side(True, Batched)
-    alone = Side(True, Batched, broadcast_buffers=False)
-    for step in range(4):
-        for side in (plain, ours, alone):
-            one_step(side, step)
-        assert_equal(ours.module.buffers(), plain.module.buffers(), f"step {step}", 0.0 if world_size == 2 else 1e-5)
-    if dist.get_rank() != 0:
-        assert not torch.equal(next(alone.module.buffers()), next(ours.module.buffers()))
-
-
-def _train(side: Side, number: int) -> None:
-    one_step(side, number)
-
-
-def _accumulate(side: Side, number: int) -> None:
-    with side.model.no_sync():
-        loss_of(side, number).backward()
-
-
-def _train_in_evaluation_mode(side: Side, number: int) -> None:
-    """With the averages of earlier batches, so that gradients depend on buffers."""
-    side.model.eval()
-    one_step(side, number)
-    side.model.train()
-
-
-def _evaluate(side: Side, number: int) -> None:
-    side.model.eval()
-    with torch.no_grad():
-        side.noted.append(loss_of(side, number))
-    side.model.train()
-
-
-def _forward_without_gradients(side: Side, number: int) -> None:
-    """In training mode, so that buffers change."""
-    with torch.no_grad():
-        side.noted.append(loss_of(side, number))
-
-
-def _wrong_inputs(side: Side, number: int) -> None:
-    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-        side.model(torch.ones(2, 3))
-
-
-def _wrong_inputs_without_gradients(side: Side, number: int) -> None:
-    with torch.no_grad():
-        _wrong_inputs(side, number)
-
-
-PASSES = (
-    _train,
-    _accumulate,
-    _train_in_evaluation_mode,
-    _evaluate,
-    _forward_without_gradients,
-    _wrong_inputs,
-    _wrong_inputs_without_gradients,
-)
-
-
-@pytest.mark.parametrize("second", PASSES, ids=lambda kind: kind.__name__)
-@distributed(2)
-def test_buffers_are_those_of_ddp_after_every_pass(world_size: int, second: Callable[[Side, int], None]) -> None:
-    """DDP sends them before a pass if the pass before it had gradients that are reduced."""
-    plain, ours = Side(False, Batched), Side(True, Batched)
-    number = 0
-    for first in PASSES:
-        for kind in (_train, first, second, _train):
-            number += 1
-            for side in (plain, ours):
-                kind(side, number)
-            text = f"{first.__name__}, {second.__name__}: after {kind.__name__}"
-            assert ours.model.require_forward_param_sync == plain.model.require_forward_param_sync, text
-            assert_equal(ours.module.buffers(), plain.module.buffers(), text)
-        assert_equal(ours.params, plain.params, f"{first.__name__}, {second.__name__}")
-    assert_equal(ours.noted, plain.noted, "outputs")
-
-
-@distributed(2)
-def test_a_buffer_that_the_module_replaces_follows_too(world_size: int) -> None:
-    side = Side(True, Counting)
-    for step in range(3):
-        one_step(side, step)
-        assert side.module.get_buffer("seen").item() == step + 1 + dist.get_rank(), "rank 0 adds one each time"
 
 
 @distributed(2, 3)

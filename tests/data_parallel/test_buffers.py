@@ -1,0 +1,167 @@
+"""Buffers of a module in ``ShardedDataParallel``: they are sent where DDP sends them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.algorithms.join import Join
+
+from tests.support.data_parallel import ROUNDING, Layers, Side, one_step
+from tests.support.data_parallel_use import Batched, loss_of
+from tests.support.harness import distributed
+from tests.support.models import (
+    assert_equal,
+    assert_replicas_equal,
+    more_for_earlier_ranks,
+    more_for_later_ranks,
+    values,
+)
+
+
+class Counting(Layers):
+    """Puts a new tensor in the place of its buffer in every forward pass."""
+
+    seen: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.seen = self.seen + 1 + dist.get_rank()
+        return super().forward(inputs)
+
+
+@distributed(2, 3)
+def test_buffers_follow_the_first_rank(world_size: int) -> None:
+    plain, ours = Side(False, Batched), Side(True, Batched)
+    alone = Side(True, Batched, broadcast_buffers=False)
+    for step in range(4):
+        for side in (plain, ours, alone):
+            one_step(side, step)
+        assert_equal(ours.module.buffers(), plain.module.buffers(), f"step {step}", 0.0 if world_size == 2 else 1e-5)
+    if dist.get_rank() != 0:
+        assert not torch.equal(next(alone.module.buffers()), next(ours.module.buffers()))
+
+
+def _train(side: Side, number: int) -> None:
+    one_step(side, number)
+
+
+def _accumulate(side: Side, number: int) -> None:
+    with side.model.no_sync():
+        loss_of(side, number).backward()
+
+
+def _train_in_evaluation_mode(side: Side, number: int) -> None:
+    """With the averages of earlier batches, so that gradients depend on buffers."""
+    side.model.eval()
+    one_step(side, number)
+    side.model.train()
+
+
+def _evaluate(side: Side, number: int) -> None:
+    side.model.eval()
+    with torch.no_grad():
+        side.noted.append(loss_of(side, number))
+    side.model.train()
+
+
+def _forward_without_gradients(side: Side, number: int) -> None:
+    """In training mode, so that buffers change."""
+    with torch.no_grad():
+        side.noted.append(loss_of(side, number))
+
+
+def _wrong_inputs(side: Side, number: int) -> None:
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        side.model(torch.ones(2, 3))
+
+
+def _wrong_inputs_without_gradients(side: Side, number: int) -> None:
+    with torch.no_grad():
+        _wrong_inputs(side, number)
+
+
+PASSES = (
+    _train,
+    _accumulate,
+    _train_in_evaluation_mode,
+    _evaluate,
+    _forward_without_gradients,
+    _wrong_inputs,
+    _wrong_inputs_without_gradients,
+)
+
+
+@pytest.mark.parametrize("second", PASSES, ids=lambda kind: kind.__name__)
+@distributed(2)
+def test_buffers_are_those_of_ddp_after_every_pass(world_size: int, second: Callable[[Side, int], None]) -> None:
+    """DDP sends them before a pass if the pass before it had gradients that are reduced."""
+    plain, ours = Side(False, Batched), Side(True, Batched)
+    number = 0
+    for first in PASSES:
+        for kind in (_train, first, second, _train):
+            number += 1
+            for side in (plain, ours):
+                kind(side, number)
+            text = f"{first.__name__}, {second.__name__}: after {kind.__name__}"
+            assert ours.model.require_forward_param_sync == plain.model.require_forward_param_sync, text
+            assert_equal(ours.module.buffers(), plain.module.buffers(), text)
+        assert_equal(ours.params, plain.params, f"{first.__name__}, {second.__name__}")
+    assert_equal(ours.noted, plain.noted, "outputs")
+
+
+@distributed(2)
+def test_a_buffer_that_the_module_replaces_follows_too(world_size: int) -> None:
+    side = Side(True, Counting)
+    for step in range(3):
+        one_step(side, step)
+        assert side.module.get_buffer("seen").item() == step + 1 + dist.get_rank(), "rank 0 adds one each time"
+
+
+@pytest.mark.parametrize("counts", [more_for_later_ranks, more_for_earlier_ranks])
+@pytest.mark.parametrize("mode", ["training", "evaluation", "no_sync", "passes without gradients"])
+@distributed(2, 3)
+def test_buffers_are_those_of_ddp_in_and_after_a_join_context(
+    world_size: int, mode: str, counts: Callable[[int], int]
+) -> None:
+    # Without momentum, of which a plain optimizer has less on ranks with fewer inputs.
+    plain, ours = (Side(which, Batched, options={"lr": 0.1}) for which in (False, True))
+    tolerance = 0.0 if world_size == 2 else 2 * ROUNDING
+    seen: dict[bool, list[Tensor]] = {False: [], True: []}
+    for side in (plain, ours):
+        for step in range(2):
+            one_step(side, 50 + step)
+        if mode == "evaluation":
+            side.model.eval()
+        joinables: list[Any] = [side.model, side.optimizer] if side.ours else [side.model]
+        with Join(joinables):
+            for step in range(counts(dist.get_rank())):
+                if mode == "no_sync":
+                    with side.model.no_sync():
+                        loss_of(side, 20 + step).backward()
+                if mode == "passes without gradients" and side.ours:
+                    with torch.no_grad():  # which DDP cannot do here
+                        before = values(side.module.buffers())
+                        loss_of(side, 30 + step)
+                        for buffer, old in zip(side.module.buffers(), before, strict=True):
+                            buffer.copy_(old)
+                one_step(side, step)
+                seen[side.ours] += values(side.module.buffers())
+        seen[side.ours] += values(side.module.buffers())
+        side.model.train()
+        for step in range(2):
+            one_step(side, 60 + step)
+            seen[side.ours] += values(side.module.buffers())
+            with torch.no_grad():
+                seen[side.ours].append(loss_of(side, 65 + step))
+            seen[side.ours] += values(side.module.buffers())
+    assert_equal(seen[True], seen[False], mode, tolerance)
+    assert_equal(ours.params, plain.params, mode, tolerance)
+    assert_replicas_equal(ours.params)

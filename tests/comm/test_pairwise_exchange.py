@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onecopy.comm.limits import (
-    LONGEST_BYTES,
-    SHORTEST_BYTES,
+    MAX_REDUCE_MESSAGE_BYTES,
+    MIN_REDUCE_MESSAGE_BYTES,
     STAGED_BYTES,
 )
 from onecopy.comm.pairwise_exchange import (
@@ -41,8 +41,8 @@ def test_while_one_message_is_used_the_next_of_its_size_can_arrive(size: int, co
 @given(st.integers(1, 3000), st.sampled_from([1, 2, 4, 8, 16]))
 def test_messages_of_all_ranks_fit_twice_into_the_room_but_are_never_too_short(ranks: int, itemsize: int) -> None:
     nbytes = message_length(ranks, itemsize) * itemsize
-    assert SHORTEST_BYTES <= nbytes <= LONGEST_BYTES
-    assert 2 * (ranks - 1) * nbytes <= STAGED_BYTES or nbytes == SHORTEST_BYTES
+    assert MIN_REDUCE_MESSAGE_BYTES <= nbytes <= MAX_REDUCE_MESSAGE_BYTES
+    assert 2 * (ranks - 1) * nbytes <= STAGED_BYTES or nbytes == MIN_REDUCE_MESSAGE_BYTES
 
 
 @given(st.lists(st.integers(0, 5_000_000), max_size=5), st.integers(1, 20))

@@ -391,3 +391,15 @@ def test_a_second_wrap_of_the_same_module(world_size: int) -> None:
     expect_failure_of([0, 1], again, ValueError, "already belongs")
     one_step(ours, 0)
     assert_replicas_equal(ours.params)
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap_forward"])
+@distributed(2, 4)
+def test_replicas_of_a_mesh_with_different_options_raise_in_step(world_size: int, overlap: bool) -> None:
+    mesh = init_device_mesh("cpu", (2, world_size // 2))
+    ours = Side(True, Layers, group=mesh.get_group(1), mesh=mesh, overlap_forward=overlap)
+    one_step(ours, 0)
+
+    ours.optimizer.param_groups[0]["lr"] = 1e-3 * (1 + mesh.get_local_rank(0))
+    error = failure_of(lambda: one_step(ours, 1))
+    expect(error, RanksDisagreeError, "the replicas of the mesh disagree in step.*different options")

@@ -519,3 +519,21 @@ def test_it_has_the_attributes_of_ddp(world_size: int, own_group: bool) -> None:
     assert ours.process_group is plain.process_group
     assert (ours.device, ours.device_type) == (plain.device, plain.device_type) == (torch.device("cpu"), "cpu")
     assert ours.is_multi_device_module is plain.is_multi_device_module is False
+
+
+@distributed(2)
+def test_zeroing_the_gradients_of_one_optimizer_keeps_those_of_another(world_size: int) -> None:
+    def norm_of_second(zeroes_first: bool) -> float:
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+        optimizers = [ZeroRedundancyOptimizer(part.parameters(), torch.optim.SGD, lr=1.0) for part in module]
+        model = ShardedDataParallel(module, optimizers)
+        model(torch.ones(2, 4)).sum().backward()
+        with model.no_sync():
+            model(torch.ones(2, 4)).sum().backward()
+        if zeroes_first:
+            optimizers[0].zero_grad()
+        model(torch.ones(2, 4)).sum().backward()
+        return float(optimizers[1].grad_norm())
+
+    assert norm_of_second(True) == norm_of_second(False)

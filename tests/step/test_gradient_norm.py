@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import onecopy
-from onecopy import ShardedDataParallel, ZeroRedundancyOptimizer
+from onecopy import PeerFailedError, ShardedDataParallel, ZeroRedundancyOptimizer
 from tests.support.data_parallel import Layers, inputs_of
 from tests.support.failures import check_pool, expect, expect_disagreement, expect_failure_of, failure_of
 from tests.support.harness import distributed
@@ -187,6 +187,16 @@ def test_a_sparse_gradient_is_an_error_on_all_ranks(world_size: int) -> None:
     owner = zero.layout.shards[0].owner
     layer(embedding(torch.tensor([1, 2]))).sum().backward()
     error = failure_of(lambda: zero.clip_grad_norm_(1.0))
-    kind = NotImplementedError if dist.get_rank() == owner else onecopy.PeerFailedError
-    expect(error, kind, "Sparse")
+    kind = ValueError if dist.get_rank() == owner else onecopy.PeerFailedError
+    expect(error, kind, "the gradient of parameter .weight. is sparse")
     check_pool()
+
+
+@pytest.mark.parametrize("wrong", [None, []], ids=["no optimizer", "an empty list"])
+@distributed(2, 3)
+def test_a_rank_without_an_optimizer_makes_all_ranks_raise(world_size: int, wrong: Any) -> None:
+    param = nn.Parameter(torch.ones(3))
+    optimizer = ZeroRedundancyOptimizer([param], torch.optim.SGD, lr=0.1)
+    param.grad = torch.ones(3)
+    with pytest.raises((TypeError, ValueError, PeerFailedError), match=r"ZeroRedundancyOptimizer|at least one"):
+        onecopy.clip_grad_norm_(wrong if dist.get_rank() == 0 else optimizer, 1.0)

@@ -296,3 +296,14 @@ def test_a_refused_group_in_half_precision_leaves_no_need_to_consolidate(world_s
     with pytest.raises(RanksDisagreeError, match="lr="):
         zero.add_param_group({"params": [("half", half)], "lr": 0.1 * dist.get_rank()})
     assert zero.state_dict() == before
+
+
+@distributed(2)
+def test_options_that_were_set_in_another_order_are_equal(world_size: int) -> None:
+    param = nn.Parameter(torch.ones(3))
+    optimizer = ZeroRedundancyOptimizer([param], SGD, lr=0.1)
+    for key in ("a", "b") if dist.get_rank() else ("b", "a"):
+        optimizer.param_groups[0][key] = 1
+    param.grad = torch.ones(3)
+    optimizer.step()
+    assert float(param[0]) == pytest.approx(0.9)

@@ -38,8 +38,8 @@ SGD: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
 
 def little_room(patch: pytest.MonkeyPatch) -> None:
     """Make messages short, and the room in which they are received so small that they take turns."""
-    patch.setattr(limits, "SHORTEST_BYTES", 64)
-    patch.setattr(limits, "LONGEST_BYTES", 256)
+    patch.setattr(limits, "MIN_REDUCE_MESSAGE_BYTES", 64)
+    patch.setattr(limits, "MAX_REDUCE_MESSAGE_BYTES", 256)
     patch.setattr(limits, "STAGED_BYTES", 600)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as torch_state_dict
 from torch.distributed.checkpoint.state_dict import StateDictOptions
@@ -106,6 +107,8 @@ def set_optimizer_state_dict(
     collectives = _collectives_of(given)
     with FailTogether(collectives, SET) as together:
         views = optimizer_views(model, given)
+        if options.broadcast_from_rank0 and collectives is not None and collectives.world_size != dist.get_world_size():
+            raise ValueError("broadcast_from_rank0 needs an optimizer on all ranks; give the full state on every rank")
         state_dict = dict(optim_state_dict)
         if collectives is not None and not options.broadcast_from_rank0:
             state_dict = _with_groups(state_dict, views)

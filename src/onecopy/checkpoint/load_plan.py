@@ -103,7 +103,7 @@ class OptimizerPlan:
         copies: reads that fill the tensors of ``states``, and master weights.
         states: the state of this rank's shards, by parameter.
         options: the trees of the options, by group.
-        mastered: the parameters whose master weights are among the copies.
+        loaded_masters: the parameters whose master weights are among the copies.
         has_state: whether the checkpoint has any state for this optimizer.
     """
 
@@ -111,7 +111,7 @@ class OptimizerPlan:
     copies: list[Copy] = field(default_factory=list)
     states: dict[int, dict[Any, Any]] = field(default_factory=dict)
     options: list[Any] = field(default_factory=list)
-    mastered: set[int] = field(default_factory=set)
+    loaded_masters: set[int] = field(default_factory=set)
     has_state: bool = False
 
 
@@ -133,7 +133,9 @@ def plan_model(manifest: Manifest, model: nn.Module, views: Sequence[OptimizerVi
     # A tied parameter has several names; an optimizer uses the first.
     first_name = {id(param): name for name, param in module.named_parameters()}
     converts = isinstance(model, ShardedDataParallel) and model.mixed_precision.param_dtype is not None
-    mastered = {view.names[index] for view in views for index in range(len(view.params)) if view.uses_master(index)}
+    loaded_masters = {
+        view.names[index] for view in views for index in range(len(view.params)) if view.uses_master(index)
+    }
     for name, value in wanted.items():
         if name not in manifest.model:
             continue
@@ -143,7 +145,7 @@ def plan_model(manifest: Manifest, model: nn.Module, views: Sequence[OptimizerVi
             plan.by_module_keys.update(keys_in(tree))
             continue
         optimizer_name = first_name.get(id(live.get(name)), name)
-        rounds = converts or optimizer_name in mastered
+        rounds = converts or optimizer_name in loaded_masters
         key, entry = _source_for(manifest, name, optimizer_name, tree[1], value, rounds)
         if not _is_same(value, live.get(name)):  # a hook of the module converts it for the state dict
             plan.by_module[name] = tree
@@ -264,7 +266,7 @@ def _plan_param(manifest: Manifest, saved: SavedOptimizer, plan: OptimizerPlan, 
         if part == master_weights.STATE_KEY:
             if shard.param_view is not None:
                 plan.copies.append(_copy_to(manifest, key, name, shard, shard.tensor.detach()))
-                plan.mastered.add(shard.index)
+                plan.loaded_masters.add(shard.index)
             targets[key] = shard.tensor
             continue
         targets[key] = _target(manifest.tensors[key], name, shard, shard.state.get(part))
@@ -275,12 +277,12 @@ def _plan_param(manifest: Manifest, saved: SavedOptimizer, plan: OptimizerPlan, 
         if state:
             plan.states[shard.index] = state
     weight = (manifest.model or {}).get(name)
-    if shard.param_view is not None and shard.index not in plan.mastered and weight is not None:
+    if shard.param_view is not None and shard.index not in plan.loaded_masters and weight is not None:
         # Without a saved master weight, a saved parameter of its dtype is as precise.
         entry = manifest.tensors[weight[1]]
         if entry.torch_dtype == shard.tensor.dtype and entry.shape == tuple(shard.param.shape):
             plan.copies.append(_copy_to(manifest, weight[1], name, shard, shard.tensor.detach()))
-            plan.mastered.add(shard.index)
+            plan.loaded_masters.add(shard.index)
 
 
 def _target(entry: Entry, name: str, shard: StateShard, current: Any) -> Tensor:

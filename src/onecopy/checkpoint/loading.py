@@ -213,7 +213,7 @@ def _fill_model_and_optimizers(
             entries = {name: tagged_json.decode(tree, tensors) for name, tree in plan.model.by_module.items()}  # type: ignore[arg-type]
             unwrapped(model).load_state_dict(entries, strict=False)
         for each in plan.optimizers:
-            each.view.install(each.states, decoded_options(each, tensors), each.mastered, each.has_state)
+            each.view.install(each.states, decoded_options(each, tensors), each.loaded_masters, each.has_state)
 
 
 _refusing: weakref.WeakKeyDictionary[Optimizer, RemovableHandle] = weakref.WeakKeyDictionary()

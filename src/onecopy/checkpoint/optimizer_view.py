@@ -165,7 +165,7 @@ class OptimizerView:
         self,
         states: dict[int, dict[Any, Any]],
         options: Sequence[dict[str, Any]],
-        mastered: Collection[int],
+        loaded_masters: Collection[int],
         has_state: bool,
     ) -> None:
         """Load state and options into the optimizer.
@@ -173,11 +173,11 @@ class OptimizerView:
         Args:
             states: the state of this rank's shards, by parameter.
             options: the options of every group.
-            mastered: parameters whose master weights are written already.
+            loaded_masters: parameters whose master weights are written already.
             has_state: whether any rank loads state.
         """
         if self.zero is not None:
-            load_owned(self.zero.engine.inner, self.zero.param_groups, states, options, mastered, has_state)
+            load_owned(self.zero.engine.inner, self.zero.param_groups, states, options, loaded_masters, has_state)
             self.zero.engine.allow_steps()
             return
         positions = self.split_by_group(range(len(self.params)))

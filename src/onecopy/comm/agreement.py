@@ -27,7 +27,7 @@ class Fact:
 
 
 class FirstFailure:
-    """Keeps the first exception that is raised in its ``with`` blocks, for the ranks to be told later.
+    """Keeps the first exception of its ``with`` blocks, so that this rank takes part in collectives and tells it later.
 
     Attributes:
         error: the exception, or None.
@@ -73,9 +73,10 @@ class FailTogether:
     Args:
         collectives: the ranks that make this call, or None for a process without a process group.
         call: the name of the call, for error messages.
+        facts: facts that must be equal on all ranks.
 
     Attributes:
-        facts: what must be equal on all ranks. The block sets it.
+        facts: as given. The block may set or extend it.
         flag: a boolean that the block may set.
         any_flag: after the block, whether any rank has set its flag.
     """
@@ -121,7 +122,9 @@ def raise_together(collectives: Collectives, call: str, failure: Exception | Non
         raise failure
     failed = [group_rank for group_rank, message in enumerate(messages) if message]
     if not failed:
-        raise PeerFailedError(f"rank {collectives.group_rank}: {call} failed in another replica; see its own error")
+        raise PeerFailedError(
+            f"global rank {collectives.global_rank}: {call} failed in another replica; see its own error"
+        )
     raise PeerFailedError(
         f"rank {collectives.group_rank}: {call} failed on {_ranks(failed)}: {messages[failed[0]].decode()}"
     )

@@ -144,14 +144,14 @@ class Collectives:
         for error in errors:
             if not isinstance(error, RuntimeError):
                 raise error
-        with self.naming(call):
+        with self.explaining_timeouts(call):
             if errors:
                 raise errors[0]
         self._rows = rows  # not after a failure: a message may still arrive in it
         return rows.read(len(flags))
 
     @contextlib.contextmanager
-    def naming(self, call: str) -> Iterator[None]:
+    def explaining_timeouts(self, call: str) -> Iterator[None]:
         """Turn a backend's error in the block, such as the timeout, into one that names a call of all ranks."""
         try:
             yield

@@ -25,7 +25,7 @@ Parts let both directions and all pairs make progress at once. The factor keeps 
 there are more ranks.
 """
 
-SHORTEST_BYTES, LONGEST_BYTES = 1 << 18, 4 << 20
+MIN_REDUCE_MESSAGE_BYTES, MAX_REDUCE_MESSAGE_BYTES = 1 << 18, 4 << 20
 """The range of sizes for one message of a reduce-scatter: the more ranks send at once, the shorter."""
 
 STAGED_BYTES = 16 << 20

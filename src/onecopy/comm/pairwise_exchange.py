@@ -23,7 +23,7 @@ from onecopy.comm.work import Work, WorkGroup
 def message_length(ranks: int, itemsize: int) -> int:
     """The most elements of one message: the staging buffer holds two messages of every other rank."""
     fitting = limits.STAGED_BYTES // (2 * max(1, ranks - 1))
-    return min(max(fitting, limits.SHORTEST_BYTES), limits.LONGEST_BYTES) // itemsize
+    return min(max(fitting, limits.MIN_REDUCE_MESSAGE_BYTES), limits.MAX_REDUCE_MESSAGE_BYTES) // itemsize
 
 
 def message_lengths(sizes: Iterable[int], ranks: int, itemsize: int) -> list[int]:
@@ -42,7 +42,7 @@ class StagingSlot:
 
 @lru_cache(maxsize=1024)
 def staging_slots(sizes: tuple[int, ...], room: int) -> tuple[StagingSlot, ...]:
-    """PackBuffers in a ring buffer for messages that are received and summed in order.
+    """Places in a ring buffer for messages that are received and summed in order.
 
     Args:
         sizes: the number of elements of each message.

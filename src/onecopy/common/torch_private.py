@@ -76,6 +76,11 @@ def buffers_of(module: Module) -> list[Tensor]:
     return list(found.values())
 
 
+def multiply_each(tensors: list[Tensor], factor: Tensor) -> None:
+    """Multiply several tensors in place by one factor, in one call."""
+    torch._foreach_mul_(tensors, factor)
+
+
 def norms_of_each(tensors: list[Tensor], order: float, dtype: torch.dtype | None) -> list[Tensor]:
     """The norm of each of several tensors of one data type, in one call."""
     return list(torch._foreach_norm(tensors, order, dtype=dtype))

@@ -19,7 +19,7 @@ import contextlib
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -147,10 +147,11 @@ class BackwardReducer:
             with contextlib.suppress(RuntimeError):
                 self._reduce_remaining(current, active=True)
 
-    def clear_accumulated(self) -> None:
-        """Note that all gradients were zeroed."""
+    def clear_accumulated(self, params: Collection[int]) -> None:
+        """Note that the gradients of one optimizer's parameters, given by ``id()``, were zeroed."""
         for bucket in self._buckets:
-            bucket.clear_accumulated()
+            if id(bucket.params[0]) in params:  # a bucket has parameters of one optimizer
+                bucket.clear_accumulated()
 
     def before_accumulation(self, bucket: GradientBucket, position: int) -> None:
         """Before autograd accumulates: remove the ``ShardGrad`` of an earlier pass from ``param.grad``."""
@@ -272,7 +273,7 @@ class BackwardReducer:
     def _reduce_remaining(self, current: _BackwardPass, active: bool) -> PassFlags:
         """Launch the remaining buckets, add all buckets up, and return the flags that are set on any rank."""
         collectives = self._policy.collectives
-        with collectives.naming("backward()"):
+        with collectives.explaining_timeouts("backward()"):
             while current.next_bucket < len(self._buckets):
                 self._launch(current)
             mine = local_flags(self._buckets, bool(current.failure), active)

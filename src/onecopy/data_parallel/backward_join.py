@@ -8,7 +8,7 @@ from torch.distributed.algorithms.join import JoinHook
 
 from onecopy.comm.collectives import Collectives
 from onecopy.errors import RanksDisagreeError
-from onecopy.step.join import naming_the_rule
+from onecopy.step.join import with_join_rule
 
 
 class BackwardJoinHook(JoinHook):
@@ -33,7 +33,7 @@ class BackwardJoinHook(JoinHook):
 
 def exchange_pass_flags(collectives: Collectives, active: bool, synchronises: bool) -> tuple[int, bool]:
     """Return the highest rank that has inputs, and whether the backward passes of ranks with inputs synchronise."""
-    with naming_the_rule():
+    with with_join_rule():
         flags = collectives.all_gather_flags([int(active), int(synchronises)], "forward()")
     with_inputs = {group_rank: bool(flag[1]) for group_rank, flag in enumerate(flags) if flag[0]}
     if len(set(with_inputs.values())) > 1:

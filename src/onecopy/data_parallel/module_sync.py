@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
+from onecopy.comm import limits
 from onecopy.comm.collectives import Collectives
 from onecopy.comm.packing import InFlight, plan_messages, unpacker
 from onecopy.common.flat_views import as_bytes, flat_view
@@ -65,6 +66,8 @@ def _broadcast(tensors: Sequence[Tensor], collectives: Collectives, source: int)
     for members in by_device.values():
         sizes = [tensor.numel() * tensor.element_size() for tensor in members]
         for message in plan_messages(sizes, direct_bytes=sys.maxsize):
+            if message.stop > limits.PACK_BYTES:
+                in_flight.drain()  # one large tensor at a time has a copy
             packed = [members[position] for position in message.ranges]
             if collectives.group_rank == source:
                 buffer = torch.cat([_bytes_of(tensor.detach().contiguous()) for tensor in packed])

@@ -23,7 +23,7 @@ from onecopy.comm.packing import InFlight
 from onecopy.comm.status_flags import DeferredFlags, flags_on
 from onecopy.common.profiling import profile_range
 from onecopy.data_parallel.parameter_buckets import ParameterBuckets
-from onecopy.errors import PeerFailedError
+from onecopy.errors import PeerFailedError, RanksDisagreeError
 from onecopy.layout import BucketPlan
 from onecopy.step.engine import Engine
 from onecopy.step.group_options import OptionsSnapshot
@@ -112,21 +112,31 @@ class PipelinedStep:
                         inner.step_part(segment.owned, gradient_shards, kwargs)
             self._start_sending(number, segment, has_gradient)
         # 3. Exchange status flags and wait.
-        self._finish_step(failure.error)
+        digest = 0 if self._replicas is None else engine.step_digest(groups, has_gradient)
+        self._finish_step(failure.error, digest)
         inner.pull_options(groups)
         return loss
 
     def _start_sending(self, number: int, segment: _UpdateSegment, has_gradient: Sequence[bool]) -> None:
         engine = self._engine
-        sends_all = engine.inner.moves_all or engine.defers_status
+        sends_all = engine.inner.updates_without_gradient or engine.defers_status
         changed = [engine.params[index] for index in segment.params if sends_all or has_gradient[index]]
         with profile_range("onecopy.share"):
             self._transfers[number] = (segment.param_sync.start(None if sends_all else has_gradient), changed)
 
-    def _finish_step(self, failure: Exception | None) -> None:
-        """Exchange whether a rank has failed, and wait for all transfers, or leave both for later."""
+    def _finish_step(self, failure: Exception | None, digest: int = 0) -> None:
+        """Exchange whether a rank has failed, and wait for all transfers, or leave both for later.
+
+        Replicas compare options and gradients here: ``confirm`` is among the ranks of one replica.
+
+        Args:
+            failure: this rank's exception in the step.
+            digest: with replicas, a digest of the facts that must be equal in all replicas.
+        """
         collectives = self._engine.collectives
-        flags = flags_on(collectives.control_device, [0 if failure is None else 1 + collectives.group_rank])
+        failed = 0 if failure is None else 1 + collectives.global_rank
+        # The largest digest, and the largest of the negated digests, differ where the digests do.
+        flags = flags_on(collectives.control_device, [failed, digest, -digest])
         if self._defers_flags and not collectives.defers_host_reads:
             # The flags arrive after the parameters, for which this step does not wait. The next forward reads them.
             self._deferred_flags.put(flags, collectives.all_reduce(flags, largest=True))
@@ -142,10 +152,13 @@ class PipelinedStep:
                 self.wait()
                 raise failure
             self._deferred_flags.put(flags)
-        elif flags.item():
-            self.wait()
-            self._engine.clear_status()
-            raise_together(collectives, "step()", failure)
+        else:
+            failed, highest, negated = flags.tolist()
+            if failed:
+                self.wait()
+                self._engine.clear_status()
+                raise_together(collectives, "step()", failure)
+            self._check_replicas(highest, negated)
         if not self._overlap:
             self.wait()
 
@@ -157,10 +170,23 @@ class PipelinedStep:
     def _raise_failure_of_last_step(self) -> None:
         """Raise if the deferred flags tell that the update of the last step has failed on any rank."""
         flags = self._deferred_flags.take()
-        if flags is not None and flags[0]:
+        if flags is None:
+            return
+        self._check_replicas(flags[1], flags[2])
+        if flags[0]:
             raise PeerFailedError(
                 f"rank {self._engine.collectives.group_rank}: the previous step() failed on rank {flags[0] - 1}; see "
                 "its own error, and load a checkpoint before going on"
+            )
+
+    def _check_replicas(self, highest: int, negated: int) -> None:
+        """Raise if the digests of the replicas differ."""
+        if highest != -negated:
+            self.wait()
+            raise RanksDisagreeError(
+                f"global rank {self._engine.collectives.global_rank}: the replicas of the mesh disagree in step(): "
+                "they have different options in param_groups, or gradients for different parameters. Parameters may "
+                "have been updated: load a checkpoint before going on"
             )
 
     def wait(self) -> None:
@@ -199,7 +225,7 @@ class PipelinedStep:
         size = size_before = 0
         for number in reversed(range(len(self._plans))):
             is_full = size >= min(limits.SEGMENT_BYTES, size_before)
-            if buckets_of_segment[-1] and is_full and not engine.inner.moves_all:
+            if buckets_of_segment[-1] and is_full and not engine.inner.updates_without_gradient:
                 buckets_of_segment.append([])
                 size_before += size
                 size = 0

@@ -180,6 +180,6 @@ class ShardedGradients:
             if entry.shard.param in gradient_shards
         }
 
-    def to_scale(self, owned: Sequence[OwnedShard], layout: Layout) -> list[Tensor]:
+    def tensors_to_clip(self, owned: Sequence[OwnedShard], layout: Layout) -> list[Tensor]:
         """The gradients that clipping multiplies: this rank's ranges."""
         return list(self.owned_gradients(owned, layout).values())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
@@ -171,8 +172,9 @@ class ShardedDataParallel(nn.Module, Joinable):
             log_layout(optimizer.engine)
         buckets.sort(key=lambda entry: entry[0])
         reducer = BackwardReducer([bucket for _, bucket in buckets], policy)
-        for gradients in gradient_sources:
-            gradients.on_zero = reducer.clear_accumulated
+        for plan, gradients in zip(plans, gradient_sources, strict=True):
+            identities = frozenset(map(id, plan.optimizer.engine.params))
+            gradients.on_zero = functools.partial(reducer.clear_accumulated, identities)
         return reducer
 
     def _pipelines_by_param(self) -> dict[int, tuple[PipelinedStep, int]]:

@@ -271,7 +271,9 @@ class OverlappedStep:
             param_sync = ParameterSync(self._collectives, ranges, limits.DIRECT_BYTES, self._pack_buffers)
             cached = self._param_syncs[update.index] = (update.assignment, param_sync)
         changed = (
-            None if engine.inner.moves_all else [has_gradient.get(index, False) for index in range(len(engine.params))]
+            None
+            if engine.inner.updates_without_gradient
+            else [has_gradient.get(index, False) for index in range(len(engine.params))]
         )
         cached[1].start(changed, info.broadcasts)
         changed_params = [engine.params[index] for index, has in has_gradient.items() if has]

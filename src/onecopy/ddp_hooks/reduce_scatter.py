@@ -32,7 +32,7 @@ from onecopy.step.engine import Engine
 
 
 @dataclass(frozen=True, slots=True)
-class _BucketInFlight:
+class _DDPBucketInFlight:
     """A bucket whose exchange has started.
 
     Attributes:
@@ -63,9 +63,9 @@ class GradientReducer:
         self._reduce_dtype = reduce_dtype
         self._scale = 1.0 / self._collectives.world_size
         self._group_rank = self._collectives.group_rank
-        self._in_flight: deque[_BucketInFlight] = deque()
+        self._in_flight: deque[_DDPBucketInFlight] = deque()
         self._futures: list[tuple[DDPBucketAssignment, Tensor, Future[Tensor]]] = []  # one for each bucket of the pass
-        self._extremes: list[list[Tensor]] = [[] for _ in engines]
+        self._min_max_values: list[list[Tensor]] = [[] for _ in engines]
         self._pool = BufferPool()
         self._first_tag = self._collectives.reserve_tags()
         self._pass_number = 0
@@ -122,13 +122,13 @@ class GradientReducer:
             self._pool = BufferPool()
         self._in_flight.clear()
         self._futures.clear()
-        self._extremes = [[] for _ in self._engines]
+        self._min_max_values = [[] for _ in self._engines]
         for engine in self._engines:
             engine.reduced_shards.clear()
 
     def _start_bucket(
         self, assignment: DDPBucketAssignment, buffer: Tensor, tag: int, is_last: bool
-    ) -> _BucketInFlight:
+    ) -> _DDPBucketInFlight:
         """Start the exchange of one bucket."""
         work: PairwiseExchange | Work
         if self._collectives.uses_pairwise(buffer.device):
@@ -145,7 +145,7 @@ class GradientReducer:
         if views:
             packed_views = torch.cat(views).mul_(self._scale)
             all_reduce = (self._collectives.all_reduce(packed_views), packed_views)
-        return _BucketInFlight(assignment, buffer, work, all_reduce, staging)
+        return _DDPBucketInFlight(assignment, buffer, work, all_reduce, staging)
 
     def _start_pairwise(
         self, assignment: DDPBucketAssignment, buffer: Tensor, tag: int, is_last: bool
@@ -188,7 +188,7 @@ class GradientReducer:
             future.set_result(buffer)
         self._futures.clear()
 
-    def _finish_bucket(self, bucket: _BucketInFlight) -> None:
+    def _finish_bucket(self, bucket: _DDPBucketInFlight) -> None:
         """Wait for the exchange of a bucket and write the reduced gradients into its buffer."""
         owned = bucket.assignment.owned_views(bucket.buffer)
         if isinstance(bucket.work, PairwiseExchange):
@@ -201,7 +201,7 @@ class GradientReducer:
             if segment.numel:
                 # A NaN or an infinity shows in the minimum or maximum, which one read of the gradients computes.
                 real = torch.view_as_real(view) if view.is_complex() else view
-                self._extremes[segment.layout_index] += torch.aminmax(real)
+                self._min_max_values[segment.layout_index] += torch.aminmax(real)
             self._engines[segment.layout_index].reduced_shards[segment.shard.param] = view
         if bucket.all_reduce is not None:
             work, reduced = bucket.all_reduce
@@ -209,7 +209,7 @@ class GradientReducer:
             _unpack(reduced, bucket.assignment.views_without_optimizer(bucket.buffer))
         self._pool.give_back(*bucket.staging)
 
-    def _sum_received(self, bucket: _BucketInFlight, exchange: PairwiseExchange) -> None:
+    def _sum_received(self, bucket: _DDPBucketInFlight, exchange: PairwiseExchange) -> None:
         """Replace the gradients that this rank owns by the mean over all ranks, message by message."""
         assignment, buffer = bucket.assignment, bucket.buffer
         in_place = [buffer[each] for each in assignment.in_place_ranges[self._group_rank]]
@@ -237,7 +237,7 @@ class GradientReducer:
         """
         control_device = self._collectives.control_device
         not_finite = torch.zeros(len(self._engines), dtype=torch.int64, device=control_device)
-        for layout_index, extremes in enumerate(self._extremes):
+        for layout_index, extremes in enumerate(self._min_max_values):
             if extremes:
                 values = torch.stack([value.to(control_device, torch.float64) for value in extremes])
                 not_finite[layout_index] = ~torch.isfinite(values).all()

@@ -70,7 +70,7 @@ def load_owned(
     groups: Sequence[Group],
     states: Mapping[int, dict[Any, Any]],
     options: Sequence[dict[str, Any]],
-    mastered: Collection[int],
+    loaded_masters: Collection[int],
     has_state: bool,
 ) -> None:
     """Load state of which this rank has exactly its shards, without copies and without communication.
@@ -80,7 +80,7 @@ def load_owned(
         groups: the user's parameter groups.
         states: the state of this rank's shards, by parameter.
         options: the options of every group.
-        mastered: parameters whose master weights are written already; the others are set from their parameters.
+        loaded_masters: parameters whose master weights are written already; the others are set from their parameters.
         has_state: whether any rank loads state.
     """
     positions = _positions(local)
@@ -97,7 +97,7 @@ def load_owned(
             keep_as_saved(local.optim.state[owned.tensor], states[owned.shard.param])
     _set_options(local, groups, options, has_state)
     for owned in local.owned:
-        if owned.param_view is not None and owned.shard.param not in mastered:
+        if owned.param_view is not None and owned.shard.param not in loaded_masters:
             owned.tensor.detach().copy_(owned.param_view)
 
 

@@ -178,7 +178,7 @@ class Engine:
         """Raise if steps are refused, or if the user has edited the parameters of a group."""
         if self.step_refusal is not None:
             raise self.step_refusal
-        listed = self.inner.listed_params
+        listed = self.inner.params_by_group
         given = chain.from_iterable(group["params"] for group in groups)
         if [len(group["params"]) for group in groups] != list(map(len, listed)) or not all(
             map(is_, given, chain.from_iterable(listed))
@@ -265,6 +265,10 @@ class Engine:
         facts = StepFacts(self.layout, self._layout_digest, has_gradient, groups)
         self._status.exchange(facts, self._scale_check.common_factor(), failure)
 
+    def step_digest(self, groups: Sequence[Group], has_gradient: Sequence[bool]) -> int:
+        """A digest of the facts that must be equal on all ranks in a step."""
+        return StepFacts(self.layout, self._layout_digest, has_gradient, groups).digest()
+
     def allow_steps(self) -> None:
         """Allow steps again after a load that succeeded, and forget earlier failures."""
         self.step_refusal = None
@@ -287,7 +291,9 @@ class Engine:
             has_gradient: which parameters have a gradient, where only these can have changed.
         """
         # Which messages are sent may depend on the gradients only if the ranks have compared them.
-        everything = has_gradient is None or self.inner.moves_all or self._status.is_deferred or all(has_gradient)
+        everything = (
+            has_gradient is None or self.inner.updates_without_gradient or self._status.is_deferred or all(has_gradient)
+        )
         self.param_sync.share(None if everything else has_gradient)
         # Autograd does not see received values, writes through views, and the writes of fused optimizers. The version
         # counter makes a backward pass that still needs the old values raise, on all ranks alike.

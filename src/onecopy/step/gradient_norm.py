@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from onecopy.comm.agreement import Fact, FailTogether
-from onecopy.step.engine import Engine
+from onecopy.common.torch_private import multiply_each
+from onecopy.step.engine import Engine, collectives_of
 from onecopy.step.owned_state import OwnedStateOptimizer, engine_of, optimizer_list
 from onecopy.step.sharded_norm import check_defined, combined_norms, local_norms
 
@@ -25,7 +26,7 @@ def grad_norm(optimizers: OwnedStateOptimizer | Sequence[OwnedStateOptimizer], n
         optimizers: one optimizer or several.
         norm_type: the order of the norm, or infinity.
     """
-    return total_norm([engine_of(optimizer) for optimizer in optimizer_list(optimizers)], norm_type)
+    return total_norm(_engines_of(optimizers), norm_type)
 
 
 def clip_grad_norm_(
@@ -47,8 +48,16 @@ def clip_grad_norm_(
     Returns:
         The norm before scaling.
     """
-    engines = [engine_of(optimizer) for optimizer in optimizer_list(optimizers)]
-    return clip(engines, max_norm, norm_type, error_if_nonfinite)
+    return clip(_engines_of(optimizers), max_norm, norm_type, error_if_nonfinite)
+
+
+def _engines_of(optimizers: object) -> list[Engine]:
+    """The engines of one or several optimizers; raise on all ranks if a rank gave something else."""
+    given = optimizer_list(optimizers)
+    with FailTogether(collectives_of(given), CALL):
+        if not given:
+            raise ValueError("clip_grad_norm_ and grad_norm need at least one optimizer, got an empty list")
+        return [engine_of(optimizer) for optimizer in given]
 
 
 def total_norm(engines: Sequence[Engine], norm_type: float) -> Tensor:
@@ -72,14 +81,17 @@ def clip(engines: Sequence[Engine], max_norm: float, norm_type: float, error_if_
         ]
         local = _local_norms(engines, norm_type)
         gradients = [
-            each for engine in engines for each in engine.gradients.to_scale(engine.inner.owned, engine.layout)
+            each for engine in engines for each in engine.gradients.tensors_to_clip(engine.inner.owned, engine.layout)
         ]
     norm = _total_norm(engines, local, norm_type)
     if error_if_nonfinite and not torch.isfinite(norm):
         raise RuntimeError(f"the total norm of order {norm_type} of the gradients is {norm.item()}, not finite")
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    by_type: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for gradient in gradients:
-        gradient.mul_(factor.to(gradient.device, gradient.dtype))
+        by_type.setdefault((gradient.device, gradient.dtype), []).append(gradient)
+    for (device, dtype), same in by_type.items():
+        multiply_each(same, factor.to(device, dtype))
     for engine in engines:
         engine.note_scaled()
     return norm
@@ -110,6 +122,11 @@ def _local_norms(engines: Sequence[Engine], order: float) -> Tensor:
             if has:
                 check_defined(order, spec.numel, f"the gradient of parameter {spec.name!r}")
         mine = engine.gradients.owned_gradients(engine.inner.owned, engine.layout)
+        for index, gradient in mine.items():
+            if gradient.layout is not torch.strided:
+                raise ValueError(
+                    f"the gradient of parameter {engine.layout.params[index].name!r} is sparse: no norm of it"
+                )
         parts += [mine.get(index) for index in range(len(engine.params))]
     return local_norms(parts, order, engines[0].params[0].device)
 

@@ -39,7 +39,7 @@ class Gradients(Protocol):
     def owned_gradients(self, owned: Sequence[OwnedShard], layout: Layout) -> dict[int, Tensor]:
         """This rank's part of the gradients that exist, by parameter."""
 
-    def to_scale(self, owned: Sequence[OwnedShard], layout: Layout) -> list[Tensor]:
+    def tensors_to_clip(self, owned: Sequence[OwnedShard], layout: Layout) -> list[Tensor]:
         """The tensors that clipping multiplies."""
 
 
@@ -85,7 +85,7 @@ class FullGradients:
                 )
         return found
 
-    def to_scale(self, owned: Sequence[OwnedShard], layout: Layout) -> list[Tensor]:
+    def tensors_to_clip(self, owned: Sequence[OwnedShard], layout: Layout) -> list[Tensor]:
         """Whole gradients. After the reduce-scatter hook only the owned ranges, because a step uses no others."""
         if self.is_reduce_scattered:
             return list(self.owned_gradients(owned, layout).values())

@@ -44,11 +44,11 @@ class InnerOptimizer:
         optim: the inner optimizer.
         owned: the shards of this rank.
         tensor_of: the stepped tensor of each parameter of which this rank owns a shard.
-        listed_params: the parameters of each of the user's groups, with repetitions.
+        params_by_group: the parameters of each of the user's groups, with repetitions.
         master_weights: the copies that are stepped in place of parameters.
         version: counts steps, loads and edits of the state.
         has_state: whether some rank has state.
-        moves_all: whether the class may change parameters that have no gradient.
+        updates_without_gradient: whether the class may change parameters that have no gradient.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class InnerOptimizer:
         self.optim = optimizer_class(
             [self._local_group(group, position, layout) for position, group in enumerate(groups)], **defaults
         )
-        self.listed_params = [list(group["params"]) for group in groups]
+        self.params_by_group = [list(group["params"]) for group in groups]
         for group, inner in zip(groups, self.optim.param_groups, strict=True):
             self._repeat(group, inner)
         check_options(self.optim)
@@ -85,12 +85,12 @@ class InnerOptimizer:
         self._may_get_sparse: list[OwnedShard] = []
         self._takes_closure = "closure" in inspect.signature(type(self.optim).step).parameters
         # An unknown class may change parameters that have no gradient (weight decay alone).
-        self.moves_all = type(self.optim) not in SKIPS_MISSING_GRADIENTS
+        self.updates_without_gradient = type(self.optim) not in SKIPS_MISSING_GRADIENTS
 
     @property
     def uses_master_weights(self) -> bool:
         """Whether some rank steps a copy of some parameter."""
-        return any(self.master_policy.applies_to(param) for params in self.listed_params for param in params)
+        return any(self.master_policy.applies_to(param) for params in self.params_by_group for param in params)
 
     def rebuilt(
         self,
@@ -125,7 +125,7 @@ class InnerOptimizer:
             ]
         )
         self.optim.add_param_group(self._local_group(group, position, layout))
-        self.listed_params.append(list(group["params"]))
+        self.params_by_group.append(list(group["params"]))
         self._repeat(group, self.optim.param_groups[position])
         check_options(self.optim)
         check_dtypes(self.optim, self.master_policy.stepped_dtypes(layout.params))
@@ -135,7 +135,7 @@ class InnerOptimizer:
         for owned in self.owned:
             if owned.shard.param >= len(layout.params):
                 self.optim.state.pop(owned.tensor, None)
-        del self.optim.param_groups[count:], self.listed_params[count:]
+        del self.optim.param_groups[count:], self.params_by_group[count:]
         self._set_owned([owned for owned in self.owned if owned.shard.param < len(layout.params)])
 
     def _own(self, shard: Shard, params: Sequence[Tensor], flats: Sequence[Tensor]) -> OwnedShard:
@@ -272,9 +272,9 @@ class InnerOptimizer:
         self, part: Sequence[OwnedShard], gradient_shards: Mapping[int, Tensor], kwargs: dict[str, Any]
     ) -> None:
         """Step some owned shards. No other stepped tensor has a gradient then, so torch's optimizers skip them."""
-        for owned in part:
-            owned.bind_gradient(gradient_shards.get(owned.shard.param))
         try:
+            for owned in part:
+                owned.bind_gradient(gradient_shards.get(owned.shard.param))
             self.step(None, kwargs)
         finally:
             for owned in part:
@@ -300,5 +300,5 @@ class InnerOptimizer:
             with torch.enable_grad():
                 loss = closure()
             self._run_step(**kwargs)
-        self.master_weights.write_to_params(self.moves_all)
+        self.master_weights.write_to_params(self.updates_without_gradient)
         return loss

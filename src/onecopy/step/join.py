@@ -41,7 +41,7 @@ RULE = (
 
 
 @contextlib.contextmanager
-def naming_the_rule() -> Iterator[None]:
+def with_join_rule() -> Iterator[None]:
     """Add the rule of a join context to an error about ranks that are at different calls."""
     try:
         yield
@@ -119,8 +119,8 @@ def _step(
         engine.follow_moved_params()
         if not active and not engine.gradients.is_reduce_scattered:
             room = _allocate_gradients(engine)
-    with naming_the_rule():
-        flags = engine.collectives.all_gather_flags([int(active), int(bool(failure))], "step()")
+    with with_join_rule():
+        flags = engine.collectives.all_gather_flags([int(active), int(bool(failure))], "step() in a join context")
     joined = [group_rank for group_rank, (is_active, _) in enumerate(flags) if not is_active]
     # After a failure nothing is sent or updated. The confirmation, which comes next on all ranks, raises.
     goes_on = not any(failed for _, failed in flags)

@@ -30,8 +30,12 @@ class StepFacts:
 
     def digests(self) -> list[int]:
         """A digest of the layout, of the parameters that have a gradient, and of the groups' options."""
-        options = repr([options_text(group) for group in self.groups]).encode(errors="backslashreplace")
+        options = repr([sorted(options_text(group).items()) for group in self.groups]).encode(errors="backslashreplace")
         return [self.layout_digest, _digest(bytes(self.has_gradient)), _digest(options)]
+
+    def digest(self) -> int:
+        """One digest of all facts."""
+        return _digest(repr(self.digests()).encode())
 
     def as_text(self) -> list[Fact]:
         """The same facts as text, for the error."""

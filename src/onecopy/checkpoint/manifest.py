@@ -218,7 +218,7 @@ def check_cover(manifest: Manifest, where: str) -> None:
 
 
 def keys_in(tree: Any) -> Iterator[str]:
-    """Yield the keys of all tensors in a tree."""
+    """Yield the keys of all tensors in a tree of the manifest."""
     if isinstance(tree, list):
         kind, content = tree
         if kind == "tensor":

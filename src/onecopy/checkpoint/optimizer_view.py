@@ -196,7 +196,7 @@ def optimizer_views(model: nn.Module | None, optimizer: Optimizers) -> list[Opti
 
 
 def wait_for_parameters(views: Sequence[OptimizerView], model: nn.Module | None) -> None:
-    """Wait for updated parameters that an overlapped step still has in flight."""
+    """Before a save or a load: wait for updated parameters that are still in flight."""
     for view in views:
         if view.zero is not None:
             view.zero.wait()

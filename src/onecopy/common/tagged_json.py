@@ -86,6 +86,6 @@ def describe_tensor(tensor: Tensor) -> list[Any]:
 
 
 def empty_from(description: list[Any]) -> Tensor:
-    """Return an uninitialized CPU tensor with the data type, shape and strides of a description."""
+    """Return an uninitialized CPU tensor as :func:`describe_tensor` described it."""
     name, shape, stride = description
     return torch.empty_strided(shape, stride, dtype=getattr(torch, name))

@@ -107,7 +107,7 @@ def send_ranges(ranges: Sequence[Tensor], start: Callable[[Tensor], Work], devic
 
 
 def receive_ranges(ranges: Sequence[Tensor], start: Callable[[Tensor], Work], device: torch.device) -> None:
-    """Receive into byte ranges what :func:`send_ranges` sends, in place where possible."""
+    """Receive the messages of :func:`send_ranges` into byte ranges, in place where possible."""
     in_flight = InFlight()
     for message in plan_messages([each.numel() for each in ranges]):
         targets = [ranges[position] for position in message.ranges]

@@ -341,7 +341,7 @@ def change_and_share(engine: Engine, groups: Sequence[Group], change: Callable[[
 def collectives_of(optimizers: Sequence[object]) -> Collectives:
     """The ranks of the first sharded optimizer, or all ranks if there is none. Raises nothing for wrong arguments."""
     for optimizer in optimizers:
-        engine = getattr(optimizer, "engine", None)
+        engine = optimizer if isinstance(optimizer, Engine) else getattr(optimizer, "engine", None)
         if isinstance(engine, Engine):
             return engine.collectives
     return Collectives()

@@ -26,7 +26,7 @@ def grad_norm(optimizers: OwnedStateOptimizer | Sequence[OwnedStateOptimizer], n
         optimizers: one optimizer or several.
         norm_type: the order of the norm, or infinity.
     """
-    return total_norm(_engines_of(optimizers), norm_type)
+    return total_norm(optimizer_list(optimizers), norm_type)
 
 
 def clip_grad_norm_(
@@ -48,30 +48,30 @@ def clip_grad_norm_(
     Returns:
         The norm before scaling.
     """
-    return clip(_engines_of(optimizers), max_norm, norm_type, error_if_nonfinite)
+    return clip(optimizer_list(optimizers), max_norm, norm_type, error_if_nonfinite)
 
 
-def _engines_of(optimizers: object) -> list[Engine]:
-    """The engines of one or several optimizers; raise on all ranks if a rank gave something else."""
-    given = optimizer_list(optimizers)
-    with FailTogether(collectives_of(given), CALL):
-        if not given:
-            raise ValueError("clip_grad_norm_ and grad_norm need at least one optimizer, got an empty list")
-        return [engine_of(optimizer) for optimizer in given]
+def _engines_of(given: Sequence[object]) -> list[Engine]:
+    """The engines of optimizers, or the given engines; raise if there is none or if an object is neither."""
+    if not given:
+        raise ValueError("clip_grad_norm_ and grad_norm need at least one optimizer, got an empty list")
+    return [each if isinstance(each, Engine) else engine_of(each) for each in given]
 
 
-def total_norm(engines: Sequence[Engine], norm_type: float) -> Tensor:
-    """The norm of the gradients of all engines, equal on all ranks. All ranks make this call together."""
-    with _failing_together(engines) as facts:
+def total_norm(given: Sequence[object], norm_type: float) -> Tensor:
+    """The norm of the gradients of optimizers or engines, equal on all ranks. All ranks make this call together."""
+    with _failing_together(given) as facts:
+        engines = _engines_of(given)
         norm_type = float(norm_type)
         facts += [Fact("norm_type", str(norm_type)), *_engine_facts(engines)]
         local = _local_norms(engines, norm_type)
     return _total_norm(engines, local, norm_type)
 
 
-def clip(engines: Sequence[Engine], max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
+def clip(given: Sequence[object], max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
     """Scale the gradients so that their norm is at most ``max_norm``; return the norm that they had."""
-    with _failing_together(engines) as facts:
+    with _failing_together(given) as facts:
+        engines = _engines_of(given)
         norm_type, max_norm = float(norm_type), float(max_norm)
         facts += [
             Fact("norm_type", str(norm_type)),
@@ -98,9 +98,9 @@ def clip(engines: Sequence[Engine], max_norm: float, norm_type: float, error_if_
 
 
 @contextmanager
-def _failing_together(engines: Sequence[Engine]) -> Iterator[list[Fact]]:
+def _failing_together(given: Sequence[object]) -> Iterator[list[Fact]]:
     """Fail on all ranks together, where reading status flags does not make the host wait for an accelerator."""
-    collectives = engines[0].collectives
+    collectives = collectives_of(given)
     with FailTogether(None if collectives.defers_host_reads else collectives, CALL) as together:
         yield together.facts
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.optim import Optimizer
 
-from onecopy.comm.agreement import FailTogether
+from onecopy.comm.agreement import FailTogether, FirstFailure
 from onecopy.comm.collectives import Collectives
 from onecopy.common.flat_views import flat_views
 from onecopy.common.nested_tensors import copy_tree
@@ -29,7 +29,7 @@ from onecopy.step.master_weights import STATE_DICT_KEY, MasterWeightPolicy
 from onecopy.step.optimizer_classes import check_class, is_elementwise
 from onecopy.step.owned_shards import param_or_view, separate_view
 from onecopy.step.owned_state import OwnedState, OwnedStateOptimizer
-from onecopy.step.parameter_groups import normalise, normalise_group, plan_params
+from onecopy.step.parameter_groups import Group, device_of, normalise, normalise_group, plan_params
 from onecopy.step.parameter_storage import BucketStorage, InPlaceStorage
 from onecopy.step.rank_comparison import optimizer_facts, sharding_facts
 
@@ -96,13 +96,18 @@ class ZeroRedundancyOptimizer(OwnedStateOptimizer, Joinable):
         **defaults: Any,
     ) -> None:
         self.initialized = False
-        collectives = Collectives(process_group)
+        given = FirstFailure()
+        groups: list[Group] = []
+        with given:
+            groups = normalise(params)
+        # The ranks exchange control data on the device of the parameters.
+        collectives = Collectives(process_group, device_of(groups))
         register_as_torch_zero(ZeroRedundancyOptimizer)
         with FailTogether(collectives, "constructing the optimizer") as together:
+            given.raise_if_any()
             check_class(optimizer_class, ZeroRedundancyOptimizer)
             if offload not in (None, "cpu"):
                 raise ValueError(f"offload must be None or 'cpu', got {offload!r}")
-            groups = normalise(params)
             tensors, specs = plan_params(groups)
             Optimizer.__init__(self, groups, defaults)
             Joinable.__init__(self)

@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import nn
 
 from onecopy import ZeroRedundancyOptimizer
+from onecopy.comm.parameter_sharing import PackBuffers
 from onecopy.common import tagged_json
 from onecopy.state_dict import load
 from onecopy.step import parameter_storage
-from onecopy.step.parameter_sync import PackBuffers
 from tests.support.failures import NO_MEMORY, check_pool, expect_failure_of, expect_no_memory, failing, parameter
 from tests.support.harness import distributed
 from tests.support.models import assert_equal

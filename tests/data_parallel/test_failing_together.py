@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from onecopy import MixedPrecision, PeerFailedError, ShardedDataParallel, ZeroRedundancyOptimizer
+from onecopy.comm.parameter_sharing import PackBuffers
 from onecopy.data_parallel import parameter_buckets
-from onecopy.step.parameter_sync import PackBuffers
 from tests.support.data_parallel import Layers, Side, inputs_of
 from tests.support.failures import NO_MEMORY, expect, expect_no_memory, failing, failure_of
 from tests.support.harness import distributed

@@ -1,10 +1,7 @@
-"""Every byte that onecopy sends goes through here: one class that knows a process group and its backend.
+"""Every byte that onecopy sends goes through here: one class that knows a process group and its backends.
 
-Two transports, chosen by backend and device:
-
-- messages between pairs of ranks, on gloo and the CPU. gloo runs its own collectives one after the other, and its
-  reduce-scatter is a whole all-reduce; messages in both directions at once move the same bytes faster.
-- the backend's collectives, everywhere else.
+``comm/transports.py`` chooses between messages between pairs of ranks and the backend's collectives; both are made of
+the calls here.
 """
 
 from __future__ import annotations
@@ -20,7 +17,7 @@ from torch import Tensor
 from onecopy.comm import limits, process_groups
 from onecopy.comm.process_groups import DedicatedGroups
 from onecopy.comm.status_flags import FlagRows, flags_on
-from onecopy.comm.work import Work, WorkGroup, WorkWithBuffer, run_all
+from onecopy.comm.work import Work, WorkGroup, WorkThenCopy, WorkWithBuffer, run_all
 from onecopy.common.flat_views import as_bytes, flat_view, to_bytes
 from onecopy.common.torch_private import counts_calls
 from onecopy.errors import OnecopyError, PeerFailedError, RanksDisagreeError
@@ -32,6 +29,10 @@ FLAGS_TAG = MESSAGE_TAG + 1
 """The tag of status flags between two ranks: ranks that are in different calls must not take them for other data."""
 
 
+AVERAGING_BACKENDS = {"nccl"}
+"""Backends whose reductions have the operation ``ReduceOp.AVG``."""
+
+
 class Collectives:
     """A process group, seen by one of its members. Ranks in arguments are group ranks.
 
@@ -40,25 +41,27 @@ class Collectives:
         world_size: the number of its ranks.
         group_rank: this rank in the group.
         global_rank: this rank among all.
-        control_device: the device of status flags, descriptions and headers: the CPU where the group has a CPU backend,
-            else the accelerator.
-        is_pairwise: whether the backend is gloo, which sends between pairs of ranks.
+        control_device: the device of status flags in a step and of staged messages. It is the device of the parameters,
+            also in a group that has a CPU backend beside: copies to the CPU would make the host wait for the
+            accelerator.
+        host_device: the device of flags and bytes that the host reads at once: the CPU where the group has a CPU
+            backend, else the control device.
+
+    Args:
+        process_group: the group, by default that of all ranks.
+        device: the device of the parameters; by default :attr:`host_device`.
     """
 
-    def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, process_group: dist.ProcessGroup | None = None, device: torch.device | None = None) -> None:
         group = process_groups.member_group(process_group)
         self.process_group: dist.ProcessGroup = group
         self.world_size = dist.get_world_size(group)
         self.group_rank = dist.get_rank(group)
         self.global_rank = dist.get_global_rank(group, self.group_rank)
         self._others = [(self.group_rank - turn) % self.world_size for turn in range(1, self.world_size)]
-        backends = process_groups.backends_of(group)
-        self.is_pairwise = set(backends.values()) == {"gloo"}
-        self.control_device = torch.device("cpu")
-        if "cpu" not in backends:
-            accelerator = torch.accelerator.current_accelerator()
-            assert accelerator is not None, backends
-            self.control_device = torch.device(accelerator.type, torch.accelerator.current_device_index())
+        self._backends = process_groups.backends_of(group)
+        self.control_device = process_groups.control_device(self._backends, device)
+        self.host_device = torch.device("cpu") if "cpu" in self._backends else self.control_device
         self._rows: FlagRows | None = None
         # TORCH_DISTRIBUTED_DEBUG=DETAIL counts calls and compares the counts in every collective. Messages between two
         # ranks would upset the counts, so there they get a group in which no collective runs.
@@ -72,8 +75,13 @@ class Collectives:
         return self.control_device.type != "cpu"
 
     def uses_pairwise(self, device: torch.device) -> bool:
-        """Whether memory on a device is sent between pairs of ranks (gloo sends only from the CPU)."""
-        return self.is_pairwise and device.type == "cpu"
+        """Whether memory on a device is sent between pairs of ranks: on the CPU with gloo."""
+        return device.type == "cpu" and self._backends.get("cpu") == "gloo"
+
+    @property
+    def averages(self) -> bool:
+        """Whether the backend of the control device can average in a reduction."""
+        return self._backends.get(self.control_device.type) in AVERAGING_BACKENDS
 
     def dedicated_group(self) -> Collectives:
         """The same ranks on a group that no other living user has; all members make this call together."""
@@ -88,7 +96,7 @@ class Collectives:
                 "belong to different numbers of groups already; construct the optimizer on a group before making "
                 "others that only some of its members are in"
             )
-        collectives = Collectives(group)
+        collectives = Collectives(group, self.control_device)
         groups.assign(number, collectives)
         return collectives
 
@@ -118,8 +126,11 @@ class Collectives:
 
         Between pairs of ranks, all raise if a rank is in another ``call``.
         """
-        if not self.uses_pairwise(self.control_device):
-            return [row.tolist() for row in self.start_all_gather_flags(flags)]
+        if not self.uses_pairwise(self.host_device):
+            gathered, work = self._start_all_gather_flags(flags, self.host_device)
+            work.wait()
+            values: list[list[int]] = gathered.tolist()
+            return values
         rows = self._exchange_flags(flags, call)
         if rows is None:
             calls = [name.decode() for name in self.all_gather_bytes(call.encode(), "naming the calls")]
@@ -162,12 +173,14 @@ class Collectives:
                 f"{error}"
             ) from error
 
-    def start_all_gather_flags(self, flags: Sequence[int]) -> list[Tensor]:
-        """The status flags of every rank, in rank order, as tensors on the control device."""
-        mine = flags_on(self.control_device, flags)
-        rows = list(mine.new_empty(self.world_size, len(flags)))
-        self.process_group.allgather([rows], [mine]).wait()
-        return rows
+    def start_all_gather_flags(self, flags: Sequence[int]) -> tuple[Tensor, Work]:
+        """Start gathering status flags on the control device: a tensor with a row for each rank, and the work."""
+        return self._start_all_gather_flags(flags, self.control_device)
+
+    def _start_all_gather_flags(self, flags: Sequence[int], device: torch.device) -> tuple[Tensor, Work]:
+        mine = flags_on(device, flags)
+        rows = mine.new_empty(self.world_size, len(flags))
+        return rows, WorkWithBuffer(self.all_gather_single(rows.view(-1), mine), mine)
 
     def all_gather_bytes(self, payload: bytes, call: str) -> list[bytes]:
         """The bytes of every rank, of any length, in rank order."""
@@ -179,14 +192,14 @@ class Collectives:
 
     def broadcast_bytes(self, payload: bytes | None, source: int) -> bytes:
         """The bytes of ``source``. The other ranks' arguments are ignored."""
-        size = torch.tensor([len(payload or b"")], dtype=torch.int64, device=self.control_device)
+        size = torch.tensor([len(payload or b"")], dtype=torch.int64, device=self.host_device)
         self.broadcast(size, source).wait()
         return self._broadcast_sized(payload if source == self.group_rank else None, int(size), source)
 
     def _broadcast_sized(self, payload: bytes | None, size: int, source: int) -> bytes:
         if size == 0:
             return b""
-        buffer = torch.empty(size, dtype=torch.uint8, device=self.control_device)
+        buffer = torch.empty(size, dtype=torch.uint8, device=self.host_device)
         if payload is not None:
             buffer.copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
         self.broadcast(buffer, source).wait()
@@ -201,22 +214,49 @@ class Collectives:
         work: Work = dist.broadcast(tensor, group=self.process_group, group_src=source, async_op=True)
         return work
 
-    def reduce_scatter(self, packed: Tensor, sizes: Sequence[int], part: Tensor) -> Work:
-        """Start summing ``packed`` over ranks; this rank's range of the sum arrives in ``part``.
+    def all_gather_single(self, output: Tensor, mine: Tensor) -> Work:
+        """Start gathering equally long memory of all ranks; ``mine`` may be this rank's part of ``output``."""
+        work: Work = dist.all_gather_single(output, mine, group=self.process_group, async_op=True)
+        return work
+
+    def all_gather_parts(self, parts: Sequence[Tensor]) -> Work:
+        """Start gathering memory of all ranks, of any lengths: ``parts`` has one tensor for each rank.
+
+        This rank's part is sent, and the others are received into.
+        """
+        if self._is_gloo(parts[0].device):  # its list form takes equal lengths only
+            sources = [source for source, part in enumerate(parts) if part.numel()]
+            return WorkGroup(tuple(self.broadcast(parts[source], source) for source in sources))
+        work: Work = dist.all_gather(list(parts), parts[self.group_rank], group=self.process_group, async_op=True)
+        return work
+
+    def reduce_scatter_single(self, output: Tensor, parts: Tensor, average: bool = False) -> Work:
+        """Start adding up ``parts``, equally long for all ranks; this rank's part of the sum arrives in ``output``.
 
         Args:
-            packed: the ranges of all ranks, one after the other.
-            sizes: the number of elements of each rank's range.
-            part: room for the longest range, to which all are padded.
+            output: room for this rank's part.
+            parts: the parts of all ranks, one after the other.
+            average: divide the sum by the number of ranks; only if the backend :attr:`averages`.
         """
-        if packed.numel() == self.world_size * part.numel():
-            whole: Work = dist.reduce_scatter_single(part, packed, group=self.process_group, async_op=True)
-            return WorkWithBuffer(whole, packed)
-        padded = packed.new_zeros(self.world_size, part.numel())
-        for row, values in zip(padded, packed.split(list(sizes)), strict=True):
-            row[: values.numel()].copy_(values)
-        work: Work = dist.reduce_scatter_single(part, padded.view(-1), group=self.process_group, async_op=True)
-        return WorkWithBuffer(work, padded)
+        op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
+        work: Work = dist.reduce_scatter_single(output, parts, op=op, group=self.process_group, async_op=True)
+        return work
+
+    def reduce_scatter_parts(self, output: Tensor, parts: Sequence[Tensor], average: bool = False) -> Work:
+        """As :meth:`reduce_scatter_single`, with one tensor for each rank, of any lengths."""
+        op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
+        if self._is_gloo(output.device):  # its list form takes equal lengths only
+            works: list[Work] = [
+                dist.reduce(part, group_dst=owner, op=op, group=self.process_group, async_op=True)
+                for owner, part in enumerate(parts)
+                if part.numel()
+            ]
+            return WorkThenCopy(WorkGroup(tuple(works)), parts[self.group_rank], output)
+        work: Work = dist.reduce_scatter(output, list(parts), op=op, group=self.process_group, async_op=True)
+        return work
+
+    def _is_gloo(self, device: torch.device) -> bool:
+        return self._backends.get(device.type) == "gloo"
 
     def all_reduce(self, tensor: Tensor, largest: bool = False) -> Work:
         """Start summing contiguous memory over all ranks in place, or with ``largest`` taking the maximum."""
@@ -226,16 +266,16 @@ class Collectives:
 
     def send(self, tensor: Tensor, destination: int, tag: int = MESSAGE_TAG) -> Work:
         """Start sending contiguous memory to one rank."""
-        work: Work = self._message_group.send([tensor], destination, self._tag(tag))
+        work: Work = self._message_group.send([tensor], destination, self._tag(tag, tensor.device))
         return work
 
     def receive(self, tensor: Tensor, source: int, tag: int = MESSAGE_TAG) -> Work:
         """Start receiving into contiguous memory; messages with one tag arrive in the order they were sent."""
-        work: Work = self._message_group.recv([tensor], source, self._tag(tag))
+        work: Work = self._message_group.recv([tensor], source, self._tag(tag, tensor.device))
         return work
 
-    def _tag(self, tag: int) -> int:
-        return tag if self.is_pairwise else 0  # not all backends have so many
+    def _tag(self, tag: int, device: torch.device) -> int:
+        return tag if self._is_gloo(device) else 0  # not all backends have so many
 
     def _chunks(self, tensor: Tensor) -> tuple[Tensor, ...]:
         """Parts of contiguous memory as bytes, because sender and receiver may see it as different types."""

@@ -57,10 +57,30 @@ GATHERED_COPY_BYTES = 1 << 14
 # ShardedDataParallel.
 
 BUCKET_BYTES = 8 << 20
-"""The default size from which a bucket is full."""
+"""The default size from which a bucket is full, between pairs of ranks."""
 
 SEGMENT_BYTES = 8 << 20
 """Buckets are updated and sent together up to this size, or up to the size of all segments before.
 
 So the first buckets, which the next forward pass reads first, go alone.
 """
+
+# The backend's collectives.
+
+COLLECTIVE_BUCKET_BYTES = 64 << 20
+"""The size from which a bucket is full, and the most bytes of one all-gather, with few ranks."""
+
+COLLECTIVE_BUCKET_BYTES_PER_RANK = 1 << 20
+"""With many ranks a bucket has at least this size for each rank: shorter parts would wait more than they send."""
+
+MOST_COLLECTIVE_BUCKET_BYTES = 512 << 20
+"""The size that a bucket reaches with very many ranks."""
+
+COLLECTIVES_IN_FLIGHT = 1
+"""Number of packed all-gathers that may be in flight while the next one is packed."""
+
+
+def collective_bucket_bytes(ranks: int) -> int:
+    """The default size of a bucket for the backend's collectives."""
+    growing = max(COLLECTIVE_BUCKET_BYTES, ranks * COLLECTIVE_BUCKET_BYTES_PER_RANK)
+    return min(growing, MOST_COLLECTIVE_BUCKET_BYTES)

@@ -65,7 +65,7 @@ def plan_messages(sizes: Sequence[int], direct_bytes: int | None = None) -> list
 class InFlight:
     """Messages in flight, waited for in the order they were started.
 
-    At most ``limits.PACKS_IN_FLIGHT`` of them use extra memory at one time.
+    Few of them use extra memory at one time.
     """
 
     def __init__(self) -> None:
@@ -73,11 +73,26 @@ class InFlight:
         self._entries: deque[tuple[Work, Tensor, bool, Callable[[], None] | None]] = deque()
         self._staged = 0
 
-    def add(self, work: Work, buffer: Tensor, staged: bool, then: Callable[[], None] | None = None) -> None:
-        """Add a message over ``buffer``, ``staged`` if that is extra memory; ``then`` runs when it has ended."""
+    def add(
+        self,
+        work: Work,
+        buffer: Tensor,
+        staged: bool,
+        then: Callable[[], None] | None = None,
+        most_staged: int = limits.PACKS_IN_FLIGHT,
+    ) -> None:
+        """Add a message in flight.
+
+        Args:
+            work: the message.
+            buffer: its memory, which must live until the message has ended.
+            staged: whether the memory is extra memory.
+            then: a function that is called when the message has ended.
+            most_staged: wait for the oldest messages until no more than these use extra memory.
+        """
         self._entries.append((work, buffer, staged, then))
         self._staged += staged
-        while self._staged > limits.PACKS_IN_FLIGHT:
+        while self._staged > most_staged:
             self._finish_oldest()
 
     def drain(self) -> None:

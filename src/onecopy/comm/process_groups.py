@@ -48,6 +48,20 @@ def backends_of(group: dist.ProcessGroup) -> dict[str, str]:
     return dict(part.split(":") for part in dist.get_backend_config(group).split(","))
 
 
+def control_device(backends: dict[str, str], device: torch.device | None) -> torch.device:
+    """The device of status flags in a group, for parameters on ``device``.
+
+    gloo is used from the CPU only: it has few collectives for other devices.
+    """
+    if device is not None and backends.get(device.type, "gloo") != "gloo":
+        return device
+    if "cpu" in backends:
+        return torch.device("cpu")
+    accelerator = torch.accelerator.current_accelerator()
+    assert accelerator is not None, backends
+    return torch.device(accelerator.type, torch.accelerator.current_device_index())
+
+
 def side_group(
     group: dist.ProcessGroup,
     purpose: str,

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Sequence
-from typing import Any
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
+from onecopy.comm.side_stream import SideStream
 from onecopy.comm.work import Work
 
 MOST_FLAGS = 7
@@ -53,55 +55,116 @@ class FlagRows:
 
 
 class DeferredRead:
-    """A tensor that the host reads later: the copy to the host is enqueued now."""
+    """A tensor that the host reads later: the copy to the host is enqueued now, on a stream of its own.
 
-    def __init__(self, tensor: Tensor) -> None:
-        self._host, self._event = tensor, None
-        if tensor.device.type != "cpu":
+    So the stream that computes waits neither for the copy nor for the exchange that writes the tensor. The tensor is
+    referenced until it has been read, because its memory may not be reused before.
+
+    Args:
+        tensor: the tensor.
+        work: the exchange that writes the tensor, or None if the current stream has written it.
+    """
+
+    def __init__(self, tensor: Tensor, work: Work | None = None) -> None:
+        self._tensor, self._work, self._host, self._event = tensor, work, tensor, None
+        if tensor.device.type == "cpu":
+            return
+        with _read_stream(tensor.device).use():
+            if work is not None:
+                work.wait()
             self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
             self._host.copy_(tensor, non_blocking=True)
             self._event = torch.Event(tensor.device.type)
             self._event.record()
 
-    def read(self) -> list[Any]:
-        """The values. The host waits if the copy has not arrived yet."""
+    @property
+    def has_arrived(self) -> bool:
+        """Whether the host can read the values without waiting."""
+        return self._work is None if self._event is None else bool(self._event.query())
+
+    def wait(self) -> None:
+        """Make the host wait until the values have arrived."""
         if self._event is not None:
-            self._event.synchronize()
-        values: list[Any] = self._host.tolist()
-        return values
+            if not self._event.query():
+                self._event.synchronize()
+        elif self._work is not None:
+            self._work.wait()
+            self._work = None
+
+    def read(self) -> Tensor:
+        """The values, on the CPU. The host waits if they have not arrived yet."""
+        self.wait()
+        return self._host
+
+
+@lru_cache
+def _read_stream(device: torch.device) -> SideStream:
+    """The stream on which deferred flags are copied to the host."""
+    return SideStream(device)
+
+
+CheckFlags = Callable[[Tensor], None]
+"""Raises if the flags of all ranks, on the CPU, tell of a failure."""
 
 
 class DeferredFlags:
-    """The flags of the last call, which the next call reads.
+    """Flags that the host reads when they have arrived, at the latest one step after they were exchanged.
 
-    ``step()``, the pipelined step and the backward pass each have one. A call that fails on one rank raises there at
-    once; the other ranks raise when they read the flags.
+    A call that fails on one rank raises there at once; the other ranks raise when they read the flags. Flags are read
+    in the order of their exchange: a rank that has failed takes part in no later exchange.
     """
 
     def __init__(self) -> None:
-        self._unread: DeferredRead | None = None
-        self._work: Work | None = None
+        self._unread: deque[tuple[DeferredRead, CheckFlags]] = deque()
+        self._older = 0  # number of unread flags that were exchanged before the last end of a step
+        self._forgotten: list[DeferredRead] = []
 
-    def put(self, flags: Tensor, work: Work | None = None) -> None:
-        """Keep flags to be read later; ``work``, if given, is the exchange that writes them."""
-        self._unread, self._work = DeferredRead(flags), work
+    def put(self, flags: Tensor, work: Work | None, check: CheckFlags) -> None:
+        """Keep flags to be read and checked later.
 
-    def take(self) -> list[Any] | None:
-        """Read the flags, once: None if there are none."""
-        self.wait()
-        unread, self._unread, self._work = self._unread, None, None
-        return None if unread is None else unread.read()
+        Args:
+            flags: the tensor that the exchange writes.
+            work: the exchange.
+            check: a function that raises if the flags tell of a failure.
+        """
+        self._forgotten = [read for read in self._forgotten if not read.has_arrived]
+        self._unread.append((DeferredRead(flags, work), check))
+
+    def end_step(self) -> None:
+        """Note the end of a step: the next step waits for all flags that are unread now."""
+        self._older = len(self._unread)
+
+    def check_arrived(self) -> None:
+        """Check the flags that have arrived, without waiting."""
+        while self._unread and self._unread[0][0].has_arrived:
+            self._check_oldest()
+
+    def check_older(self) -> None:
+        """At the beginning of a step: wait for the flags of the last step, and check them."""
+        while self._older:
+            self._check_oldest()
+
+    def check_all(self) -> None:
+        """Wait for all flags, and check them."""
+        while self._unread:
+            self._check_oldest()
 
     def wait(self) -> None:
-        """Wait for the exchange, without reading."""
-        if self._work is not None:
-            self._work.wait()
+        """Wait for all flags, without reading them."""
+        for read, _ in self._unread:
+            read.wait()
 
-    @property
-    def in_flight(self) -> bool:
-        """Whether an exchange was left in flight whose flags have not been read."""
-        return self._work is not None
+    def __bool__(self) -> bool:
+        return bool(self._unread)
 
     def clear(self) -> None:
-        """Forget the flags, because a later call has made them out of date."""
-        self._unread = self._work = None
+        """Forget the flags, because all ranks have raised, or because a later call has made them out of date."""
+        # Their memory is referenced until the exchange has ended.
+        self._forgotten += [read for read, _ in self._unread if not read.has_arrived]
+        self._unread.clear()
+        self._older = 0
+
+    def _check_oldest(self) -> None:
+        read, check = self._unread.popleft()
+        self._older = max(0, self._older - 1)
+        check(read.read())

@@ -29,6 +29,20 @@ class WorkWithBuffer:
 
 
 @dataclass(frozen=True, slots=True)
+class WorkThenCopy:
+    """Work, and a copy of its result to another tensor when it has ended."""
+
+    work: Work
+    source: Tensor
+    target: Tensor
+
+    def wait(self) -> object:
+        """Wait for the work, and copy."""
+        self.work.wait()
+        return self.target.copy_(self.source)
+
+
+@dataclass(frozen=True, slots=True)
 class WorkGroup:
     """Several works that are waited for together."""
 

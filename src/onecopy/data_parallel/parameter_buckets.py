@@ -7,9 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from onecopy.comm.parameter_sharing import OwnedMemory
 from onecopy.common.flat_views import as_bytes
 from onecopy.layout import BucketPlan, Layout
-from onecopy.step.parameter_storage import InPlaceStorage, OwnedMemory
+from onecopy.step.parameter_storage import InPlaceStorage
 
 
 class ParameterBuckets(InPlaceStorage):
@@ -56,5 +57,5 @@ def _owned_ranges(plan: BucketPlan, bucket: Tensor, layout: Layout) -> list[Owne
             if offset < stop and offset + layout.params[index].numel > start
         )
         if members:
-            ranges.append(OwnedMemory(owner, members, as_bytes(bucket[start:stop])))
+            ranges.append(OwnedMemory(owner, members, as_bytes(bucket[start:stop]), bucket.element_size()))
     return ranges

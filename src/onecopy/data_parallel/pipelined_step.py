@@ -20,7 +20,9 @@ from onecopy.comm import limits
 from onecopy.comm.agreement import FirstFailure, raise_together
 from onecopy.comm.collectives import Collectives
 from onecopy.comm.packing import InFlight
+from onecopy.comm.parameter_sharing import ParameterSharing
 from onecopy.comm.status_flags import DeferredFlags, flags_on
+from onecopy.comm.transports import SharingByDevice
 from onecopy.common.profiling import profile_range
 from onecopy.data_parallel.parameter_buckets import ParameterBuckets
 from onecopy.errors import PeerFailedError, RanksDisagreeError
@@ -29,7 +31,6 @@ from onecopy.step.engine import Engine
 from onecopy.step.group_options import OptionsSnapshot
 from onecopy.step.owned_shards import OwnedShard
 from onecopy.step.parameter_groups import Group
-from onecopy.step.parameter_sync import ParameterSync
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +39,7 @@ class _UpdateSegment:
 
     params: frozenset[int]
     owned: tuple[OwnedShard, ...]
-    param_sync: ParameterSync
+    sharing: ParameterSharing
 
 
 class PipelinedStep:
@@ -122,7 +123,7 @@ class PipelinedStep:
         sends_all = engine.inner.updates_without_gradient or engine.defers_status
         changed = [engine.params[index] for index in segment.params if sends_all or has_gradient[index]]
         with profile_range("onecopy.share"):
-            self._transfers[number] = (segment.param_sync.start(None if sends_all else has_gradient), changed)
+            self._transfers[number] = (segment.sharing.start(None if sends_all else has_gradient), changed)
 
     def _finish_step(self, failure: Exception | None, digest: int = 0) -> None:
         """Exchange whether a rank has failed, and wait for all transfers, or leave both for later.
@@ -237,7 +238,7 @@ class PipelinedStep:
             owned = tuple(entry for entry in engine.inner.owned if entry.shard.param in params)
             ranges = [owned_range for number in numbers for owned_range in storage.ranges_by_bucket[number]]
             segments.append(
-                _UpdateSegment(params, owned, ParameterSync(engine.collectives, ranges, storage.direct_bytes))
+                _UpdateSegment(params, owned, SharingByDevice(engine.collectives, ranges, storage.direct_bytes))
             )
         # Assigned last, so that planning is repeated after a failure.
         self._storage, self._segments = storage, segments

@@ -27,6 +27,8 @@ from torch.futures import Future
 from onecopy.comm import limits
 from onecopy.comm.agreement import FailTogether, FirstFailure
 from onecopy.comm.collectives import Collectives
+from onecopy.comm.parameter_sharing import PackBuffers, ParameterSharing
+from onecopy.comm.transports import SharingByDevice
 from onecopy.common.profiling import profiled
 from onecopy.common.torch_private import after_backward, in_backward, version_of
 from onecopy.ddp_hooks.bucket_assignment import DDPBucketAssignment, DDPBucketAssignmentCache, GradBucket
@@ -36,7 +38,6 @@ from onecopy.step.engine import Engine
 from onecopy.step.group_options import OptionsSnapshot
 from onecopy.step.join_handover import read_handover, write_handover
 from onecopy.step.parameter_groups import Group
-from onecopy.step.parameter_sync import PackBuffers, ParameterSync
 from onecopy.step.rank_comparison import group_facts, options_text
 
 Hook = Callable[[Any, Any], "Future[Any]"]
@@ -70,7 +71,7 @@ class OverlappedStep:
         self._settings = settings
         self._passes = 0
         self._info: OverlapInfo | None = None
-        self._param_syncs: dict[int, tuple[DDPBucketAssignment, ParameterSync]] = {}
+        self._sharings: dict[int, tuple[DDPBucketAssignment, ParameterSharing]] = {}
         self._pack_buffers = PackBuffers()
         self._assignments = self._make_assignments()
         self._params_in_buckets: set[int] = set()
@@ -156,7 +157,7 @@ class OverlappedStep:
             engine.inner.master_weights.refresh_from_params()
         if self._assignments.layouts[0] is not engine.layout:
             self._assignments = self._make_assignments()
-            self._param_syncs.clear()
+            self._sharings.clear()
         self._params_in_buckets = set()
         self._info = OverlapInfo(OptionsSnapshot.of(engine.inner.optim.param_groups), failure)
 
@@ -265,11 +266,11 @@ class OverlappedStep:
     def _start_broadcasts(self, info: OverlapInfo, update: BucketUpdate, has_gradient: dict[int, bool]) -> None:
         """Start the broadcasts of the updated parameters of one bucket."""
         engine = self._engine
-        cached = self._param_syncs.get(update.index)
+        cached = self._sharings.get(update.index)
         if cached is None or cached[0] is not update.assignment:
             ranges = [each for each in engine.storage.ranges if not has_gradient.keys().isdisjoint(each.params)]
-            param_sync = ParameterSync(self._collectives, ranges, limits.DIRECT_BYTES, self._pack_buffers)
-            cached = self._param_syncs[update.index] = (update.assignment, param_sync)
+            sharing = SharingByDevice(self._collectives, ranges, limits.DIRECT_BYTES, self._pack_buffers)
+            cached = self._sharings[update.index] = (update.assignment, sharing)
         changed = (
             None
             if engine.inner.updates_without_gradient

@@ -21,8 +21,8 @@ def log_layout(engine: Engine) -> None:
         layout.elements_per_rank[group_rank],
         sum(layout.elements_per_rank),
         len(layout.owned_by(group_rank)),
-        engine.param_sync.messages,
-        engine.param_sync.staging_bytes,
+        engine.sharing.messages,
+        engine.sharing.staging_bytes,
     )
     if group_rank == 0:
         logger.info("%s", layout)

@@ -21,6 +21,7 @@ from torch.autograd.graph import increment_version
 
 from onecopy.comm.agreement import FirstFailure
 from onecopy.comm.collectives import Collectives
+from onecopy.comm.transports import SharingByDevice
 from onecopy.common.flat_views import flat_like, is_dense
 from onecopy.common.profiling import profiled
 from onecopy.common.torch_private import after_backward, in_backward
@@ -30,7 +31,6 @@ from onecopy.step.gradients import FullGradients, Gradients
 from onecopy.step.inner_optimizer import InnerOptimizer
 from onecopy.step.parameter_groups import Group
 from onecopy.step.parameter_storage import Storage
-from onecopy.step.parameter_sync import ParameterSync
 from onecopy.step.status import StepFacts, make_status
 
 StepSchedule = Callable[["Engine", Sequence[Group], Callable[[], Any] | None, dict[str, Any]], Any]
@@ -62,7 +62,7 @@ class Engine:
         layout: who owns what.
         inner: this rank's instance of the user's optimizer class.
         storage: where the parameters' memory is.
-        param_sync: shares the updated parameters.
+        sharing: the messages that share the updated parameters.
         gradients: where a step finds its gradients.
         reduced_shards: after the reduce-scatter hook, this rank's reduced gradients by parameter. DDP does not fill
             ``param.grad`` on a rank that has run out of inputs.
@@ -118,12 +118,12 @@ class Engine:
         """Take over these parameters and this layout, and plan storage and messages for them."""
         # Allocations come first: if they fail, parameters may have moved, and everything else is as it was.
         storage = self._storage_class(params, layout)
-        param_sync = ParameterSync(self.collectives, storage.ranges, storage.direct_bytes)
+        sharing = SharingByDevice(self.collectives, storage.ranges, storage.direct_bytes)
         self.params[:] = params
         self.layout = layout
         self._layout_digest = layout.digest()
         self._scale_check = GradientScaleCheck(self.params, layout)
-        self.storage, self.param_sync = storage, param_sync
+        self.storage, self.sharing = storage, sharing
         self.inner.repoint(storage.flats)
 
     def take_over(
@@ -294,7 +294,7 @@ class Engine:
         everything = (
             has_gradient is None or self.inner.updates_without_gradient or self._status.is_deferred or all(has_gradient)
         )
-        self.param_sync.share(None if everything else has_gradient)
+        self.sharing.start(None if everything else has_gradient).drain()
         # Autograd does not see received values, writes through views, and the writes of fused optimizers. The version
         # counter makes a backward pass that still needs the old values raise, on all ranks alike.
         changed = (

@@ -45,6 +45,12 @@ def normalise(params: object) -> list[Group]:
     return groups
 
 
+def device_of(groups: Sequence[Group]) -> torch.device | None:
+    """The device of the first parameter that is on an accelerator, or the CPU; None if there are no parameters."""
+    devices = [param.device for group in groups for param in group["params"]]
+    return next((device for device in devices if device.type != "cpu"), devices[0] if devices else None)
+
+
 def normalise_group(group: object, position: int) -> Group:
     """Return one group as a new dict with a list of tensors."""
     if not isinstance(group, dict):

@@ -7,27 +7,18 @@ A storage has the memory ranges that each owner sends after a step. It notices p
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from onecopy.comm import limits
+from onecopy.comm.parameter_sharing import OwnedMemory
 from onecopy.common.flat_views import as_bytes, flat_view
 from onecopy.layout import Layout
 
 ALIGNMENT = 64
 """Bytes to which a parameter's start in a bucket is aligned, for vectorised kernels."""
-
-
-@dataclass(frozen=True, slots=True)
-class OwnedMemory:
-    """Contiguous memory, as bytes, of parameters that one rank owns."""
-
-    owner: int
-    params: tuple[int, ...]
-    memory: Tensor
 
 
 class Storage(Protocol):
@@ -65,7 +56,7 @@ class InPlaceStorage:
         self._matrices = [param for param in self._params if param.dim() > 1]
         self._strides = [param.stride() for param in self._matrices]
         self.ranges = tuple(
-            OwnedMemory(shard.owner, (shard.param,), as_bytes(self.flats[shard.param][shard.start : shard.stop]))
+            _owned_memory(shard.owner, (shard.param,), self.flats[shard.param][shard.start : shard.stop])
             for shard in layout.shards
         )
 
@@ -100,7 +91,7 @@ class BucketStorage(InPlaceStorage):
         cut = set(layout.cut_params)
         owner = {shard.param: shard.owner for shard in layout.shards}
         self.ranges = (
-            *(OwnedMemory(owner[members[0]], members, memory) for members, memory in buckets),
+            *(_owned_memory(owner[members[0]], members, memory) for members, memory in buckets),
             *(each for each in self.ranges if each.params[0] in cut),
         )
 
@@ -136,7 +127,11 @@ def _fill_bucket(params: Sequence[Tensor], members: tuple[int, ...]) -> tuple[tu
         view.copy_(param.detach())
         param.data = view
         offset += size
-    return members, memory
+    return members, flat
+
+
+def _owned_memory(owner: int, params: tuple[int, ...], flat: Tensor) -> OwnedMemory:
+    return OwnedMemory(owner, params, as_bytes(flat), flat.element_size())
 
 
 def _aligned(nbytes: int) -> int:

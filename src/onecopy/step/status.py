@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
+from torch import Tensor
 
 from onecopy.comm.agreement import Fact, FailTogether, raise_together
 from onecopy.comm.collectives import Collectives
@@ -119,18 +119,17 @@ class DeferredStatus:
 
     def exchange(self, facts: StepFacts, scale_factor: int, failure: Exception | None) -> None:
         """Check the flags of the previous step, then start the exchange of this step's."""
+        self._flags.check_older()
         flags = [int(failure is not None), scale_factor, *facts.digests()]
-        previous = self._flags.take()
-        if previous is not None:
-            self._check(previous)
-        self._flags.put(torch.stack(self._collectives.start_all_gather_flags(flags)))
+        self._flags.put(*self._collectives.start_all_gather_flags(flags), self._check)
+        self._flags.end_step()
 
-    def _check(self, rows: list[list[int]]) -> None:
+    def _check(self, rows: Tensor) -> None:
         here = self._collectives.group_rank
-        failed = [group_rank for group_rank, row in enumerate(rows) if row[0]]
+        failed = rows[:, 0].nonzero().flatten().tolist()
         if failed:
             raise PeerFailedError(f"rank {here}: the previous step() failed on ranks {failed}; see their own errors")
-        odd = [group_rank for group_rank, row in enumerate(rows) if row[2:] != rows[here][2:]]
+        odd = (rows[:, 2:] != rows[here, 2:]).any(dim=1).nonzero().flatten().tolist()
         if odd:
             raise RanksDisagreeError(
                 f"rank {here}: in the previous step() ranks {odd} had another layout, other options, or gradients for "

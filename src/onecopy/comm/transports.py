@@ -1,0 +1,150 @@
+"""The two transports behind one interface. No other module asks which of them it has.
+
+- ``PairwiseTransport``, for gloo and the CPU: messages between pairs of ranks, in both directions at once. gloo runs
+  its own collectives one after the other, and its reduce-scatter is a whole all-reduce.
+- ``CollectiveTransport``, everywhere else: the backend's all-gather and reduce-scatter, as few and as large as the
+  layout allows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from onecopy.comm import limits
+from onecopy.comm.broadcast_sharing import BroadcastSharing
+from onecopy.comm.collectives import Collectives
+from onecopy.comm.gather_sharing import GatherSharing
+from onecopy.comm.packing import InFlight
+from onecopy.comm.parameter_sharing import OwnedMemory, PackBuffers, ParameterSharing
+from onecopy.comm.work import Work, WorkGroup
+
+
+class Transport(Protocol):
+    """How parameters and gradients on one device are sent among the ranks of one group.
+
+    Attributes:
+        bucket_bytes: the default size of a bucket of ``ShardedDataParallel``.
+        segment_bytes: ``ShardedDataParallel`` updates and sends buckets together up to this size.
+        gradient_bytes_in_flight: another bucket of gradients is launched only while fewer bytes are in flight.
+        sends_rows: whether the gradient of an embedding can be sent by rows.
+    """
+
+    bucket_bytes: int
+    segment_bytes: int
+    gradient_bytes_in_flight: int
+    sends_rows: bool
+
+    def plan_sharing(self, ranges: Sequence[OwnedMemory], direct_bytes: int, buffers: PackBuffers) -> ParameterSharing:
+        """Plan the messages that share memory ranges which lie anywhere.
+
+        Args:
+            ranges: the memory that each owner sends.
+            direct_bytes: memory ranges from this size on are sent in place, where the transport can do that.
+            buffers: buffers for packed messages, which several plans may use in turns.
+        """
+
+    def share_bucket(self, bucket: Tensor, bounds: Sequence[int]) -> Work:
+        """Start sharing a flat bucket in place: rank r sends ``[bounds[r], bounds[r + 1])`` to all others.
+
+        Args:
+            bucket: the bucket. If all ranges but the last ones are equally long, the bucket is padded so that it can be
+                divided into equal parts.
+            bounds: the limits of the ranks' ranges, in elements.
+        """
+
+
+class PairwiseTransport:
+    """Messages between pairs of ranks."""
+
+    bucket_bytes = limits.BUCKET_BYTES
+    segment_bytes = limits.SEGMENT_BYTES
+    gradient_bytes_in_flight = limits.GRADIENT_BYTES_IN_FLIGHT
+    sends_rows = True
+
+    def __init__(self, collectives: Collectives) -> None:
+        self._collectives = collectives
+
+    def plan_sharing(self, ranges: Sequence[OwnedMemory], direct_bytes: int, buffers: PackBuffers) -> ParameterSharing:
+        """Plan broadcasts, of large ranges in place and of small ones packed."""
+        return BroadcastSharing(self._collectives, ranges, direct_bytes, buffers)
+
+    def share_bucket(self, bucket: Tensor, bounds: Sequence[int]) -> Work:
+        """Start one broadcast for each owner."""
+        owners = [owner for owner in range(self._collectives.world_size) if bounds[owner] < bounds[owner + 1]]
+        return WorkGroup(
+            tuple(self._collectives.broadcast(bucket[bounds[owner] : bounds[owner + 1]], owner) for owner in owners)
+        )
+
+
+class CollectiveTransport:
+    """The backend's collectives."""
+
+    sends_rows = False
+
+    def __init__(self, collectives: Collectives) -> None:
+        self._collectives = collectives
+        self.bucket_bytes = limits.collective_bucket_bytes(collectives.world_size)
+        self.segment_bytes = self.bucket_bytes
+        self.gradient_bytes_in_flight = 2 * self.bucket_bytes
+
+    def plan_sharing(self, ranges: Sequence[OwnedMemory], direct_bytes: int, buffers: PackBuffers) -> ParameterSharing:
+        """Plan rounds of all-gathers."""
+        del direct_bytes  # a copy costs less than further collectives
+        return GatherSharing(self._collectives, ranges, self.bucket_bytes, buffers)
+
+    def share_bucket(self, bucket: Tensor, bounds: Sequence[int]) -> Work:
+        """Start one all-gather in place: of equal parts, or of parts with different lengths."""
+        here, ranks = self._collectives.group_rank, self._collectives.world_size
+        if bucket.numel() > bounds[-1] or are_equal(bounds):
+            return self._collectives.all_gather_single(bucket, bucket.view(ranks, -1)[here])
+        return self._collectives.all_gather_parts([bucket[bounds[owner] : bounds[owner + 1]] for owner in range(ranks)])
+
+
+def are_equal(bounds: Sequence[int]) -> bool:
+    """Whether all ranges between the bounds are equally long."""
+    return all(bound == number * bounds[1] for number, bound in enumerate(bounds))
+
+
+def transport_for(collectives: Collectives, device: torch.device) -> Transport:
+    """The transport for memory on a device: pairs of ranks for gloo and the CPU, else the backend's collectives."""
+    return (PairwiseTransport if collectives.uses_pairwise(device) else CollectiveTransport)(collectives)
+
+
+class SharingByDevice:
+    """The messages for memory ranges on several devices, each planned by the transport of its device."""
+
+    def __init__(
+        self,
+        collectives: Collectives,
+        ranges: Sequence[OwnedMemory],
+        direct_bytes: int,
+        buffers: PackBuffers | None = None,
+    ) -> None:
+        self._buffers = PackBuffers() if buffers is None else buffers
+        self._plans = [
+            transport_for(collectives, device).plan_sharing(
+                [each for each in ranges if each.memory.device == device], direct_bytes, self._buffers
+            )
+            for device in dict.fromkeys(each.memory.device for each in ranges)
+        ]
+
+    def start(self, changed: Sequence[bool] | None = None, in_flight: InFlight | None = None) -> InFlight:
+        """Start sending the parameters of all owners to all ranks, and return the messages in flight."""
+        in_flight = in_flight or InFlight()
+        for plan in self._plans:
+            plan.start(changed, in_flight)
+        return in_flight
+
+    @property
+    def messages(self) -> int:
+        """The number of messages."""
+        return sum(plan.messages for plan in self._plans)
+
+    @property
+    def staging_bytes(self) -> int:
+        """The extra memory for packed messages."""
+        return self._buffers.nbytes

@@ -21,7 +21,7 @@ from torch.autograd.graph import increment_version
 
 from onecopy.comm.agreement import FirstFailure
 from onecopy.comm.collectives import Collectives
-from onecopy.comm.transports import SharingByDevice
+from onecopy.comm.status_flags import DeferredFlags
 from onecopy.common.flat_views import flat_like, is_dense
 from onecopy.common.profiling import profiled
 from onecopy.common.torch_private import after_backward, in_backward
@@ -82,7 +82,7 @@ class Engine:
         self.number = next(_numbers.setdefault(collectives.process_group, count()))
         self.inner = inner
         self._storage_class = storage_class
-        self._status = make_status(collectives)
+        self._status = make_status(collectives, DeferredFlags())
         self.reduced_shards: dict[int, Tensor] = {}
         self.params_with_reduced_grad: set[int] = set()
         self.step_refusal: Exception | None = None
@@ -118,7 +118,7 @@ class Engine:
         """Take over these parameters and this layout, and plan storage and messages for them."""
         # Allocations come first: if they fail, parameters may have moved, and everything else is as it was.
         storage = self._storage_class(params, layout)
-        sharing = SharingByDevice(self.collectives, storage.ranges, storage.direct_bytes)
+        sharing = storage.plan_sharing(self.collectives)
         self.params[:] = params
         self.layout = layout
         self._layout_digest = layout.digest()
@@ -265,9 +265,13 @@ class Engine:
         facts = StepFacts(self.layout, self._layout_digest, has_gradient, groups)
         self._status.exchange(facts, self._scale_check.common_factor(), failure)
 
-    def step_digest(self, groups: Sequence[Group], has_gradient: Sequence[bool]) -> int:
-        """A digest of the facts that must be equal on all ranks in a step."""
-        return StepFacts(self.layout, self._layout_digest, has_gradient, groups).digest()
+    def step_digests(self, groups: Sequence[Group], has_gradient: Sequence[bool]) -> list[int]:
+        """Digests of the facts that must be equal on all ranks in a step: layout, gradients, options."""
+        return StepFacts(self.layout, self._layout_digest, has_gradient, groups).digests()
+
+    def share_flags(self, flags: DeferredFlags) -> None:
+        """Keep status flags that are read later in a queue that others use, too, in the order of exchange."""
+        self._status = make_status(self.collectives, flags)
 
     def allow_steps(self) -> None:
         """Allow steps again after a load that succeeded, and forget earlier failures."""

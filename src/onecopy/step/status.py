@@ -33,10 +33,6 @@ class StepFacts:
         options = repr([sorted(options_text(group).items()) for group in self.groups]).encode(errors="backslashreplace")
         return [self.layout_digest, _digest(bytes(self.has_gradient)), _digest(options)]
 
-    def digest(self) -> int:
-        """One digest of all facts."""
-        return _digest(repr(self.digests()).encode())
-
     def as_text(self) -> list[Fact]:
         """The same facts as text, for the error."""
         return [
@@ -74,11 +70,12 @@ class ImmediateStatus:
 
     is_deferred = False
 
-    def __init__(self, collectives: Collectives) -> None:
-        self._collectives = collectives
+    def __init__(self, collectives: Collectives, flags: DeferredFlags) -> None:
+        self._collectives, self._flags = collectives, flags
 
     def clear(self) -> None:
-        """Do nothing: all flags have been read."""
+        """Forget flags of others in the queue; the flags of this class have been read."""
+        self._flags.clear()
 
     def exchange(self, facts: StepFacts, scale_factor: int, failure: Exception | None) -> None:
         """Exchange the flags, and raise on every rank if a rank failed or if the facts differ."""
@@ -109,9 +106,8 @@ class DeferredStatus:
 
     is_deferred = True
 
-    def __init__(self, collectives: Collectives) -> None:
-        self._collectives = collectives
-        self._flags = DeferredFlags()
+    def __init__(self, collectives: Collectives, flags: DeferredFlags) -> None:
+        self._collectives, self._flags = collectives, flags
 
     def clear(self) -> None:
         """Forget the flags of the last step."""
@@ -137,6 +133,6 @@ class DeferredStatus:
             )
 
 
-def make_status(collectives: Collectives) -> StepStatus:
-    """The status for the device of the flags: deferred on an accelerator."""
-    return (DeferredStatus if collectives.defers_host_reads else ImmediateStatus)(collectives)
+def make_status(collectives: Collectives, flags: DeferredFlags) -> StepStatus:
+    """The status for the device of the flags: deferred on an accelerator, in a queue that others may use, too."""
+    return (DeferredStatus if collectives.defers_host_reads else ImmediateStatus)(collectives, flags)

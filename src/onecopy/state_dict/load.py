@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from itertools import chain
 from typing import Any
@@ -49,13 +50,8 @@ def load(engine: Engine, optimizer: Optimizer, given: object, elementwise: bool)
         inner_state_dict, saved_masters = _inner_state_dict(state_dict, states, engine.layout, local)
         inner_state_dict["state"] |= nested_tensors.map_tensors(others, lambda tensor: tensor.detach().clone())
         saved_groups = deepcopy(state_dict["param_groups"])
-    before = {"state": local.optim.state, "param_groups": local.optim.param_groups}
-    try:
-        with FailTogether(engine.collectives, CALL):
-            _load_inner(local, inner_state_dict)
-    except Exception:
-        local.optim.__setstate__(before)
-        raise
+    with restored_on_failure(engine, CALL):
+        _load_inner(local, inner_state_dict)
     _set_options(local, groups, saved_groups, has_state=bool(states or others))
     engine.allow_steps()
     for owned in local.owned:
@@ -65,23 +61,33 @@ def load(engine: Engine, optimizer: Optimizer, given: object, elementwise: bool)
         run_load_post_hooks(optimizer)
 
 
-def load_owned(
-    local: InnerOptimizer,
-    groups: Sequence[Group],
-    states: Mapping[int, dict[Any, Any]],
-    options: Sequence[dict[str, Any]],
-    loaded_masters: Collection[int],
-    has_state: bool,
+@contextmanager
+def restored_on_failure(engine: Engine, call: str) -> Iterator[None]:
+    """Run a block that loads into the inner optimizer; if it fails on one rank, all ranks restore the state and raise.
+
+    Args:
+        engine: its inner optimizer is loaded.
+        call: the name of the call, for error messages.
+    """
+    optim = engine.inner.optim
+    before = {"state": optim.state, "param_groups": optim.param_groups}
+    try:
+        with FailTogether(engine.collectives, call):
+            yield
+    except Exception:
+        optim.__setstate__(before)
+        raise
+
+
+def load_owned_state(
+    local: InnerOptimizer, states: Mapping[int, dict[Any, Any]], options: Sequence[dict[str, Any]]
 ) -> None:
-    """Load state of which this rank has exactly its shards, without copies and without communication.
+    """Load into the inner optimizer state of which this rank has exactly its shards, without copies.
 
     Args:
         local: this rank's inner optimizer.
-        groups: the user's parameter groups.
         states: the state of this rank's shards, by parameter.
         options: the options of every group.
-        loaded_masters: parameters whose master weights are written already; the others are set from their parameters.
-        has_state: whether any rank loads state.
     """
     positions = _positions(local)
     state = {
@@ -95,7 +101,27 @@ def load_owned(
     for owned in local.owned:
         if owned.shard.param in states:
             keep_as_saved(local.optim.state[owned.tensor], states[owned.shard.param])
+
+
+def finish_load_of_owned(
+    engine: Engine,
+    groups: Sequence[Group],
+    options: Sequence[dict[str, Any]],
+    loaded_masters: Collection[int],
+    has_state: bool,
+) -> None:
+    """After :func:`load_owned_state`, set the user's options and the other master weights, and allow steps again.
+
+    Args:
+        engine: its inner optimizer was loaded.
+        groups: the user's parameter groups.
+        options: the options of every group.
+        loaded_masters: parameters whose master weights are written already; the others are set from their parameters.
+        has_state: whether any rank loads state.
+    """
+    local = engine.inner
     _set_options(local, groups, options, has_state)
+    engine.allow_steps()
     for owned in local.owned:
         if owned.param_view is not None and owned.shard.param not in loaded_masters:
             owned.tensor.detach().copy_(owned.param_view)

@@ -338,10 +338,15 @@ def change_and_share(engine: Engine, groups: Sequence[Group], change: Callable[[
     engine.confirm_and_share(groups, None, failure.error)
 
 
-def collectives_of(optimizers: Sequence[object]) -> Collectives:
-    """The ranks of the first sharded optimizer, or all ranks if there is none. Raises nothing for wrong arguments."""
+def sharded_collectives(optimizers: Sequence[object]) -> Collectives | None:
+    """The ranks of the first sharded optimizer, or None if there is none. Raises nothing for wrong arguments."""
     for optimizer in optimizers:
         engine = optimizer if isinstance(optimizer, Engine) else getattr(optimizer, "engine", None)
         if isinstance(engine, Engine):
             return engine.collectives
-    return Collectives()
+    return None
+
+
+def collectives_of(optimizers: Sequence[object]) -> Collectives:
+    """The ranks of the first sharded optimizer, or all ranks if there is none. Raises nothing for wrong arguments."""
+    return sharded_collectives(optimizers) or Collectives()

@@ -21,13 +21,14 @@ from torch.autograd.graph import increment_version
 
 from onecopy.comm.agreement import FirstFailure
 from onecopy.comm.collectives import Collectives
-from onecopy.common.flat_views import flat_like, is_dense
+from onecopy.common.flat_views import is_dense
 from onecopy.common.profiling import profiled
 from onecopy.common.torch_private import after_backward, in_backward
 from onecopy.layout import Layout, ParamSpec
 from onecopy.step.gradient_scale_check import GradientScaleCheck
 from onecopy.step.gradients import FullGradients, Gradients
 from onecopy.step.inner_optimizer import InnerOptimizer
+from onecopy.step.owned_shards import gradient_range
 from onecopy.step.parameter_groups import Group
 from onecopy.step.parameter_storage import Storage
 from onecopy.step.parameter_sync import ParameterSync
@@ -235,9 +236,12 @@ class Engine:
         """Step the inner optimizer over the owned shards of the chosen parameters, with ``param.grad``."""
         shards = {}
         for owned in self.inner.owned:
-            gradient = owned.param.grad
-            if chosen[owned.shard.param] and gradient is not None:
-                shards[owned.shard.param] = flat_like(gradient, owned.param)[owned.shard.start : owned.shard.stop]
+            index = owned.shard.param
+            if not chosen[index]:
+                continue
+            gradient = gradient_range(owned.shard, owned.param, self.layout.params[index].name)
+            if gradient is not None:
+                shards[index] = gradient
         self.inner.step_on(shards)
 
     def confirm_and_share(

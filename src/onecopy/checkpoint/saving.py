@@ -94,7 +94,8 @@ class SaveJob:
                 disk.make_directory(self.root)
                 disk.flush_directory(self.root.parent)
                 if final.exists():
-                    _rename_damaged(final)
+                    with explained_os_errors(f"checking {final}, which exists already,"):
+                        _rename_damaged(final)
                 _remove_leftovers(self.root)
                 disk.make_directory(self.root / name)
                 stack.enter_context(disk.locked(self.root / name))
@@ -268,7 +269,7 @@ def _remove_leftovers(root: Path) -> None:
 
 
 def _rename_damaged(final: Path) -> None:
-    """Rename an existing checkpoint if it is damaged; raise ``FileExistsError`` if it is not.
+    """Rename an existing checkpoint if it is damaged; raise :class:`CheckpointError` if it is not.
 
     A run that fell back to an older checkpoint comes to this step again and must be able to save.
     """
@@ -279,7 +280,7 @@ def _rename_damaged(final: Path) -> None:
         logger.warning("%s is damaged, and is now %s: %s", final, renamed.name, error)
         disk.rename(final, renamed)
         return
-    raise FileExistsError(
+    raise CheckpointError(
         f"{final} exists already, and a checkpoint is never overwritten; save under another step or into another "
         "directory, or remove it"
     )

@@ -27,7 +27,7 @@ from torch.futures import Future
 from onecopy.comm import limits
 from onecopy.comm.agreement import FailTogether, FirstFailure
 from onecopy.comm.collectives import Collectives
-from onecopy.common.profiling import profiled
+from onecopy.common.profiler_ranges import profiled
 from onecopy.common.torch_private import after_backward, in_backward, version_of
 from onecopy.ddp_hooks.bucket_assignment import DDPBucketAssignment, DDPBucketAssignmentCache, GradBucket
 from onecopy.ddp_hooks.overlap_info import BucketUpdate, OverlapInfo, OverlapSettings

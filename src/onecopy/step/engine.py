@@ -22,7 +22,7 @@ from torch.autograd.graph import increment_version
 from onecopy.comm.agreement import FirstFailure
 from onecopy.comm.collectives import Collectives
 from onecopy.common.flat_views import is_dense
-from onecopy.common.profiling import profiled
+from onecopy.common.profiler_ranges import profiled
 from onecopy.common.torch_private import after_backward, in_backward
 from onecopy.layout import Layout, ParamSpec
 from onecopy.step.gradient_scale_check import GradientScaleCheck

@@ -26,7 +26,7 @@ from onecopy.optimizer import ZeroRedundancyOptimizer
 from onecopy.state_dict.dcp_tensor import ShardedState, local_values, sharded_state_dict
 from onecopy.state_dict.forms import named_groups, plain_state_dict
 from onecopy.state_dict.gather import consolidate
-from onecopy.state_dict.load import finish_load_of_owned, load_owned_state, restored_on_failure
+from onecopy.state_dict.load import finish_load, load_owned_state, restored_on_failure
 from onecopy.step import master_weights
 from onecopy.step.engine import sharded_collectives
 from onecopy.step.group_options import options_of
@@ -189,10 +189,7 @@ def _load(view: OptimizerView, zero: ZeroRedundancyOptimizer, state_dict: StateD
         together.flag = bool(states)
     with restored_on_failure(zero.engine, SET):
         load_owned_state(zero.engine.inner, states, options)
-    for shard in view.state_shards():
-        if shard.index in masters and shard.param_view is not None:
-            shard.tensor.detach().copy_(masters[shard.index])
-    finish_load_of_owned(zero.engine, zero.param_groups, options, set(masters), has_state=together.any_flag)
+    finish_load(zero.engine, zero.param_groups, options, masters, has_state=together.any_flag)
 
 
 def _is_full(state: Mapping[str, Any], view: OptimizerView) -> bool:

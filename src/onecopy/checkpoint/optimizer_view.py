@@ -15,7 +15,7 @@ from onecopy.common.torch_private import uncompiled
 from onecopy.data_parallel.wrapper import ShardedDataParallel
 from onecopy.optimizer import ZeroRedundancyOptimizer
 from onecopy.state_dict.forms import Item, split_by_group
-from onecopy.state_dict.load import finish_load_of_owned, keep_as_saved, load_owned_state
+from onecopy.state_dict.load import finish_load, keep_as_saved, load_owned_state
 from onecopy.step.parameter_groups import first_places
 
 POSITION_NAME = "group{}[{}]"
@@ -179,7 +179,7 @@ class OptimizerView:
         if self.zero is not None:
             engine = self.zero.engine
             load_owned_state(engine.inner, states, options)
-            finish_load_of_owned(engine, self.zero.param_groups, options, loaded_masters, has_state)
+            finish_load(engine, self.zero.param_groups, options, {}, has_state, loaded_masters)
             return
         positions = self.split_by_group(range(len(self.params)))
         groups = [{**values, "params": members} for values, members in zip(options, positions, strict=True)]

@@ -1,4 +1,7 @@
-"""Loads this rank's shards of a full state dict. Everything is checked before anything is changed."""
+"""Loads a full state dict, or exactly this rank's shards of one, into a sharded optimizer.
+
+Everything is checked before anything is changed. ``gather.py`` makes the full state dict.
+"""
 
 from __future__ import annotations
 
@@ -52,11 +55,7 @@ def load(engine: Engine, optimizer: Optimizer, given: object, elementwise: bool)
         saved_groups = deepcopy(state_dict["param_groups"])
     with restored_on_failure(engine, CALL):
         _load_inner(local, inner_state_dict)
-    _set_options(local, groups, saved_groups, has_state=bool(states or others))
-    engine.allow_steps()
-    for owned in local.owned:
-        if owned.param_view is not None:
-            owned.tensor.detach().copy_(saved_masters.get(owned.shard.param, owned.param_view))
+    finish_load(engine, groups, saved_groups, saved_masters, has_state=bool(states or others))
     with FailTogether(engine.collectives, CALL):
         run_load_post_hooks(optimizer)
 
@@ -103,28 +102,29 @@ def load_owned_state(
             keep_as_saved(local.optim.state[owned.tensor], states[owned.shard.param])
 
 
-def finish_load_of_owned(
+def finish_load(
     engine: Engine,
     groups: Sequence[Group],
-    options: Sequence[dict[str, Any]],
-    loaded_masters: Collection[int],
+    saved_groups: Sequence[Mapping[str, Any]],
+    saved_masters: Mapping[int, Tensor],
     has_state: bool,
+    written_masters: Collection[int] = (),
 ) -> None:
-    """After :func:`load_owned_state`, set the user's options and the other master weights, and allow steps again.
+    """After a load into the inner optimizer, set options and master weights, and allow steps again; this cannot fail.
 
     Args:
         engine: its inner optimizer was loaded.
         groups: the user's parameter groups.
-        options: the options of every group.
-        loaded_masters: parameters whose master weights are written already; the others are set from their parameters.
-        has_state: whether any rank loads state.
+        saved_groups: the saved options of every group.
+        saved_masters: this rank's part of saved master weights, by parameter; others are set from their parameters.
+        has_state: whether any rank has loaded state.
+        written_masters: parameters whose master weights are written already.
     """
-    local = engine.inner
-    _set_options(local, groups, options, has_state)
+    _set_options(engine.inner, groups, saved_groups, has_state)
     engine.allow_steps()
-    for owned in local.owned:
-        if owned.param_view is not None and owned.shard.param not in loaded_masters:
-            owned.tensor.detach().copy_(owned.param_view)
+    for owned in engine.inner.owned:
+        if owned.param_view is not None and owned.shard.param not in written_masters:
+            owned.tensor.detach().copy_(saved_masters.get(owned.shard.param, owned.param_view))
 
 
 def keep_as_saved(state: dict[Any, Any], saved: Mapping[Any, Any]) -> None:

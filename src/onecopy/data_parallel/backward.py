@@ -31,7 +31,7 @@ from onecopy.comm.agreement import FirstFailure, raise_together
 from onecopy.comm.buffer_pool import BufferPool
 from onecopy.comm.side_stream import SideStream
 from onecopy.comm.status_flags import DeferredFlags, flags_on
-from onecopy.common.profiling import profile_range
+from onecopy.common.profiler_ranges import profile_range
 from onecopy.common.torch_private import backward_number, when_backward_ends, will_accumulate
 from onecopy.data_parallel.gradient_buckets import GradientBucket, GradState, ReductionPolicy
 from onecopy.data_parallel.gradient_reduction import InFlightReduction

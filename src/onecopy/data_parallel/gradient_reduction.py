@@ -19,7 +19,7 @@ from torch import Tensor
 from onecopy.comm.buffer_pool import BufferPool
 from onecopy.comm.collectives import Collectives
 from onecopy.comm.pairwise_exchange import PairwiseExchange, sum_into
-from onecopy.common.profiling import profile_range
+from onecopy.common.profiler_ranges import profile_range
 
 
 class InFlightReduction(Protocol):

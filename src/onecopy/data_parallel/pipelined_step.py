@@ -23,7 +23,7 @@ from onecopy.comm.packing import InFlight
 from onecopy.comm.parameter_sharing import ParameterSharing
 from onecopy.comm.status_flags import DeferredFlags, flags_on
 from onecopy.comm.transports import SharingByDevice
-from onecopy.common.profiling import profile_range
+from onecopy.common.profiler_ranges import profile_range
 from onecopy.data_parallel.parameter_buckets import ParameterBuckets
 from onecopy.errors import PeerFailedError, RanksDisagreeError
 from onecopy.layout import BucketPlan

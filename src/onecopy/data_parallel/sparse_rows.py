@@ -22,7 +22,7 @@ from onecopy.comm.buffer_pool import BufferPool
 from onecopy.comm.collectives import Collectives
 from onecopy.comm.work import Work, WorkGroup
 from onecopy.common.flat_views import flat_view
-from onecopy.common.profiling import profile_range
+from onecopy.common.profiler_ranges import profile_range
 from onecopy.common.torch_private import embedding_backward, sparse_parts
 from onecopy.data_parallel.gradient_buckets import GradientBucket, GradState, ReductionPolicy
 from onecopy.data_parallel.gradient_reduction import InFlightReduction, OwnerMessage

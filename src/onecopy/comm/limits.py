@@ -57,10 +57,29 @@ GATHERED_COPY_BYTES = 1 << 14
 # ShardedDataParallel.
 
 BUCKET_BYTES = 8 << 20
-"""The default size from which a bucket is full."""
+"""The default size from which a bucket is full, for messages between pairs of ranks."""
+
+COLLECTIVE_BUCKET_BYTES, COLLECTIVE_BUCKET_BYTES_PER_RANK = 64 << 20, 1 << 20
+"""The least size of a bucket for the backend's collectives, and the size per rank if that is more.
+
+The latency of a collective grows with the number of ranks, so its buffer does too.
+"""
+
+MOST_COLLECTIVE_BUCKET_BYTES = 512 << 20
+"""The largest default size of a bucket: buckets in flight are extra memory."""
+
+MOST_PADDING = 1 / 16
+"""Parts of different lengths are padded for one collective if the padding is at most this fraction of them."""
 
 SEGMENT_BYTES = 8 << 20
 """Buckets are updated and sent together up to this size, or up to the size of all segments before.
 
 So the first buckets, which the next forward pass reads first, go alone.
 """
+
+
+def bucket_bytes(ranks: int, pairwise: bool) -> int:
+    """Return the default size of a bucket, for messages between pairs of ranks or for the backend's collectives."""
+    if pairwise:
+        return BUCKET_BYTES
+    return min(max(COLLECTIVE_BUCKET_BYTES, ranks * COLLECTIVE_BUCKET_BYTES_PER_RANK), MOST_COLLECTIVE_BUCKET_BYTES)

@@ -380,13 +380,9 @@ class ZeroRedundancyOptimizer(OwnedStateOptimizer, Joinable):
     def __getattr__(self, name: str) -> Any:
         """Return ``train`` or ``eval`` of a schedule-free inner optimizer; a call sends the parameters it changes."""
         if name in ("train", "eval") and "engine" in self.__dict__ and callable(getattr(self.optim, name, None)):
-            return lambda: self._change_params(getattr(self.optim, name))
+            self.wait()  # parameters in flight would arrive after the change
+            return lambda: change_and_share(self.engine, self.param_groups, getattr(self.optim, name))
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-
-    def _change_params(self, change: Callable[[], object]) -> None:
-        """Let the inner optimizer change parameters outside a step, and send them."""
-        self.wait()  # parameters in flight would arrive after the change
-        change_and_share(self.engine, self.param_groups, change)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         """Refuse to be pickled or deep-copied."""

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from onecopy.bench import checking, launching, models, report, running
+from onecopy.bench import launching, models, regression_check, running, summaries, tables
 from onecopy.bench.host_time import PEER
 from onecopy.bench.models import MODELS, PARAMETER_SHAPES, Sizes
-from onecopy.bench.page import page
 from onecopy.bench.pictures import draw
+from onecopy.bench.results_page import page
 from onecopy.bench.variants import ALONE, ALWAYS, THEIRS, VARIANTS, YARDSTICK, chosen
 from onecopy.cli.main import app
 
@@ -68,7 +68,7 @@ def rows_of_a_run(ours: float = 0.9) -> list[dict[str, Any]]:
 
 
 def test_ratios_are_taken_round_by_round_so_that_common_noise_cancels() -> None:
-    summary = {each["variant"]: each for each in report.summaries(rows_of_a_run(), RUN)}
+    summary = {each["variant"]: each for each in summaries.summaries(rows_of_a_run(), RUN)}
     ours = summary["onecopy, ShardedDataParallel"]
     assert ours["to_ddp"] == pytest.approx(0.9)
     assert ours["to_torch"] == pytest.approx(0.75)
@@ -83,14 +83,14 @@ def test_the_bound_is_the_work_that_is_left_with_a_share_of_the_update(
 ) -> None:
     """Forward and backward 0.375 (median), half of an update of 0.375, and what moving for 0.2 takes of the cores."""
     monkeypatch.setattr("os.cpu_count", lambda: cores)
-    assert report.bound(rows_of_a_run(), RUN) == pytest.approx(0.375 + 0.375 / 2 + 0.2 * busy)
+    assert summaries.bound(rows_of_a_run(), RUN) == pytest.approx(0.375 + 0.375 / 2 + 0.2 * busy)
 
 
 def test_the_guard_lets_noise_pass_and_names_a_loss(tmp_path: Path) -> None:
     recorded = tmp_path / "recorded.json"
-    checking.record(rows_of_a_run(0.90), recorded)
-    assert checking.losses(rows_of_a_run(0.92), recorded) == []
-    (loss,) = checking.losses(rows_of_a_run(0.99), recorded)
+    regression_check.record(rows_of_a_run(0.90), recorded)
+    assert regression_check.losses(rows_of_a_run(0.92), recorded) == []
+    (loss,) = regression_check.losses(rows_of_a_run(0.99), recorded)
     assert loss.variant == "onecopy, ShardedDataParallel"
     assert loss.recorded == pytest.approx(0.9)
     assert loss.now == pytest.approx(0.99)
@@ -138,14 +138,18 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 @pytest.mark.timeout(180)
 def test_a_small_run_measures_every_variant_and_all_equal_ddp(measured: list[dict[str, Any]]) -> None:
-    found = {row["variant"]: row for row in report.select(measured, "time")}
+    found = {row["variant"]: row for row in summaries.select(measured, "time")}
     assert set(found) == set(chosen("onecopy"))
     for name, row in found.items():
         assert not row["error"], f"{name}: {row['error']}"
         assert len(row["seconds"]) == 2
         assert min(row["seconds"]) > 0
         assert row["difference"] == 0.0 or name == ALONE, name
-    assert {row["name"] for row in report.select(measured, "primitive")} == {"all-reduce", "reduce to owners", "share"}
+    assert {row["name"] for row in summaries.select(measured, "primitive")} == {
+        "all-reduce",
+        "reduce to owners",
+        "share",
+    }
 
 
 def test_a_run_becomes_a_page_with_pictures(measured: list[dict[str, Any]], tmp_path: Path) -> None:
@@ -188,15 +192,15 @@ def test_the_host_time_of_a_step_is_measured_with_the_tensors_of_real_models() -
 def test_the_host_time_of_a_step_becomes_a_table_and_a_picture(tmp_path: Path) -> None:
     rows, error = launching.run(2, ["overhead", "--rounds", "1"])
     assert rows, error
-    columns, cells = report.host_time_columns(rows), report.host_time_rows(rows)
+    columns, cells = tables.host_time_columns(rows), tables.host_time_rows(rows)
     assert columns == ["variant", "GPT-2 small, 148 tensors", "ResNet-50, 161 tensors", "Llama-like, 291 tensors"]
     assert [row[0] for row in cells][2:] == [PEER, "onecopy", "onecopy, bucket views"]
-    assert all(0 < row["seconds"] < row["whole"] for row in report.select(rows, "overhead"))
+    assert all(0 < row["seconds"] < row["whole"] for row in summaries.select(rows, "overhead"))
     planned = {"kind": "planning", "policy": "element", "parameters": 10, "ranks": 256, "seconds": 0.1}
     pictures = draw([*rows, planned], tmp_path)
     assert [picture.name for picture in pictures] == ["bench-growth.svg"]
     text = page([*rows, planned], "a machine", pictures)
-    assert report.markdown(columns, cells) in text
+    assert tables.markdown(columns, cells) in text
     assert "bench-growth.svg" in text
 
 

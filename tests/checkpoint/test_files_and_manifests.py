@@ -22,10 +22,10 @@ from torch import Tensor
 
 from onecopy import Layout, ParamSpec
 from onecopy.checkpoint import files, latest, load, manifest, save
-from onecopy.checkpoint.contents import divide
 from onecopy.checkpoint.files import LivePiece, Reader, whole_tensor, write_file
 from onecopy.checkpoint.load_plan import Copy
 from onecopy.checkpoint.manifest import Entry, File, Manifest, Piece
+from onecopy.checkpoint.save_plan import divide
 from onecopy.common import tagged_json
 from onecopy.common.flat_views import flat_view
 from onecopy.errors import CheckpointError, CorruptCheckpointError

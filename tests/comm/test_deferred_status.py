@@ -181,17 +181,14 @@ def test_each_of_two_optimizers_reads_the_flags_of_its_own_last_step(world_size:
         params = list(module.parameters())
         zeros = [ZeroRedundancyOptimizer(part, torch.optim.SGD, lr=0.1) for part in (params[:1], params[1:])]
         model = ShardedDataParallel(module, zeros, bucket_bytes=64)
-        read: list[int] = []
-        original = DeferredRead.read
-        counted = mock.patch.object(DeferredRead, "read", lambda self: (read.append(step), original(self))[1])
-        with counted:
+        with mock.patch.object(DeferredRead, "read", autospec=True, side_effect=DeferredRead.read) as read:
             for step in range(3):
                 small_loss(model, step).backward()
-                before = len(read)
+                before = read.call_count
                 zeros[0].step()
-                assert len(read) - before == (2 if step else 0)  # of the pass before, and its own
+                assert read.call_count - before == (2 if step else 0)  # of the pass before, and its own
                 zeros[1].step()
-                assert len(read) - before == (3 if step else 0)
+                assert read.call_count - before == (3 if step else 0)
 
 
 def failing_check(_flags: Tensor) -> None:

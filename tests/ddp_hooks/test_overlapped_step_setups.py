@@ -15,7 +15,9 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
 )
 from torch.distributed.algorithms.join import Join
 
+from onecopy import ZeroRedundancyOptimizer
 from tests.support.ddp_training import ELEMENT, assert_same_state, assert_same_values, halving, tolerance_of, train_both
+from tests.support.failures import expect_failure_of
 from tests.support.harness import distributed
 from tests.support.models import (
     assert_equal,
@@ -156,6 +158,51 @@ def test_a_parameter_in_no_bucket_is_updated_by_step(world_size: int, trainable:
         assert_same_values(ours, reference, f"iteration {step}")
     assert_replicas_equal(ours.params)
     assert_same_state(ours, reference)
+
+
+def change_option(run: Run) -> None:
+    run.optimizer.param_groups[0]["lr"] *= 0.5
+
+
+def change_gradient(run: Run) -> None:
+    gradient = run.params[-1].grad
+    assert gradient is not None
+    gradient.mul_(0.5)
+
+
+def make_gradient_sparse(run: Run) -> None:
+    extra = run.ddp.module.get_parameter("extra")
+    extra.grad = torch.ones_like(extra).to_sparse()
+
+
+@HOOKS
+@pytest.mark.parametrize(
+    ("change", "kind", "text"),
+    [
+        (change_option, RuntimeError, "options in param_groups were changed"),
+        (change_gradient, RuntimeError, r"the gradient of parameter .* was changed"),
+        (make_gradient_sparse, ValueError, r"'extra' has a sparse gradient"),
+    ],
+    ids=["option", "gradient", "sparse gradient"],
+)
+@distributed(2, 3)
+def test_a_change_on_one_rank_before_a_step_that_communicates_is_an_error_on_all(
+    world_size: int, change: Callable[[Run], None], kind: type[Exception], text: str, make_hook: MakeHook
+) -> None:
+    ours = overlapped_run(Case(model=WithExtra, params=nn.Module.named_parameters), make_hook)
+    extra = ours.ddp.module.get_parameter("extra")
+    for step in range(4):
+        ours.backward(step)
+        extra.grad = torch.ones_like(extra)
+        if step < 3:
+            ours.optimizer.step()
+    assert ours.updated_in_backward[-1]
+    zero = ours.optimizer
+    assert isinstance(zero, ZeroRedundancyOptimizer)
+    culprit = next(shard.owner for shard in zero.layout.shards if zero.layout.params[shard.param].name == "extra")
+    if dist.get_rank() == culprit:
+        change(ours)
+    expect_failure_of([culprit], zero.step, kind, text)
 
 
 # Construction and logging

@@ -1,4 +1,4 @@
-"""The host time of ``step()`` with the tensors of real models, beside torch's class."""
+"""Measure the processor time of ``step()`` on the host with the tensors of real models, beside torch's class."""
 
 from __future__ import annotations
 

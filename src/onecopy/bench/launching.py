@@ -1,4 +1,4 @@
-"""Start ranks with torchrun, in their own network namespace if the machine allows it.
+"""Start ranks with torchrun, in their own network namespace if the machine allows it, and describe the machine.
 
 In such a namespace the loopback's counters count only this run, and ``tc`` can limit its rate like that of a real link.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import platform
 import re
 import shlex
 import subprocess
@@ -16,6 +17,8 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from onecopy.bench.bf16_probe import ending
 
@@ -108,3 +111,16 @@ def free_bytes() -> int:
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
     return 8 << 30
+
+
+def machine() -> str:
+    """Return a description of this machine in one line."""
+    memory = 0
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemTotal:"):
+            memory = int(line.split()[1]) // 1_000_000
+    cpu = next(
+        (line.partition(": ")[2] for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
+        platform.machine(),
+    )
+    return f"{os.cpu_count()} cores ({cpu}), {memory} GB, no GPU, Linux {platform.release()}, torch {torch.__version__}"

@@ -9,8 +9,9 @@ from typing import Any
 import matplotlib as mpl
 from matplotlib.figure import Figure
 
-from onecopy.bench.memory import KINDS
-from onecopy.bench.report import MB, Row, host_time_models, runs_in, select, summaries, title_of
+from onecopy.bench.memory_use import KINDS
+from onecopy.bench.summaries import Row, host_time_models, runs_in, select, summaries, title_of
+from onecopy.bench.tables import MB
 from onecopy.bench.variants import YARDSTICK
 
 OURS, OTHERS, MUTED = "#1b6ca8", "#b0b0b0", "#555555"

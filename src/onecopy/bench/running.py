@@ -10,7 +10,7 @@ from typing import Any
 
 from onecopy.bench import launching, planning_time
 from onecopy.bench.models import MODELS, Sizes, elements_of
-from onecopy.bench.report import Row
+from onecopy.bench.summaries import Row
 from onecopy.bench.variants import ALONE, ALWAYS, MEMORY_ONLY
 
 GROWN = ("onecopy", "onecopy, bucket views", "onecopy, ShardedDataParallel")

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from onecopy.bench import host_time, memory, saving, timing
+from onecopy.bench import host_time, memory_use, saving_time, step_time
 from onecopy.bench.models import Sizes
 
 
@@ -24,20 +24,20 @@ def main() -> None:
     parser.add_argument("--names", default="[]", help="variants, as JSON")
     parser.add_argument("--sizes", default="{}", help="the model's sizes, as JSON")
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--warm-up", type=int, default=timing.COMPARED, help="steps before the first timed step")
+    parser.add_argument("--warm-up", type=int, default=step_time.COMPARED, help="steps before the first timed step")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     names, sizes = json.loads(arguments.names), Sizes(**json.loads(arguments.sizes))
     if arguments.kind == "time":
-        rows = timing.measure(names, sizes, arguments.rounds, arguments.warm_up)
+        rows = step_time.measure(names, sizes, arguments.rounds, arguments.warm_up)
     elif arguments.kind == "memory":
-        rows = [memory.measure(names[0], sizes)]
+        rows = [memory_use.measure(names[0], sizes)]
     elif arguments.kind == "overhead":
         rows = host_time.host_time(arguments.rounds)
     else:
-        rows = saving.measure(names, sizes, arguments.rounds, Path(os.environ.get("TMPDIR", "/tmp")))  # noqa: S108
+        rows = saving_time.measure(names, sizes, arguments.rounds, Path(os.environ.get("TMPDIR", "/tmp")))  # noqa: S108
     if arguments.kind == "memory" or dist.get_rank() == 0:
         about = {"ranks": dist.get_world_size(), "sizes": asdict(sizes)}
         lines = [json.dumps({**about, **row}) for row in rows]

@@ -10,11 +10,11 @@ from torch import nn
 
 from onecopy.checkpoint import directories, loading, saving
 from onecopy.checkpoint.background_save import BackgroundSave
-from onecopy.checkpoint.contents import PerRank
 from onecopy.checkpoint.dcp import get_optimizer_state_dict, set_optimizer_state_dict
 from onecopy.checkpoint.directories import verify
 from onecopy.checkpoint.loading import Loaded
 from onecopy.checkpoint.optimizer_view import Optimizers
+from onecopy.checkpoint.save_plan import PerRank
 from onecopy.checkpoint.training_state import capture, restore
 
 __all__ = [

@@ -24,7 +24,7 @@ class BackgroundSave:
         """Copy the tensors of a save on all ranks, then write them in a thread. No other save may be running."""
         assert self._thread is None
         with job.ranks.fail_together(CALL):
-            job.contents.snapshot(self._buffers)
+            job.plan.snapshot(self._buffers)
 
         def run() -> None:
             try:

@@ -12,9 +12,14 @@ import torch
 from torch import Tensor
 
 from onecopy.checkpoint import disk
-from onecopy.checkpoint.contents import (
-    Contents,
+from onecopy.checkpoint.directories import candidates_in, read_manifest
+from onecopy.checkpoint.files import Reader, check_storable, whole_tensor
+from onecopy.checkpoint.manifest import Manifest, SavedOptimizer, SavedParam, keys_in
+from onecopy.checkpoint.optimizer_view import POSITION_NAME
+from onecopy.checkpoint.ranks import Ranks
+from onecopy.checkpoint.save_plan import (
     KeyedTensors,
+    SavePlan,
     add_extra,
     group_tree,
     model_trees,
@@ -22,11 +27,6 @@ from onecopy.checkpoint.contents import (
     state_tree,
     whole_piece,
 )
-from onecopy.checkpoint.directories import candidates_in, read_manifest
-from onecopy.checkpoint.files import Reader, check_storable, whole_tensor
-from onecopy.checkpoint.manifest import Manifest, SavedOptimizer, SavedParam, keys_in
-from onecopy.checkpoint.optimizer_view import POSITION_NAME
-from onecopy.checkpoint.ranks import Ranks
 from onecopy.checkpoint.saving import SaveJob
 from onecopy.common import tagged_json
 from onecopy.state_dict.forms import plain_state_dict
@@ -109,22 +109,22 @@ def from_torch(source: str | os.PathLike[str], root: str | os.PathLike[str], ste
         content = {"optimizer": content}
     elif not {"model", "optimizer"} & set(content):
         content = {"model": content}
-    contents = Contents()
+    plan = SavePlan()
     tensors: KeyedTensors = []
     if "model" in content:
-        contents.model = model_trees(content.pop("model"), tensors)
+        plan.model = model_trees(content.pop("model"), tensors)
     given = content.pop("optimizer", [])
     for number, state_dict in enumerate(given if isinstance(given, list) else [given]):
-        contents.optimizers.append(_saved_optimizer(state_dict, number, tensors))
-        contents.checksums.append({})
+        plan.optimizers.append(_saved_optimizer(state_dict, number, tensors))
+        plan.checksums.append({})
     given_step = content.pop("step", 0)
     step = given_step if step is None else step
     extra = content.pop("extra", {})
-    add_extra(contents, {**content, **extra} if isinstance(extra, dict) else {**content, "extra": extra}, 0)
+    add_extra(plan, {**content, **extra} if isinstance(extra, dict) else {**content, "extra": extra}, 0)
     for key, tensor in tensors:
         check_storable(tensor, key)
-        contents.pieces.append(whole_piece(key, tensor))
-    return SaveJob(Ranks.single(), Path(root), step, None, contents).run()
+        plan.pieces.append(whole_piece(key, tensor))
+    return SaveJob(Ranks.single(), Path(root), step, None, plan).run()
 
 
 @contextlib.contextmanager

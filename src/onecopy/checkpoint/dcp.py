@@ -21,12 +21,14 @@ from onecopy.checkpoint.optimizer_view import (
 from onecopy.comm.agreement import Fact, FailTogether, FirstFailure
 from onecopy.comm.collectives import Collectives
 from onecopy.common import nested_tensors, tagged_json
-from onecopy.errors import CheckpointError, CheckpointMismatchError
+from onecopy.errors import CheckpointMismatchError
 from onecopy.optimizer import ZeroRedundancyOptimizer
 from onecopy.state_dict.dcp_tensor import ShardedState, local_values, sharded_state_dict
 from onecopy.state_dict.forms import named_groups, plain_state_dict
 from onecopy.state_dict.gather import consolidate
+from onecopy.state_dict.load import finish_load, load_owned_state, restored_on_failure
 from onecopy.step import master_weights
+from onecopy.step.engine import sharded_collectives
 from onecopy.step.group_options import options_of
 
 StateDict = dict[str, Any]
@@ -57,7 +59,7 @@ def get_optimizer_state_dict(
     """
     options = options or StateDictOptions()
     given = (optimizers,) if isinstance(optimizers, Optimizer) else tuple(optimizers)
-    with FailTogether(_collectives_of(given), GET) as together:
+    with FailTogether(sharded_collectives(given), GET) as together:
         if submodules or options.ignore_frozen_params:
             raise ValueError("submodules and ignore_frozen_params are not supported for sharded optimizers")
         views = optimizer_views(model, given)
@@ -73,7 +75,7 @@ def get_optimizer_state_dict(
             part = _state_dict_of(model, view, options)
             found["state"].update(part.get("state", {}))
             found["param_groups"] += part.get("param_groups", [])
-    with FailTogether(_collectives_of(given), GET):
+    with FailTogether(sharded_collectives(given), GET):
         failure.raise_if_any()
         if options.full_state_dict and options.cpu_offload and not found["param_groups"]:
             found = {}
@@ -92,8 +94,7 @@ def set_optimizer_state_dict(
     """Load a state dict of :func:`get_optimizer_state_dict`, or of torch's function of that name.
 
     All ranks make this call together, with the same options. If one rank fails, all ranks raise, and the optimizer that
-    was being loaded has not changed; optimizers before it in the list have. If a rank fails after it has begun to
-    change its state, the optimizer refuses to step until a load succeeds.
+    was being loaded has not changed; optimizers before it in the list have.
 
     Args:
         model: the model.
@@ -104,7 +105,7 @@ def set_optimizer_state_dict(
     """
     options = options or StateDictOptions()
     given = (optimizers,) if isinstance(optimizers, Optimizer) else tuple(optimizers)
-    collectives = _collectives_of(given)
+    collectives = sharded_collectives(given)
     with FailTogether(collectives, SET) as together:
         views = optimizer_views(model, given)
         if options.broadcast_from_rank0 and collectives is not None and collectives.world_size != dist.get_world_size():
@@ -125,14 +126,6 @@ def set_optimizer_state_dict(
         with FailTogether(collectives, SET):
             part = _restricted(state_dict, view)
             torch_state_dict.set_optimizer_state_dict(model, view.optimizer, part, options=StateDictOptions())
-
-
-def _collectives_of(optimizers: Sequence[object]) -> Collectives | None:
-    """Return the collectives of the first sharded optimizer, or None: then each rank works for itself."""
-    for optimizer in optimizers:
-        if isinstance(optimizer, ZeroRedundancyOptimizer):
-            return optimizer.engine.collectives
-    return None
 
 
 def _option_facts(options: StateDictOptions) -> list[Fact]:
@@ -194,16 +187,9 @@ def _load(view: OptimizerView, zero: ZeroRedundancyOptimizer, state_dict: StateD
     with FailTogether(collectives, SET) as together:
         states, masters = _owned_states(view, state)
         together.flag = bool(states)
-    # A load that succeeds removes the refusal. On a rank that fails it stays, and the next step fails on all ranks.
-    zero.engine.step_refusal = CheckpointError(
-        f"{SET} has failed half way, so that this optimizer's state is partly old and partly new: load a checkpoint "
-        "before the next step"
-    )
-    with FailTogether(collectives, SET):
-        for shard in view.state_shards():
-            if shard.index in masters and shard.param_view is not None:
-                shard.tensor.detach().copy_(masters[shard.index].view(shard.tensor.shape))
-        view.install(states, options, set(masters), has_state=together.any_flag)
+    with restored_on_failure(zero.engine, SET):
+        load_owned_state(zero.engine.inner, states, options)
+    finish_load(zero.engine, zero.param_groups, options, masters, has_state=together.any_flag)
 
 
 def _is_full(state: Mapping[str, Any], view: OptimizerView) -> bool:
@@ -266,7 +252,7 @@ def _owned_states(
         _check_sizes(values, name, shard)
         master = values.pop(master_weights.STATE_KEY, None)
         if master is not None:
-            masters[shard.index] = master
+            masters[shard.index] = master.view(shard.tensor.shape)
         if values:
             states[shard.index] = values
     return states, masters

@@ -15,7 +15,7 @@ from onecopy.common.torch_private import uncompiled
 from onecopy.data_parallel.wrapper import ShardedDataParallel
 from onecopy.optimizer import ZeroRedundancyOptimizer
 from onecopy.state_dict.forms import Item, split_by_group
-from onecopy.state_dict.load import keep_as_saved, load_owned
+from onecopy.state_dict.load import finish_load, keep_as_saved, load_owned_state
 from onecopy.step.parameter_groups import first_places
 
 POSITION_NAME = "group{}[{}]"
@@ -177,8 +177,9 @@ class OptimizerView:
             has_state: whether any rank loads state.
         """
         if self.zero is not None:
-            load_owned(self.zero.engine.inner, self.zero.param_groups, states, options, loaded_masters, has_state)
-            self.zero.engine.allow_steps()
+            engine = self.zero.engine
+            load_owned_state(engine.inner, states, options)
+            finish_load(engine, self.zero.param_groups, options, {}, has_state, loaded_masters)
             return
         positions = self.split_by_group(range(len(self.params)))
         groups = [{**values, "params": members} for values, members in zip(options, positions, strict=True)]

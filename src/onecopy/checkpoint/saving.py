@@ -28,7 +28,6 @@ from torch import nn
 
 from onecopy.checkpoint import disk, manifest
 from onecopy.checkpoint.argument_comparison import argument_facts
-from onecopy.checkpoint.contents import Contents, PerRank, collect
 from onecopy.checkpoint.directories import committed, folder_of, step_of, verify
 from onecopy.checkpoint.files import write_file
 from onecopy.checkpoint.manifest import Entry, File, Manifest, Piece, SavedOptimizer
@@ -39,6 +38,7 @@ from onecopy.checkpoint.optimizer_view import (
     wait_for_parameters,
 )
 from onecopy.checkpoint.ranks import Ranks, explained_os_errors
+from onecopy.checkpoint.save_plan import PerRank, SavePlan, plan_save
 from onecopy.comm.agreement import Fact
 from onecopy.common import tagged_json
 from onecopy.errors import CheckpointError, CorruptCheckpointError
@@ -61,14 +61,14 @@ class SaveJob:
         root: the directory of all checkpoints.
         step: the step to save under.
         keep: how many checkpoints to keep, or None for all.
-        contents: this rank's part.
+        plan: this rank's part.
     """
 
     ranks: Ranks
     root: Path
     step: int
     keep: int | None
-    contents: Contents
+    plan: SavePlan
 
     def run(self) -> Path:
         """Write and commit the checkpoint, on all ranks together; return its directory."""
@@ -94,7 +94,8 @@ class SaveJob:
                 disk.make_directory(self.root)
                 disk.flush_directory(self.root.parent)
                 if final.exists():
-                    _rename_damaged(final)
+                    with explained_os_errors(f"checking {final}, which exists already,"):
+                        _rename_damaged(final)
                 _remove_leftovers(self.root)
                 disk.make_directory(self.root / name)
                 stack.enter_context(disk.locked(self.root / name))
@@ -104,7 +105,7 @@ class SaveJob:
         """Write this rank's file; return the description of every rank's file."""
         path = temporary / f"rank-{self.ranks.rank:05d}.safetensors"
         with self.ranks.fail_together(CALL), explained_os_errors(f"rank {self.ranks.rank}: writing {path}"):
-            file, pieces = write_file(path, self.contents.pieces)
+            file, pieces = write_file(path, self.plan.pieces)
             disk.flush_directory(temporary)
             text = tagged_json.dumps(self._describe(path.name, file, pieces))
         return self.ranks.gather_json(CALL, text)
@@ -113,16 +114,16 @@ class SaveJob:
         """Return the JSON data from which rank 0 assembles the manifest; ``_assemble`` reads it."""
         rows = [
             [live.key, live.entry.dtype, live.entry.shape, live.entry.stride, *astuple(piece)[1:]]
-            for live, piece in zip(self.contents.pieces, pieces, strict=True)
+            for live, piece in zip(self.plan.pieces, pieces, strict=True)
         ]
-        states = [optimizer.state for optimizer in self.contents.optimizers]
+        states = [optimizer.state for optimizer in self.plan.optimizers]
         return [
             name,
             [file.size, file.header, file.crc32],
             rows,
             states,
-            self.contents.checksums,
-            self.contents.per_rank,
+            self.plan.checksums,
+            self.plan.per_rank,
         ]
 
     def _commit(self, temporary: Path, final: Path, descriptions: Sequence[Any]) -> None:
@@ -171,10 +172,10 @@ def prepare(
     with ranks.fail_together(CALL) as together:
         # Where several groups of ranks have replicas of the state, the group of the first rank writes it.
         writes_state = [mine == first for mine, first in zip(owner_groups, first_groups, strict=True)]
-        contents = collect(model, views, writes_state, extra, ranks.rank, ranks.world_size)
-        together.facts = [Fact("model and optimizers", contents.fingerprint())]
-        together.facts += [Fact("options of the optimizers", contents.options_digest())]
-    return SaveJob(ranks, folder, step, keep, contents)
+        plan = plan_save(model, views, writes_state, extra, ranks.rank, ranks.world_size)
+        together.facts = [Fact("model and optimizers", plan.fingerprint())]
+        together.facts += [Fact("options of the optimizers", plan.options_digest())]
+    return SaveJob(ranks, folder, step, keep, plan)
 
 
 def _check_arguments(step: int, keep: int | None) -> None:
@@ -205,7 +206,7 @@ def _owner_group(view: OptimizerView, ranks: Ranks) -> list[int]:
 
 def _assemble(job: SaveJob, descriptions: Sequence[Any]) -> Manifest:
     """Make the manifest from the descriptions of all ranks' files."""
-    contents = job.contents
+    plan = job.plan
     files: dict[str, File] = {}
     entries: dict[str, Entry] = {}
     pieces: dict[str, list[Piece]] = {}
@@ -222,18 +223,18 @@ def _assemble(job: SaveJob, descriptions: Sequence[Any]) -> Manifest:
     }
     optimizers = [
         replace(optimizer, state=_merged_state(number, optimizer, descriptions))
-        for number, optimizer in enumerate(contents.optimizers)
+        for number, optimizer in enumerate(plan.optimizers)
     ]
     return Manifest(
         step=job.step,
         world_size=job.ranks.world_size,
         written_by={"onecopy": version("onecopy"), "torch": str(torch.__version__)},
-        fingerprint=contents.fingerprint(),
+        fingerprint=plan.fingerprint(),
         files=files,
         tensors=tensors,
-        model=contents.model,
+        model=plan.model,
         optimizers=tuple(optimizers),
-        extra=contents.extra,
+        extra=plan.extra,
         per_rank=tuple(per_rank),
     )
 
@@ -268,7 +269,7 @@ def _remove_leftovers(root: Path) -> None:
 
 
 def _rename_damaged(final: Path) -> None:
-    """Rename an existing checkpoint if it is damaged; raise ``FileExistsError`` if it is not.
+    """Rename an existing checkpoint if it is damaged; raise :class:`CheckpointError` if it is not.
 
     A run that fell back to an older checkpoint comes to this step again and must be able to save.
     """
@@ -279,7 +280,7 @@ def _rename_damaged(final: Path) -> None:
         logger.warning("%s is damaged, and is now %s: %s", final, renamed.name, error)
         disk.rename(final, renamed)
         return
-    raise FileExistsError(
+    raise CheckpointError(
         f"{final} exists already, and a checkpoint is never overwritten; save under another step or into another "
         "directory, or remove it"
     )

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from onecopy.checkpoint.contents import PerRank
+from onecopy.checkpoint.save_plan import PerRank
 
 
 class Stateful(Protocol):

@@ -8,9 +8,10 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from onecopy.bench import bf16_probe, checking, running
+from onecopy.bench import bf16_probe, regression_check, running
+from onecopy.bench.launching import machine
 from onecopy.bench.models import MODELS
-from onecopy.bench.report import machine, print_tables
+from onecopy.bench.tables import print_tables
 from onecopy.bench.variants import VARIANTS, chosen
 
 app = typer.Typer(help="Compare onecopy with its alternatives in one run on this machine.")
@@ -103,8 +104,8 @@ def page(
     after: Annotated[Path | None, typer.Option(help="A file whose text is appended to the page.")] = None,
 ) -> None:
     """Write the page of results and draw its pictures."""
-    from onecopy.bench.page import page as page_of
     from onecopy.bench.pictures import draw as draw_pictures
+    from onecopy.bench.results_page import page as page_of
 
     rows = [row for path in paths for row in running.read(path)]
     text = page_of(rows, machine(), draw_pictures(rows, target.parent))
@@ -115,13 +116,13 @@ def page(
 @app.command()
 def record(path: Rows, target: Annotated[Path, typer.Argument(help="The file of recorded ratios.")]) -> None:
     """Record the ratios of a run, for the command check."""
-    checking.record(running.read(path), target)
+    regression_check.record(running.read(path), target)
 
 
 @app.command()
 def check(path: Rows, recorded: Annotated[Path, typer.Argument(help="The file of recorded ratios.")]) -> None:
     """Fail if a ratio is worse than the recorded one by more than noise."""
-    found = checking.losses(running.read(path), recorded)
+    found = regression_check.losses(running.read(path), recorded)
     for loss in found:
         Console().print(
             f"{loss.run}: {loss.variant}: {loss.recorded:.3f} before, {loss.now:.3f} now, limit {loss.limit:.3f}",

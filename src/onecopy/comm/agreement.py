@@ -7,7 +7,6 @@ there ``FirstFailure`` keeps the exception, and the flags tell the other ranks.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -15,6 +14,7 @@ from typing import NoReturn
 
 from onecopy.comm.collectives import Collectives
 from onecopy.common import tagged_json
+from onecopy.common.digests import flag_digest
 from onecopy.errors import PeerFailedError, RanksDisagreeError
 
 
@@ -103,7 +103,7 @@ class FailTogether:
         collectives = self._collectives
         if collectives is None:
             return self.flag  # the block's own exception is raised by the with statement
-        digest = _digest(self.facts)
+        digest = flag_digest(f"{fact.subject}\0{fact.value}\0".encode(errors="backslashreplace") for fact in self.facts)
         rows = collectives.all_gather_flags([int(error is not None), digest, int(self.flag)], self._call)
         if any(failed for failed, _, _ in rows):
             raise_together(collectives, self._call, error)
@@ -147,13 +147,6 @@ def _raise_difference(collectives: Collectives, call: str, facts: Sequence[Fact]
             "All ranks must make the same call with the same arguments, and have gradients for the same parameters."
         )
     raise AssertionError("the digests differ, but the facts do not")
-
-
-def _digest(facts: Sequence[Fact]) -> int:
-    text = hashlib.blake2b(digest_size=7)
-    for fact in facts:
-        text.update(f"{fact.subject}\0{fact.value}\0".encode(errors="backslashreplace"))
-    return int.from_bytes(text.digest(), "big")
 
 
 def _message(failure: Exception | None) -> bytes:

@@ -18,7 +18,7 @@ from onecopy.comm.collectives import Collectives
 from onecopy.comm.side_stream import UsedStreams
 from onecopy.comm.work import Work
 from onecopy.common.flat_views import flat_like
-from onecopy.common.profiling import profile_range
+from onecopy.common.profiler_ranges import profile_range
 
 
 class CollectiveReduceScatter:

@@ -18,7 +18,7 @@ from onecopy.comm.buffer_pool import BufferPool
 from onecopy.comm.collectives import Collectives
 from onecopy.comm.pairwise_exchange import PairwiseExchange, message_length, sum_into
 from onecopy.common.flat_views import flat_view
-from onecopy.common.profiling import profile_range
+from onecopy.common.profiler_ranges import profile_range
 
 
 @dataclass(slots=True)

@@ -1,1 +1,1 @@
-"""Helpers that import nothing else of onecopy: flat views, tagged JSON, profiler ranges, torch's private names."""
+"""Helpers that import nothing else of onecopy: flat views, tagged JSON, digests, profiler ranges, torch internals."""

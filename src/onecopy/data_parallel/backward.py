@@ -35,7 +35,7 @@ from onecopy.comm.buffer_pool import BufferPool
 from onecopy.comm.side_stream import UsedStreams
 from onecopy.comm.status_flags import DeferredFlags, flags_on
 from onecopy.comm.work import Work
-from onecopy.common.profiling import profile_range
+from onecopy.common.profiler_ranges import profile_range
 from onecopy.common.torch_private import backward_number, when_backward_ends, will_accumulate
 from onecopy.data_parallel.gradient_buckets import GradientBucket, GradState, ReductionPolicy
 from onecopy.data_parallel.pass_flags import PassFlags, check_row, frozen_on_some_ranks, local_flags

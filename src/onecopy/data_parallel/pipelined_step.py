@@ -26,7 +26,7 @@ from onecopy.comm.side_stream import current_stream
 from onecopy.comm.status_flags import DeferredFlags, flags_on
 from onecopy.comm.transports import BucketSharing, transport_for
 from onecopy.comm.work import Work
-from onecopy.common.profiling import profile_range
+from onecopy.common.profiler_ranges import profile_range
 from onecopy.data_parallel.parameter_buckets import ParameterBuckets
 from onecopy.errors import PeerFailedError, RanksDisagreeError
 from onecopy.step.engine import Engine

@@ -30,7 +30,7 @@ from onecopy.comm.pairwise_reduce_scatter import OwnerMessage, PairwiseReduceSca
 from onecopy.comm.transports import transport_for
 from onecopy.comm.work import Work, WorkGroup
 from onecopy.common.flat_views import flat_view
-from onecopy.common.profiling import profile_range
+from onecopy.common.profiler_ranges import profile_range
 from onecopy.common.torch_private import embedding_backward, sparse_parts
 from onecopy.data_parallel.gradient_buckets import GradientBucket, GradState, ReductionPolicy
 from onecopy.layout import BucketPlan

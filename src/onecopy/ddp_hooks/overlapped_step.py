@@ -29,7 +29,7 @@ from onecopy.comm.agreement import FailTogether, FirstFailure
 from onecopy.comm.collectives import Collectives
 from onecopy.comm.parameter_sharing import PackBuffers, ParameterSharing
 from onecopy.comm.transports import SharingByDevice
-from onecopy.common.profiling import profiled
+from onecopy.common.profiler_ranges import profiled
 from onecopy.common.torch_private import after_backward, in_backward, version_of
 from onecopy.ddp_hooks.bucket_assignment import DDPBucketAssignment, DDPBucketAssignmentCache, GradBucket
 from onecopy.ddp_hooks.overlap_info import BucketUpdate, OverlapInfo, OverlapSettings
@@ -109,29 +109,28 @@ class OverlappedStep:
         """Finish in ``step()`` an update inside backward: update the parameters that are in no bucket.
 
         Returns False if there was no update inside backward. Raises the error of that update if ``backward()`` did
-        not.
+        not. If options or gradients were changed too late, this rank raises; the others do so too if some parameter is
+        in no bucket, because then this call communicates.
         """
         self._raise_unraised_error()
         if not self.updated:
             return False
         self.updated = False
-        self._check_gradients_unchanged()
-        if [options_text(group) for group in groups] != self._options_after_update:
-            raise RuntimeError(
-                "options in param_groups were changed in backward() or between backward() and step(), but the update "
-                "has already happened inside backward(); change them before backward(), as schedulers do after step()"
-            )
-        engine = self._engine
+        engine, failure = self._engine, FirstFailure()
+        with failure:
+            self._check_gradients_unchanged()
+            self._check_options_unchanged(groups)
         if len(self._params_in_buckets) == len(engine.params):
+            failure.raise_if_any()
             return True
         has_gradient = [
             index not in self._params_in_buckets and has for index, has in enumerate(engine.gradients.has_gradient())
         ]
         assert self._info is not None
-        failure = FirstFailure()
         with failure:
-            self._info.options.restore(engine.inner.optim.param_groups)
-            engine.update_some(has_gradient)
+            if not failure:
+                self._info.options.restore(engine.inner.optim.param_groups)
+                engine.update_some(has_gradient)
         engine.confirm_and_share(groups, has_gradient, failure.error)
         return True
 
@@ -319,6 +318,14 @@ class OverlappedStep:
                     "backward() and step() (clipping, unscaling), but the update has already happened inside "
                     "backward(); use onecopy.reduce_scatter_hook, which steps after backward"
                 )
+
+    def _check_options_unchanged(self, groups: Sequence[Group]) -> None:
+        """Raise if an option was changed after the update inside backward."""
+        if [options_text(group) for group in groups] != self._options_after_update:
+            raise RuntimeError(
+                "options in param_groups were changed in backward() or between backward() and step(), but the update "
+                "has already happened inside backward(); change them before backward(), as schedulers do after step()"
+            )
 
 
 def check_step_arguments(attributes: dict[str, Any], closure: object, kwargs: dict[str, Any]) -> None:

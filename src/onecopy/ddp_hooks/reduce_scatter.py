@@ -271,7 +271,7 @@ def _guard_accumulation(engine: Engine, guarded: set[int]) -> None:
     """
     engine_reference = weakref.ref(engine)
 
-    def make_guard(param: Tensor) -> Callable[[Tensor], None]:
+    def make_guard(param: Tensor, name: str) -> Callable[[Tensor], None]:
         param_reference = weakref.ref(param)
 
         def guard(_gradient: Tensor) -> None:
@@ -282,14 +282,14 @@ def _guard_accumulation(engine: Engine, guarded: set[int]) -> None:
                 live_engine.params_with_reduced_grad.discard(id(leaf))
                 return
             raise RuntimeError(
-                "a second backward pass would add to gradients that the reduce-scatter hook has already reduced; "
-                "run all backward passes before step() except the last one inside ddp.no_sync(), and zero the "
-                "gradients after step()"
+                f"a second backward pass would add to the gradient of parameter {name!r} that the reduce-scatter hook "
+                "has already reduced; run all backward passes before step() except the last one inside ddp.no_sync(), "
+                "and zero the gradients after step()"
             )
 
         return guard
 
-    for param in engine.params:
+    for param, spec in zip(engine.params, engine.layout.params, strict=True):
         if param.requires_grad and id(param) not in guarded:
-            param.register_hook(make_guard(param))
+            param.register_hook(make_guard(param, spec.name))
             guarded.add(id(param))

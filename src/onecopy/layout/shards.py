@@ -5,12 +5,13 @@ Nothing here uses a process group or a tensor's data.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import prod
 
 import torch
+
+from onecopy.common.digests import flag_digest
 
 CUT_MULTIPLE = 64
 """Cuts are at multiples of this many elements, so that vectorised kernels round a shard as they round the whole."""
@@ -126,13 +127,9 @@ class Layout:
 
     def digest(self) -> int:
         """Return a hash of the layout, by which ranks compare their layouts."""
-        text = hashlib.blake2b(digest_size=7)
-        text.update(str(self.world_size).encode())
-        for spec in self.params:
-            text.update(f"{spec.name}\0{spec.describe()}\0".encode())
-        for shard in self.shards:
-            text.update(b"%d,%d,%d,%d;" % (shard.param, shard.start, shard.stop, shard.owner))
-        return int.from_bytes(text.digest(), "big")
+        specs = (f"{spec.name}\0{spec.describe()}\0".encode() for spec in self.params)
+        shards = (b"%d,%d,%d,%d;" % (shard.param, shard.start, shard.stop, shard.owner) for shard in self.shards)
+        return flag_digest([str(self.world_size).encode(), *specs, *shards])
 
     def __str__(self) -> str:
         rows = [("rank", "parameters", "pieces", "elements", "share", "bytes")]

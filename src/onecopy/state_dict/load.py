@@ -1,8 +1,12 @@
-"""Loads this rank's shards of a full state dict. Everything is checked before anything is changed."""
+"""Loads a full state dict, or exactly this rank's shards of one, into a sharded optimizer.
+
+Everything is checked before anything is changed. ``gather.py`` makes the full state dict.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from itertools import chain
 from typing import Any
@@ -49,39 +53,40 @@ def load(engine: Engine, optimizer: Optimizer, given: object, elementwise: bool)
         inner_state_dict, saved_masters = _inner_state_dict(state_dict, states, engine.layout, local)
         inner_state_dict["state"] |= nested_tensors.map_tensors(others, lambda tensor: tensor.detach().clone())
         saved_groups = deepcopy(state_dict["param_groups"])
-    before = {"state": local.optim.state, "param_groups": local.optim.param_groups}
-    try:
-        with FailTogether(engine.collectives, CALL):
-            _load_inner(local, inner_state_dict)
-    except Exception:
-        local.optim.__setstate__(before)
-        raise
-    _set_options(local, groups, saved_groups, has_state=bool(states or others))
-    engine.allow_steps()
-    for owned in local.owned:
-        if owned.param_view is not None:
-            owned.tensor.detach().copy_(saved_masters.get(owned.shard.param, owned.param_view))
+    with restored_on_failure(engine, CALL):
+        _load_inner(local, inner_state_dict)
+    finish_load(engine, groups, saved_groups, saved_masters, has_state=bool(states or others))
     with FailTogether(engine.collectives, CALL):
         run_load_post_hooks(optimizer)
 
 
-def load_owned(
-    local: InnerOptimizer,
-    groups: Sequence[Group],
-    states: Mapping[int, dict[Any, Any]],
-    options: Sequence[dict[str, Any]],
-    loaded_masters: Collection[int],
-    has_state: bool,
+@contextmanager
+def restored_on_failure(engine: Engine, call: str) -> Iterator[None]:
+    """Run a block that loads into the inner optimizer; if it fails on one rank, all ranks restore the state and raise.
+
+    Args:
+        engine: its inner optimizer is loaded.
+        call: the name of the call, for error messages.
+    """
+    optim = engine.inner.optim
+    before = {"state": optim.state, "param_groups": optim.param_groups}
+    try:
+        with FailTogether(engine.collectives, call):
+            yield
+    except Exception:
+        optim.__setstate__(before)
+        raise
+
+
+def load_owned_state(
+    local: InnerOptimizer, states: Mapping[int, dict[Any, Any]], options: Sequence[dict[str, Any]]
 ) -> None:
-    """Load state of which this rank has exactly its shards, without copies and without communication.
+    """Load into the inner optimizer state of which this rank has exactly its shards, without copies.
 
     Args:
         local: this rank's inner optimizer.
-        groups: the user's parameter groups.
         states: the state of this rank's shards, by parameter.
         options: the options of every group.
-        loaded_masters: parameters whose master weights are written already; the others are set from their parameters.
-        has_state: whether any rank loads state.
     """
     positions = _positions(local)
     state = {
@@ -95,10 +100,31 @@ def load_owned(
     for owned in local.owned:
         if owned.shard.param in states:
             keep_as_saved(local.optim.state[owned.tensor], states[owned.shard.param])
-    _set_options(local, groups, options, has_state)
-    for owned in local.owned:
-        if owned.param_view is not None and owned.shard.param not in loaded_masters:
-            owned.tensor.detach().copy_(owned.param_view)
+
+
+def finish_load(
+    engine: Engine,
+    groups: Sequence[Group],
+    saved_groups: Sequence[Mapping[str, Any]],
+    saved_masters: Mapping[int, Tensor],
+    has_state: bool,
+    written_masters: Collection[int] = (),
+) -> None:
+    """After a load into the inner optimizer, set options and master weights, and allow steps again; this cannot fail.
+
+    Args:
+        engine: its inner optimizer was loaded.
+        groups: the user's parameter groups.
+        saved_groups: the saved options of every group.
+        saved_masters: this rank's part of saved master weights, by parameter; others are set from their parameters.
+        has_state: whether any rank has loaded state.
+        written_masters: parameters whose master weights are written already.
+    """
+    _set_options(engine.inner, groups, saved_groups, has_state)
+    engine.allow_steps()
+    for owned in engine.inner.owned:
+        if owned.param_view is not None and owned.shard.param not in written_masters:
+            owned.tensor.detach().copy_(saved_masters.get(owned.shard.param, owned.param_view))
 
 
 def keep_as_saved(state: dict[Any, Any], saved: Mapping[Any, Any]) -> None:

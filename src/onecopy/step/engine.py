@@ -22,13 +22,14 @@ from torch.autograd.graph import increment_version
 from onecopy.comm.agreement import FirstFailure
 from onecopy.comm.collectives import Collectives
 from onecopy.comm.status_flags import DeferredFlags
-from onecopy.common.flat_views import flat_like, is_dense
-from onecopy.common.profiling import profiled
+from onecopy.common.flat_views import is_dense
+from onecopy.common.profiler_ranges import profiled
 from onecopy.common.torch_private import after_backward, in_backward
 from onecopy.layout import Layout, ParamSpec
 from onecopy.step.gradient_scale_check import GradientScaleCheck
 from onecopy.step.gradients import FullGradients, Gradients
 from onecopy.step.inner_optimizer import InnerOptimizer
+from onecopy.step.owned_shards import gradient_range
 from onecopy.step.parameter_groups import Group
 from onecopy.step.parameter_storage import Storage
 from onecopy.step.status import StepFacts, make_status
@@ -235,9 +236,12 @@ class Engine:
         """Step the inner optimizer over the owned shards of the chosen parameters, with ``param.grad``."""
         shards = {}
         for owned in self.inner.owned:
-            gradient = owned.param.grad
-            if chosen[owned.shard.param] and gradient is not None:
-                shards[owned.shard.param] = flat_like(gradient, owned.param)[owned.shard.start : owned.shard.stop]
+            index = owned.shard.param
+            if not chosen[index]:
+                continue
+            gradient = gradient_range(owned.shard, owned.param, self.layout.params[index].name)
+            if gradient is not None:
+                shards[index] = gradient
         self.inner.step_on(shards)
 
     def confirm_and_share(
@@ -342,10 +346,15 @@ def change_and_share(engine: Engine, groups: Sequence[Group], change: Callable[[
     engine.confirm_and_share(groups, None, failure.error)
 
 
-def collectives_of(optimizers: Sequence[object]) -> Collectives:
-    """The ranks of the first sharded optimizer, or all ranks if there is none. Raises nothing for wrong arguments."""
+def sharded_collectives(optimizers: Sequence[object]) -> Collectives | None:
+    """The ranks of the first sharded optimizer, or None if there is none. Raises nothing for wrong arguments."""
     for optimizer in optimizers:
         engine = optimizer if isinstance(optimizer, Engine) else getattr(optimizer, "engine", None)
         if isinstance(engine, Engine):
             return engine.collectives
-    return Collectives()
+    return None
+
+
+def collectives_of(optimizers: Sequence[object]) -> Collectives:
+    """The ranks of the first sharded optimizer, or all ranks if there is none. Raises nothing for wrong arguments."""
+    return sharded_collectives(optimizers) or Collectives()

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
-from onecopy.common.flat_views import flat_like
 from onecopy.layout import Layout
-from onecopy.step.owned_shards import OwnedShard
+from onecopy.step.owned_shards import OwnedShard, gradient_range
 
 
 class Gradients(Protocol):
@@ -69,20 +67,18 @@ class FullGradients:
         """This rank's part of the gradients that exist, by parameter."""
         found = {}
         for entry in owned:
-            gradient = entry.param.grad
-            if gradient is None:
-                continue
-            if not entry.is_cut:
+            name, gradient = layout.params[entry.shard.param].name, entry.param.grad
+            if entry.is_cut and gradient is not None:
+                owned_range = gradient_range(entry.shard, entry.param, name)
+                if self.is_reduce_scattered and gradient.stride() != entry.param.stride():
+                    # A range would be a copy, and clipping would change the copy only.
+                    raise ValueError(
+                        f"the gradient of parameter {name!r}, which is cut among ranks, has other strides than the "
+                        "parameter: do not replace param.grad after the reduce-scatter hook"
+                    )
+                gradient = owned_range
+            if gradient is not None:
                 found[entry.shard.param] = gradient
-            elif gradient.layout is torch.strided and (
-                gradient.stride() == entry.param.stride() or not self.is_reduce_scattered
-            ):
-                found[entry.shard.param] = flat_like(gradient, entry.param)[entry.shard.start : entry.shard.stop]
-            else:
-                raise ValueError(
-                    f"the gradient of parameter {layout.params[entry.shard.param].name!r} is sparse or has other "
-                    "strides than the parameter, which is cut among ranks"
-                )
         return found
 
     def tensors_to_clip(self, owned: Sequence[OwnedShard], layout: Layout) -> list[Tensor]:

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from onecopy.common.flat_views import flat_like
 from onecopy.common.torch_private import bare_step
 from onecopy.layout import Layout, Shard
 from onecopy.step.group_options import apply_changes, options_of, replace_options
@@ -22,7 +21,14 @@ from onecopy.step.optimizer_classes import (
     check_dtypes,
     check_options,
 )
-from onecopy.step.owned_shards import MakeSteppedTensor, OwnedShard, converted, param_or_view, separate_view
+from onecopy.step.owned_shards import (
+    MakeSteppedTensor,
+    OwnedShard,
+    converted,
+    gradient_range,
+    param_or_view,
+    separate_view,
+)
 from onecopy.step.parameter_groups import Group, first_places
 
 
@@ -255,14 +261,11 @@ class InnerOptimizer:
 
     def _gradient_shard(self, owned: OwnedShard, layout: Layout) -> Tensor | None:
         gradient = owned.param.grad
-        if gradient is None or not owned.is_cut:
-            return gradient if gradient is None or owned.param_view is None else converted(gradient, owned.tensor)
-        if gradient.layout is not torch.strided:
-            raise ValueError(
-                f"rank {self.group_rank}: parameter {layout.params[owned.shard.param].name!r} has a sparse gradient "
-                "but is cut among ranks; keep parameters whole with elementwise=False (and shard_by='parameter')"
-            )
-        return converted(flat_like(gradient, owned.param)[owned.shard.start : owned.shard.stop], owned.tensor)
+        if owned.is_cut:
+            gradient = gradient_range(owned.shard, owned.param, layout.params[owned.shard.param].name)
+        elif owned.param_view is None:
+            return gradient
+        return None if gradient is None else converted(gradient, owned.tensor)
 
     def step_on(self, gradient_shards: Mapping[int, Tensor]) -> None:
         """Step only the shards for which there is a flat gradient, by parameter."""

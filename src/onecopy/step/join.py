@@ -26,12 +26,13 @@ from torch.distributed.algorithms.join import JoinHook
 
 from onecopy.comm.agreement import FailTogether, FirstFailure
 from onecopy.comm.packing import receive_ranges, send_ranges
-from onecopy.common.flat_views import as_bytes, flat_like
+from onecopy.common.flat_views import as_bytes
 from onecopy.common.torch_private import accumulates, joinables_of_caller
 from onecopy.errors import PeerFailedError, RanksDisagreeError
 from onecopy.layout import Shard
 from onecopy.step.engine import Engine
 from onecopy.step.join_handover import read_handover, write_handover
+from onecopy.step.owned_shards import gradient_range
 from onecopy.step.parameter_groups import Group
 
 RULE = (
@@ -210,12 +211,6 @@ def _with_gradient(engine: Engine, group_rank: int, has_gradient: Sequence[bool]
 
 
 def _gradient_shard(engine: Engine, shard: Shard) -> Tensor:
-    param = engine.params[shard.param]
-    gradient = param.grad
+    gradient = gradient_range(shard, engine.params[shard.param], engine.layout.params[shard.param].name)
     assert gradient is not None
-    if gradient.layout is not torch.strided:
-        raise ValueError(
-            f"parameter {engine.layout.params[shard.param].name!r} has a sparse gradient, which cannot be handed to "
-            "a rank that has run out of inputs"
-        )
-    return flat_like(gradient, param)[shard.start : shard.stop]
+    return gradient

@@ -1,4 +1,4 @@
-"""A shard that this rank owns, and the tensor that the inner optimizer steps for it."""
+"""A shard that this rank owns, the tensor that the inner optimizer steps for it, and its range of a gradient."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from onecopy.common.flat_views import flat_like
 from onecopy.layout import Shard
 
 
@@ -64,6 +65,24 @@ def separate_view(shard: Shard, param: Tensor, flat: Tensor) -> Tensor:
 def param_or_view(shard: Shard, param: Tensor, flat: Tensor) -> Tensor:
     """The parameter itself where the rank owns all of it, so that ``optim.state`` has it as its key; else a view."""
     return param if shard.numel == param.numel() else separate_view(shard, param, flat)
+
+
+def gradient_range(shard: Shard, param: Tensor, name: str) -> Tensor | None:
+    """The range of ``param.grad`` that belongs to a shard, flat and in storage order; None without a gradient.
+
+    Raises:
+        ValueError: for a sparse gradient; ``name`` is the parameter's name.
+    """
+    gradient = param.grad
+    if gradient is None:
+        return None
+    if gradient.layout is not torch.strided:
+        raise ValueError(
+            f"parameter {name!r} has a sparse gradient, of which the range of rank {shard.owner} cannot be taken: make "
+            "the gradient dense, or, if the parameter is cut among ranks, keep parameters whole with elementwise=False "
+            "(and shard_by='parameter')"
+        )
+    return flat_like(gradient, param)[shard.start : shard.stop]
 
 
 def converted(gradient: Tensor, tensor: Tensor) -> Tensor:

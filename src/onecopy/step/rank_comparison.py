@@ -8,6 +8,7 @@ from torch import Tensor
 
 from onecopy.comm.agreement import Fact
 from onecopy.layout import Layout, ShardBy
+from onecopy.step.group_options import options_of
 from onecopy.step.parameter_groups import Group, first_places
 
 
@@ -58,7 +59,7 @@ def group_facts(groups: Sequence[Group]) -> list[Fact]:
 
 def options_text(group: Group) -> dict[str, str]:
     """A group's options as text. Equal options have equal text on all machines."""
-    return {str(key): _option_text(value) for key, value in group.items() if key not in ("params", "param_names")}
+    return {str(key): _option_text(value) for key, value in options_of(group).items()}
 
 
 def _option_text(value: object) -> str:

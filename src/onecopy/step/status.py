@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -12,6 +11,7 @@ from torch import Tensor
 from onecopy.comm.agreement import Fact, FailTogether, raise_together
 from onecopy.comm.collectives import Collectives
 from onecopy.comm.status_flags import DeferredFlags
+from onecopy.common.digests import flag_digest
 from onecopy.errors import PeerFailedError, RanksDisagreeError
 from onecopy.layout import Layout
 from onecopy.step.gradient_scale_check import factors_differ
@@ -31,7 +31,7 @@ class StepFacts:
     def digests(self) -> list[int]:
         """A digest of the layout, of the parameters that have a gradient, and of the groups' options."""
         options = repr([sorted(options_text(group).items()) for group in self.groups]).encode(errors="backslashreplace")
-        return [self.layout_digest, _digest(bytes(self.has_gradient)), _digest(options)]
+        return [self.layout_digest, flag_digest([bytes(self.has_gradient)]), flag_digest([options])]
 
     def as_text(self) -> list[Fact]:
         """The same facts as text, for the error."""
@@ -43,10 +43,6 @@ class StepFacts:
             *group_facts(self.groups),
             Fact("ownership", str(self.layout_digest)),
         ]
-
-
-def _digest(text: bytes) -> int:
-    return int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "big")
 
 
 class StepStatus(Protocol):

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from onecopy import checkpoint
 from onecopy.bench.models import Sizes
-from onecopy.bench.timing import iterate
+from onecopy.bench.step_time import iterate
 from onecopy.bench.variants import VARIANTS, Trained
 from onecopy.checkpoint.conversion import write_torch
 from onecopy.optimizer import ZeroRedundancyOptimizer

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 
 from onecopy.bench.models import Sizes
-from onecopy.bench.timing import iterate
+from onecopy.bench.step_time import iterate
 from onecopy.bench.variants import MEMORY_ONLY, VARIANTS, Trained
 from onecopy.common.nested_tensors import tensors_in
 

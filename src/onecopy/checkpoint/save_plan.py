@@ -1,4 +1,8 @@
-"""The part of a checkpoint that one rank writes: pieces of tensors, and trees of plain data."""
+"""Plans the part of a checkpoint that one rank writes: pieces of tensors, and trees of plain data.
+
+``saving.py`` carries the plan out, and ``files.py`` writes the bytes. ``PerRank``, the public mark for values that each
+rank saves for itself, is here too.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +36,7 @@ class PerRank:
 
 
 @dataclass(slots=True)
-class Contents:
+class SavePlan:
     """One rank's part of a checkpoint.
 
     Attributes:
@@ -84,14 +88,14 @@ class Contents:
             self.pieces[number] = replace(piece, flat=buffer)
 
 
-def collect(
+def plan_save(
     model: nn.Module | None,
     views: Sequence[OptimizerView],
     writes_state: Sequence[bool],
     extra: Mapping[str, Any] | None,
     rank: int,
     world_size: int,
-) -> Contents:
+) -> SavePlan:
     """Describe the model, the optimizers and ``extra``, and choose this rank's pieces; dense tensors are not copied.
 
     Args:
@@ -102,23 +106,23 @@ def collect(
         rank: this rank among the ranks that save.
         world_size: the number of ranks that save.
     """
-    contents = Contents()
+    plan = SavePlan()
     replicated: KeyedTensors = []
     if model is not None:
         module = unwrapped(model)
-        contents.model = model_trees(module.state_dict(), replicated)
-        contents.signature = [f"{key} {tensor.dtype} {tuple(tensor.shape)}" for key, tensor in replicated]
+        plan.model = model_trees(module.state_dict(), replicated)
+        plan.signature = [f"{key} {tensor.dtype} {tuple(tensor.shape)}" for key, tensor in replicated]
         # Buffers (running statistics) may differ between ranks; DDP continues with the buffers of rank 0.
         params = {param.data_ptr() for param in module.parameters()}
         buffers = [(key, tensor) for key, tensor in replicated if tensor.data_ptr() not in params]
         replicated = [(key, tensor) for key, tensor in replicated if tensor.data_ptr() in params]
         if rank == 0:
-            contents.pieces += [whole_piece(key, tensor) for key, tensor in buffers]
+            plan.pieces += [whole_piece(key, tensor) for key, tensor in buffers]
     for number, (view, writes) in enumerate(zip(views, writes_state, strict=True)):
-        _add_optimizer(contents, number, view, writes, replicated)
-    add_extra(contents, extra, rank)
-    contents.pieces += _pieces_of_rank(replicated, rank, world_size)
-    return contents
+        _add_optimizer(plan, number, view, writes, replicated)
+    add_extra(plan, extra, rank)
+    plan.pieces += _pieces_of_rank(replicated, rank, world_size)
+    return plan
 
 
 def model_trees(state_dict: Mapping[str, Any], replicated: KeyedTensors) -> dict[str, Any]:
@@ -179,9 +183,7 @@ def state_tree(values: Mapping[Any, Any], number: int, name: str) -> tuple[Any, 
     return keyed_tree(values, f"optimizer.{number}/{name}", f"state of parameter {name!r}")
 
 
-def _add_optimizer(
-    contents: Contents, number: int, view: OptimizerView, writes: bool, replicated: KeyedTensors
-) -> None:
+def _add_optimizer(plan: SavePlan, number: int, view: OptimizerView, writes: bool, replicated: KeyedTensors) -> None:
     """Describe one optimizer; add the tensors that all ranks have to ``replicated``, and sharded ones as pieces."""
     view.check_state_keys()
     params = {
@@ -207,44 +209,44 @@ def _add_optimizer(
         if view.zero is None:
             replicated += tensors
         else:
-            checksums[name] = _add_shard(contents, shard, tensors)
-    contents.optimizers.append(SavedOptimizer(view.kind, view.named, params, tuple(groups), state))
-    contents.checksums.append(checksums)
+            checksums[name] = _add_shard(plan, shard, tensors)
+    plan.optimizers.append(SavedOptimizer(view.kind, view.named, params, tuple(groups), state))
+    plan.checksums.append(checksums)
 
 
-def _add_shard(contents: Contents, shard: StateShard, tensors: KeyedTensors) -> int:
+def _add_shard(plan: SavePlan, shard: StateShard, tensors: KeyedTensors) -> int:
     """Add this rank's pieces of one parameter's state; return a checksum of the tensors that each owner has whole."""
     copies: list[Tensor] = []
     for key, tensor in tensors:
         if shard.is_cut and tensor.shape == shard.tensor.shape:
             entry = Entry(name_of(tensor.dtype), tuple(shard.param.shape), tuple(shard.param.stride()))
-            contents.pieces.append(LivePiece(key, entry, shard.start, shard.stop, flat_view(dense_copy(tensor))))
+            plan.pieces.append(LivePiece(key, entry, shard.start, shard.stop, flat_view(dense_copy(tensor))))
             continue
         if shard.is_cut:
             copies.append(dense_copy(tensor))
         if shard.start == 0:
-            contents.pieces.append(whole_piece(key, tensor))
+            plan.pieces.append(whole_piece(key, tensor))
     return checksum(copies)
 
 
-def add_extra(contents: Contents, extra: Mapping[str, Any] | None, rank: int) -> None:
+def add_extra(plan: SavePlan, extra: Mapping[str, Any] | None, rank: int) -> None:
     """Add ``extra``: the values of rank 0, and the :class:`PerRank` values of every rank."""
     if extra is not None and type(extra) is not dict:
         raise TypeError(f"extra must be a dict, got {type(extra).__qualname__}")
     of_rank_0 = {key: value for key, value in (extra or {}).items() if not isinstance(value, PerRank)}
     per_rank = {key: value.value for key, value in (extra or {}).items() if isinstance(value, PerRank)}
-    contents.extra = _add_values(contents, of_rank_0, "extra", writes=rank == 0)
-    contents.per_rank = _add_values(contents, per_rank, f"rank{rank}", writes=True)
+    plan.extra = _add_values(plan, of_rank_0, "extra", writes=rank == 0)
+    plan.per_rank = _add_values(plan, per_rank, f"rank{rank}", writes=True)
 
 
-def _add_values(contents: Contents, values: Mapping[str, Any], prefix: str, writes: bool) -> Any:
+def _add_values(plan: SavePlan, values: Mapping[str, Any], prefix: str, writes: bool) -> Any:
     """Return values of ``extra`` as a tree; add their tensors as pieces if this rank writes them."""
     tensors: list[Tensor] = []
     tree = tagged_json.encode(values, tensors, "extra")
     keys = [f"{prefix}/{number}" for number in range(len(tensors))]
     for key, tensor in zip(keys, tensors, strict=True) if writes else ():
         check_storable(tensor, "a tensor in extra")
-        contents.pieces.append(whole_piece(key, tensor))
+        plan.pieces.append(whole_piece(key, tensor))
     return with_keys(tree, keys)
 
 

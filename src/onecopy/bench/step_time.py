@@ -1,4 +1,4 @@
-"""Measure the step times of many variants that take turns, their bytes on the wire, and communication by itself."""
+"""Measure the time of training steps of variants that take turns, bytes on the wire, and communication by itself."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from onecopy.bench.report import Row, runs_in, summaries, title_of
+from onecopy.bench.summaries import Row, runs_in, summaries, title_of
 
 MARGIN = 0.03
 """A ratio may exceed the recorded upper quartile by this much before it counts as a loss."""

@@ -1,4 +1,4 @@
-"""The page of results, written from the rows of a run, so that no figure on it is typed by hand."""
+"""Write docs/benchmarks.md from the rows of a run: its text, and the figures in it, of which none is typed by hand."""
 
 from __future__ import annotations
 
@@ -6,27 +6,20 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from onecopy.bench.host_time import PEER
-from onecopy.bench.memory import KINDS
-from onecopy.bench.report import (
+from onecopy.bench.memory_use import KINDS
+from onecopy.bench.summaries import Row, bound, host_time_models, predictions, runs_in, select, summaries, title_of
+from onecopy.bench.tables import (
     MB,
     MEMORY_COLUMNS,
     SIZE_COLUMNS,
     TIME_COLUMNS,
-    Row,
-    bound,
     host_time_columns,
-    host_time_models,
     host_time_rows,
     markdown,
     memory_rows,
-    predictions,
-    runs_in,
     save_rows,
-    select,
     size_rows,
-    summaries,
     time_cells,
-    title_of,
 )
 from onecopy.bench.variants import THEIRS, YARDSTICK
 

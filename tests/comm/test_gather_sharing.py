@@ -1,0 +1,96 @@
+"""Rounds of all-gathers: the parts of the owners' memory in a round, and equal parameters on all ranks."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from onecopy.comm import limits
+from onecopy.comm.collectives import Collectives
+from onecopy.comm.gather_sharing import PIECE_MULTIPLE, GatherSharing, _plan_rounds, padded_part
+from onecopy.comm.parameter_sharing import OwnedMemory, PackBuffers
+from onecopy.common.flat_views import as_bytes
+from tests.support.harness import distributed
+
+SIZES = st.lists(st.tuples(st.integers(0, 3), st.integers(1, 1000)), min_size=1, max_size=30)
+
+
+@settings(max_examples=200)
+@given(SIZES, st.sampled_from([1, 1000, 100_000]))
+@example([(0, 64), (1, 64), (2, 64), (3, 64)], 1024)
+def test_rounds_have_every_element_once_in_order_and_within_bounds(sizes: list[tuple[int, int]], limit: int) -> None:
+    memory = torch.arange(sum(size for _, size in sizes), dtype=torch.int32)
+    parts = memory.split([size for _, size in sizes])
+    group = [
+        (OwnedMemory(owner, (index,), as_bytes(part), 4), part)
+        for index, ((owner, _), part) in enumerate(zip(sizes, parts, strict=True))
+    ]
+    with mock.patch.object(limits, "PADDING_BYTES_PER_RANK", 0):
+        rounds = _plan_rounds(group, 4, limit)
+    for owner in range(4):
+        sent = [value for each in rounds for part in each.memories[owner] for value in part.tolist()]
+        assert sent == [value for owned, part in group if owned.owner == owner for value in part.tolist()]
+    for each in rounds:
+        assert sum(each.sizes) <= max(4 * PIECE_MULTIPLE, limit // 4)
+        assert each.params == {
+            index
+            for index, part in enumerate(parts)
+            for memories in each.memories
+            for piece in memories
+            if piece.numel() and part.numel() and part[0] <= piece[0] <= part[-1]
+        }
+
+
+@given(st.lists(st.integers(0, 100), min_size=1, max_size=8).filter(any))
+@example([100, 100, 0])
+@example([100, 99])
+def test_parts_are_padded_only_where_that_adds_little(sizes: list[int]) -> None:
+    with mock.patch.object(limits, "PADDING_BYTES_PER_RANK", 40):
+        part = padded_part(sizes, 4)
+    padding = max(sizes) * len(sizes) - sum(sizes)
+    assert (part is not None) == (4 * padding <= max(limits.MOST_PADDING * 4 * sum(sizes), 40 * (len(sizes) - 1)))
+    assert part in (None, max(sizes))
+
+
+@pytest.mark.parametrize("uneven", [False, True], ids=["even", "uneven"])
+@distributed(2, 3)
+def test_all_ranks_end_with_the_owners_values(world_size: int, uneven: bool) -> None:
+    collectives = Collectives()
+    here = collectives.group_rank
+    dtypes = [torch.float32, torch.bfloat16, torch.float32, torch.int8, torch.complex128]
+    params: list[Tensor] = []
+    owners: list[int] = []
+    for number in range(4 * world_size):
+        owner = 0 if uneven and number < 3 * world_size else number % world_size
+        owners.append(owner)
+        value = number if owner == here else -1
+        params.append(torch.full((50 + 13 * (number % 3),), value, dtype=dtypes[number % len(dtypes)]))
+    ranges = [
+        OwnedMemory(owner, (index,), as_bytes(param), param.element_size())
+        for index, (owner, param) in enumerate(zip(owners, params, strict=True))
+    ]
+    with mock.patch.object(limits, "PADDING_BYTES_PER_RANK", 0):
+        sharing = GatherSharing(collectives, ranges, 2048, PackBuffers())
+    assert sharing.messages > 3, "several rounds, to use the buffers in turns"
+    for factor in (1, 2):
+        for owner, param in zip(owners, params, strict=True):
+            if owner == here:
+                param.mul_(factor)
+        sharing.start().drain()
+        for number, param in enumerate(params):
+            assert torch.equal(param, torch.full_like(param, number * factor)), (number, factor)
+
+
+@distributed(2)
+def test_rounds_without_a_changed_parameter_are_left_out(world_size: int) -> None:
+    collectives = Collectives()
+    params = [torch.full((64,), float(collectives.group_rank)) for _ in range(4)]
+    ranges = [OwnedMemory(index % 2, (index,), as_bytes(param), 4) for index, param in enumerate(params)]
+    sharing = GatherSharing(collectives, ranges, 512, PackBuffers())
+    sharing.start([False, False, True, False]).drain()
+    assert [param[0].item() for param in params] == [collectives.group_rank, collectives.group_rank, 0, 1]

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 import onecopy
@@ -127,6 +128,34 @@ def test_training_equals_plain_ddp(world_size: int, hook: str, shard_by: str, se
 @simulated(2, 3)
 def test_a_parameter_without_a_gradient_is_not_updated(world_size: int, hook: str, backend: str) -> None:
     assert_trained_alike(hook, {"find_unused_parameters": True}, {}, 1, "far", 0.0 if world_size == 2 else 1e-4)
+
+
+@OVERLAP_HOOKS
+@simulated(2)
+def test_a_static_graph_equals_plain_ddp(world_size: int, hook: str) -> None:
+    assert_trained_alike(hook, {"static_graph": True}, {}, 1, "far", 0.0)
+
+
+@HOOKS
+@simulated(2, 3)
+def test_uneven_inputs_equal_plain_ddp(world_size: int, hook: str) -> None:
+    plain = make("cpu", dist.new_group(backend="gloo"))
+    reference = torch.optim.AdamW(plain.parameters(), lr=0.01)
+    steps = 4 + dist.get_rank()
+    with Join([plain]):
+        for step in range(steps):
+            iterate(plain, reference, step)
+    with device.simulate(seed=1, host_ahead="far") as run:
+        ddp = make("sim")
+        zero = register(ddp, hook)
+        with Join([ddp, zero]):
+            for step in range(steps):
+                iterate(ddp, zero, step)
+        actual = [param.detach().cpu() for param in ddp.parameters()]
+    assert run.reports == []
+    if dist.get_rank() == world_size - 1:  # plain optimizers of ranks without inputs do not step
+        for ours, theirs in zip(actual, plain.parameters(), strict=True):
+            torch.testing.assert_close(ours, theirs.detach(), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("shard_by", ["parameter", "element"])

@@ -18,12 +18,16 @@ from torch import Tensor
 from onecopy.comm import limits
 from onecopy.comm.broadcast_sharing import BroadcastSharing
 from onecopy.comm.bucket_reduce_scatter import BucketGradients, BucketReduceScatter
+from onecopy.comm.buffer_pool import BufferPool
+from onecopy.comm.collective_range_reduction import CollectiveRangeReduction
 from onecopy.comm.collective_reduce_scatter import CollectiveReduceScatter
 from onecopy.comm.collectives import Collectives
 from onecopy.comm.gather_sharing import GatherSharing
 from onecopy.comm.packing import InFlight
+from onecopy.comm.pairwise_range_reduction import PairwiseRangeReduction
 from onecopy.comm.pairwise_reduce_scatter import PairwiseReduceScatter
 from onecopy.comm.parameter_sharing import OwnedMemory, PackBuffers, ParameterSharing
+from onecopy.comm.range_reduction import GradientRange, RangeReduction
 from onecopy.comm.work import Work, WorkGroup
 
 
@@ -69,6 +73,18 @@ class Transport(Protocol):
     def plan_reduce_scatter(self, bucket: BucketGradients) -> BucketReduceScatter:
         """Plan the reduction of a bucket's gradients to their owners."""
 
+    def plan_range_reduction(
+        self, ranges: Sequence[GradientRange], dtype: torch.dtype, reduce_dtype: torch.dtype, pool: BufferPool
+    ) -> RangeReduction:
+        """Plan the reduce-scatter of ranges of a flat buffer, which lie anywhere.
+
+        Args:
+            ranges: the ranges, in the order of the buffer; every rank gives the same.
+            dtype: the type of the buffer.
+            reduce_dtype: the type in which gradients are sent and summed.
+            pool: gives the buffers of reductions in flight.
+        """
+
 
 class PairwiseTransport:
     """Messages between pairs of ranks."""
@@ -99,6 +115,12 @@ class PairwiseTransport:
     def plan_reduce_scatter(self, bucket: BucketGradients) -> BucketReduceScatter:
         """Plan messages between pairs of ranks, of large gradients from autograd's own memory."""
         return PairwiseReduceScatter(self._collectives, bucket)
+
+    def plan_range_reduction(
+        self, ranges: Sequence[GradientRange], dtype: torch.dtype, reduce_dtype: torch.dtype, pool: BufferPool
+    ) -> RangeReduction:
+        """Plan the messages of every rank to every owner."""
+        return PairwiseRangeReduction(self._collectives, ranges, dtype, reduce_dtype, pool)
 
 
 class CollectiveTransport:
@@ -131,6 +153,13 @@ class CollectiveTransport:
     def plan_reduce_scatter(self, bucket: BucketGradients) -> BucketReduceScatter:
         """Plan one reduce-scatter of a flat buffer."""
         return CollectiveReduceScatter(self._collectives, bucket)
+
+    def plan_range_reduction(
+        self, ranges: Sequence[GradientRange], dtype: torch.dtype, reduce_dtype: torch.dtype, pool: BufferPool
+    ) -> RangeReduction:
+        """Plan one reduce-scatter."""
+        del dtype  # nothing is sent in place
+        return CollectiveRangeReduction(self._collectives, ranges, reduce_dtype, pool)
 
 
 def are_equal(bounds: Sequence[int]) -> bool:

@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
 from torch.futures import Future
 
 from onecopy.comm import limits
@@ -278,7 +277,7 @@ class OverlappedStep:
         cached[1].start(changed, info.broadcasts)
         changed_params = [engine.params[index] for index, has in has_gradient.items() if has]
         if changed_params:
-            increment_version(changed_params)
+            engine.inner.master_weights.increment_versions(changed_params)
 
     def _finish_iteration(self, info: OverlapInfo) -> None:
         """Wait for all broadcasts and exchange status flags; raise if the update has failed on any rank."""

@@ -22,7 +22,14 @@ from onecopy.step.optimizer_classes import (
     check_dtypes,
     check_options,
 )
-from onecopy.step.owned_shards import MakeSteppedTensor, OwnedShard, converted, param_or_view, separate_view
+from onecopy.step.owned_shards import (
+    MakeSteppedTensor,
+    OwnedShard,
+    param_or_view,
+    separate_view,
+    set_flat_gradients,
+    set_gradients,
+)
 from onecopy.step.parameter_groups import Group, first_places
 
 
@@ -150,7 +157,11 @@ class InnerOptimizer:
         self.tensor_of: dict[Any, Tensor] = {entry.param: entry.tensor for entry in owned}
         self._separate = [entry for entry in owned if entry.is_separate]
         self.master_weights = MasterWeights(
-            [MasterWeight(entry.tensor, entry.param_view) for entry in owned if entry.param_view is not None]
+            [
+                MasterWeight(entry.param, entry.tensor, entry.param_view)
+                for entry in owned
+                if entry.param_view is not None
+            ]
         )
 
     def _local_group(self, group: Group, position: int, layout: Layout) -> Group:
@@ -179,8 +190,15 @@ class InnerOptimizer:
                 owned.param_view.data = separate_view(owned.shard, owned.param, flats[owned.shard.param])
             elif owned.is_separate:
                 owned.tensor.data = separate_view(owned.shard, owned.param, flats[owned.shard.param])
+        # A parameter that has moved may have other values, but it keeps its version counter.
+        self.master_weights.forget_versions()
         refuses = type(self.optim) in REFUSES_SPARSE_GRADIENTS
         self._may_get_sparse = [] if refuses else [owned for owned in self.owned if owned.tensor.storage_offset()]
+
+    def refresh_master_weights(self) -> None:
+        """Copy values that were written into the parameters into all master weights."""
+        self.version += 1
+        self.master_weights.refresh_from_params(everything=True)
 
     def note_loaded(self, has_state: bool) -> None:
         """Note that the state was replaced, and whether any rank has state now."""
@@ -239,11 +257,9 @@ class InnerOptimizer:
         if gradient_shards is not None:
             whole = [owned.tensor for owned in self.owned if not owned.is_separate]
             self._replaced_gradients = [(tensor, tensor.grad) for tensor in whole]
-            for owned in self.owned:
-                owned.bind_gradient(gradient_shards.get(owned.shard.param))
+            set_flat_gradients(self.owned, gradient_shards)
             return
-        for owned in self._separate:
-            owned.tensor.grad = self._gradient_shard(owned, layout)
+        set_gradients(self._separate, [self._gradient_shard(owned, layout) for owned in self._separate])
         for owned in self._may_get_sparse:
             gradient = owned.tensor.grad
             if gradient is not None and gradient.is_sparse and gradient.dense_dim() == 0:
@@ -256,13 +272,13 @@ class InnerOptimizer:
     def _gradient_shard(self, owned: OwnedShard, layout: Layout) -> Tensor | None:
         gradient = owned.param.grad
         if gradient is None or not owned.is_cut:
-            return gradient if gradient is None or owned.param_view is None else converted(gradient, owned.tensor)
+            return gradient
         if gradient.layout is not torch.strided:
             raise ValueError(
                 f"rank {self.group_rank}: parameter {layout.params[owned.shard.param].name!r} has a sparse gradient "
                 "but is cut among ranks; keep parameters whole with elementwise=False (and shard_by='parameter')"
             )
-        return converted(flat_like(gradient, owned.param)[owned.shard.start : owned.shard.stop], owned.tensor)
+        return flat_like(gradient, owned.param)[owned.shard.start : owned.shard.stop]
 
     def step_on(self, gradient_shards: Mapping[int, Tensor]) -> None:
         """Step only the shards for which there is a flat gradient, by parameter."""
@@ -273,8 +289,7 @@ class InnerOptimizer:
     ) -> None:
         """Step some owned shards. No other stepped tensor has a gradient then, so torch's optimizers skip them."""
         try:
-            for owned in part:
-                owned.bind_gradient(gradient_shards.get(owned.shard.param))
+            set_flat_gradients(part, gradient_shards)
             self.step(None, kwargs)
         finally:
             for owned in part:

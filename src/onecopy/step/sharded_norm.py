@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 
@@ -31,17 +32,19 @@ def local_norms(parts: Sequence[Tensor | None], order: float, device: torch.devi
         if part is not None and part.numel():
             by_type.setdefault((part.dtype, part.device), {})[place] = part.detach()
     neutral = math.inf if order < 0 else 0.0
-    norms = torch.full((len(parts),), neutral, dtype=torch.float64, device=device)
+    rows = []
     for (dtype, source), same in by_type.items():
         # In the parts' own dtype where it is precise enough: a conversion takes longer than the norm.
         found = norms_of_each(list(same.values()), order, torch.float32 if dtype.itemsize < 4 else None)
         by_place = dict(zip(same, found, strict=True))
-        # Norms are put at their places by a stack with neutral values at the others. An index would have to be sent to
-        # the device, for which the host would wait.
+        # A stack with neutral values at the other places. An index would have to be sent to the device, for which the
+        # host would wait.
         missing = torch.full((), neutral, dtype=found[0].dtype, device=source)
         stacked = torch.stack([by_place.get(place, missing) for place in range(len(parts))])
-        norms = (torch.minimum if order < 0 else torch.maximum)(norms, stacked.to(device, torch.float64))
-    return norms
+        rows.append(stacked.to(device, torch.float64))
+    if not rows:
+        return torch.full((len(parts),), neutral, dtype=torch.float64, device=device)
+    return functools.reduce(torch.minimum if order < 0 else torch.maximum, rows)
 
 
 def combined_norms(collectives: Collectives, local: Tensor, order: float) -> Tensor:

@@ -18,6 +18,7 @@ from torch.utils import cpp_extension
 
 NAME = "onecopy_simulated_accelerator"
 SOURCE = pathlib.Path(__file__).with_name("device.cpp")
+HEADER = pathlib.Path(__file__).with_name("process_group.h")
 
 
 class NoCompilerError(RuntimeError):
@@ -50,7 +51,7 @@ def library() -> pathlib.Path:
 
     Processes that compile at the same time do the same work, and the last one to rename its result wins.
     """
-    text = SOURCE.read_bytes() + repr((torch.__version__, torch.__file__, sys.version)).encode()
+    text = SOURCE.read_bytes() + HEADER.read_bytes() + repr((torch.__version__, torch.__file__, sys.version)).encode()
     cache = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache") / "onecopy-accelerator"
     try:
         cache.mkdir(parents=True, exist_ok=True)

@@ -1,10 +1,11 @@
-// The part of the simulated accelerator that torch calls from C++: memory, streams, events, generators and a
-// process group backend. Nothing here runs an operator. Allocations, frees, events and waits are appended to a log in
+// The part of the simulated accelerator that torch calls from C++: memory, streams, events and generators; the process
+// group is in process_group.h. Nothing here runs an operator. Allocations, frees, events and waits are appended to a log in
 // the order in which the host made them, and the Python scheduler reads the log before it queues anything. So no
 // destructor and no stream guard needs the interpreter; only a call that blocks the host enters Python.
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
+#include <ATen/autocast_mode.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/native/transformers/attention.h>
 #include <ATen/ops/_reshape_alias_native.h>
@@ -15,6 +16,7 @@
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <pybind11/chrono.h>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
 #include <cstdlib>
@@ -24,6 +26,7 @@
 namespace {
 using namespace c10;
 using at::Tensor;
+using Tensors = std::vector<Tensor>;
 constexpr auto kSim = DeviceType::PrivateUse1;
 constexpr int kDevices = 4, kStreamBits = 20, kPool = 32;
 
@@ -282,113 +285,15 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("unfold", TORCH_FN(at::native::unfold));
 }
 
-using Tensors = std::vector<Tensor>;
-struct Kept {  // the tensors of a collective, alive until a stream has waited for it or it is done
-  std::mutex lock;
-  Tensors tensors;
-  void drop(std::optional<int64_t> stream) {
-    Tensors dropped;
-    { std::lock_guard<std::mutex> guard(lock); dropped.swap(tensors); }
-    if (stream) for (auto& t : dropped) use_on_stream(t.storage().data(), stream_of(*stream));
-  }
-};
-struct SimWork final : c10d::Work {
-  SimWork(Stream stream, std::shared_ptr<Kept> kept, const Tensors& outputs, bool blocks)
-      : event(kSim), kept(std::move(kept)), blocks(blocks),
-        future(make_intrusive<ivalue::Future>(ListType::ofTensors(), std::vector<Device>{stream.device()})) {
-    event.record(stream);
-    StreamGuard guard(stream);
-    future->markCompleted(IValue(outputs));
-  }
-  bool isCompleted() override { return event.query(); }
-  bool isSuccess() const override { return event.query(); }
-  void synchronize() override { wait(kNoTimeout); }
-  void blockCurrentStream() override { wait(kNoTimeout); }
-  bool wait(std::chrono::milliseconds) override {
-    event.block(SimGuard().getStream(event.device()));
-    kept->drop(std::nullopt);  // from here on the stream that waited orders every reuse
-    if (blocks) event.synchronize();
-    return true;
-  }
-  intrusive_ptr<ivalue::Future> getFuture() override { return future; }
-  Tensors result() override { return future->value().toTensorVector(); }
-  c10::Event event;
-  std::shared_ptr<Kept> kept;
-  bool blocks;
-  intrusive_ptr<ivalue::Future> future;
-};
-
-using WorkPtr = intrusive_ptr<c10d::Work>;
-Tensors flat(const std::vector<Tensors>& lists) {
-  Tensors all;
-  for (auto& list : lists) all.insert(all.end(), list.begin(), list.end());
-  return all;
+#define LOWER(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, lower_precision_fp)
+#define FP32(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, fp32)
+TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, m) { m.fallback(torch::CppFunction::makeFallthrough()); }
+TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
+  AT_FORALL_LOWER_PRECISION_FP(LOWER)
+  AT_FORALL_FP32(FP32)
 }
-struct SimBackend final : c10d::Backend {
-  SimBackend(int rank, int size, py::object impl) : Backend(rank, size), impl(new py::object(std::move(impl))) {}
-  ~SimBackend() override { if (Py_IsInitialized()) { py::gil_scoped_acquire gil; delete impl; } }
-  template <class... Args>
-  WorkPtr issue(const char* name, Tensors outputs, const Tensors& inputs, const Args&... args) {
-    auto kept = std::make_shared<Kept>();
-    kept->tensors = outputs;
-    kept->tensors.insert(kept->tensors.end(), inputs.begin(), inputs.end());
-    std::optional<int64_t> stream;
-    {
-      py::gil_scoped_acquire gil;
-      stream = impl->attr(name)(kept, args...).template cast<std::optional<int64_t>>();
-    }
-    if (!stream) return nullptr;  // queued when coalescing ends
-    return make_intrusive<SimWork>(stream_of(*stream), kept, outputs, std::string(name) == "barrier");
-  }
-  static int op(const c10d::ReduceOp& o) { return int(o.op_); }
-  const std::string getBackendName() const override { return "simccl"; }
-  bool supportsCoalescing() const override { return true; }
-  void setSequenceNumberForGroup() override {}
-  uint64_t getSequenceNumberForGroup() override { return 0; }
-  void setTimeout(std::chrono::milliseconds) override {}
-  void startCoalescing() override { py::gil_scoped_acquire gil; impl->attr("start_coalescing")(); }
-  WorkPtr endCoalescing() override { return issue("end_coalescing", {}, {}); }
-  WorkPtr broadcast(Tensors& t, const c10d::BroadcastOptions& o) override { return issue("broadcast", t, {}, t, o.rootRank); }
-  WorkPtr allreduce(Tensors& t, const c10d::AllreduceOptions& o) override { return issue("allreduce", t, {}, t, op(o.reduceOp)); }
-  WorkPtr allreduce_coalesced(Tensors& t, const c10d::AllreduceCoalescedOptions& o) override {
-    return issue("allreduce_coalesced", t, {}, t, op(o.reduceOp));
-  }
-  WorkPtr reduce(Tensors& t, const c10d::ReduceOptions& o) override { return issue("reduce", t, {}, t, o.rootRank, op(o.reduceOp)); }
-  WorkPtr allgather(std::vector<Tensors>& out, Tensors& in, const c10d::AllgatherOptions&) override {
-    return issue("allgather", flat(out), in, out.at(0), in.at(0));
-  }
-  WorkPtr _allgather_base(Tensor& out, Tensor& in, const c10d::AllgatherOptions&) override {
-    return issue("allgather_base", {out}, {in}, Tensors{out}, Tensors{in});
-  }
-  WorkPtr allgather_into_tensor_coalesced(Tensors& out, Tensors& in, const c10d::AllgatherOptions&) override {
-    return issue("allgather_base", out, in, out, in);
-  }
-  WorkPtr gather(std::vector<Tensors>& out, Tensors& in, const c10d::GatherOptions& o) override {
-    return issue("gather", flat(out), in, flat(out), in.at(0), o.rootRank);
-  }
-  WorkPtr scatter(Tensors& out, std::vector<Tensors>& in, const c10d::ScatterOptions& o) override {
-    return issue("scatter", out, flat(in), out.at(0), flat(in), o.rootRank);
-  }
-  WorkPtr reduce_scatter(Tensors& out, std::vector<Tensors>& in, const c10d::ReduceScatterOptions& o) override {
-    return issue("reduce_scatter", out, flat(in), out.at(0), in.at(0), op(o.reduceOp));
-  }
-  WorkPtr _reduce_scatter_base(Tensor& out, Tensor& in, const c10d::ReduceScatterOptions& o) override {
-    return issue("reduce_scatter_base", {out}, {in}, Tensors{out}, Tensors{in}, op(o.reduceOp));
-  }
-  WorkPtr reduce_scatter_tensor_coalesced(Tensors& out, Tensors& in, const c10d::ReduceScatterOptions& o) override {
-    return issue("reduce_scatter_base", out, in, out, in, op(o.reduceOp));
-  }
-  WorkPtr alltoall_base(Tensor& out, Tensor& in, std::vector<int64_t>& os, std::vector<int64_t>& is,
-                        const c10d::AllToAllOptions&) override {
-    return issue("alltoall_base", {out}, {in}, out, in, os, is);
-  }
-  WorkPtr alltoall(Tensors& out, Tensors& in, const c10d::AllToAllOptions&) override { return issue("alltoall", out, in, out, in); }
-  WorkPtr send(Tensors& t, int peer, int) override { return issue("send", {}, t, t.at(0), peer); }
-  WorkPtr recv(Tensors& t, int peer, int) override { return issue("recv", t, {}, t.at(0), peer); }
-  WorkPtr barrier(const c10d::BarrierOptions&) override { return issue("barrier", {}, {}); }
-  py::object* impl;
-};
 }  // namespace
+#include "process_group.h"
 namespace at::native { REGISTER_PRIVATEUSE1_DISPATCH(_fused_sdp_choice_stub, &sdp_choice) }
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
@@ -396,7 +301,14 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   at::RegisterPrivateUse1HooksInterface(new SimHooks);
   for (int i = 0; i < kDevices; ++i) state.generators.push_back(at::make_generator<SimGenerator>(i));
   py::class_<Kept, std::shared_ptr<Kept>>(m, "Kept").def("drop", &Kept::drop);
-  py::class_<SimBackend, intrusive_ptr<SimBackend>, c10d::Backend>(m, "Backend").def(py::init<int, int, py::object>());
+  py::class_<SimBackend, intrusive_ptr<SimBackend>, c10d::Backend>(m, "Backend")
+      .def(py::init<int, int, py::object, std::chrono::milliseconds>())
+      .def_property_readonly("options", &SimBackend::getBackendOptions);
+  m.def("keep", [](Tensors tensors) {
+    auto kept = std::make_shared<Kept>();
+    kept->tensors = std::move(tensors);
+    return kept;
+  });
   m.def("on_synchronize", [](py::object f) { state.synchronize = new py::object(std::move(f)); });
   m.def("take_log", [] {
     std::lock_guard<std::mutex> guard(state.lock);

@@ -15,7 +15,7 @@ from tests.accelerator import build, process_group
 from tests.accelerator.counters import Step
 from tests.accelerator.operators import Operators
 from tests.accelerator.races import Report
-from tests.accelerator.scheduler import Scheduler
+from tests.accelerator.scheduler import IDLE, Scheduler
 
 _loaded: Device | None = None
 
@@ -127,7 +127,9 @@ class Run:
 
 
 @contextlib.contextmanager
-def simulate(seed: int = 0, host_ahead: int | str = "far", poison: bool = True) -> Iterator[Run]:
+def simulate(
+    seed: int = 0, host_ahead: int | str = "far", poison: bool = True, idle: float = IDLE
+) -> Iterator[Run]:
     """Run a program on the device.
 
     Args:
@@ -135,10 +137,11 @@ def simulate(seed: int = 0, host_ahead: int | str = "far", poison: bool = True) 
         host_ahead: pieces of work that may be left undone when a call returns: 0 is lockstep, a number is random up to
             it, "far" leaves everything to the next synchronisation, and runs only what that needs.
         poison: whether freed memory is overwritten with NaN when its stream comes to that point.
+        idle: seconds without a call of the host after which the device works on its own.
     """
     device = load()
     scheduler = device.scheduler
-    scheduler.configure(seed, None if host_ahead == "far" else int(host_ahead), poison)
+    scheduler.configure(seed, None if host_ahead == "far" else int(host_ahead), poison, idle)
     run = Run(scheduler, device.core)
     scheduler.step = run.outside
     try:

@@ -108,6 +108,10 @@ def _key(value: Any) -> Any:
     return (type(value), value) if value.__hash__ is not None else repr(value)
 
 
+def _bytes(tensor: Tensor) -> bytes:
+    return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+
+
 def shadow(tensor: Tensor) -> tuple[int, Any]:
     """Return the base address of a tensor's memory and the ranges that it covers."""
     ranges = runs(tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.element_size())
@@ -324,16 +328,17 @@ class Operators:
 
     def _to_device(self, source: Tensor, to: Tensor, where: str, *, late: bool) -> None:
         alias = self.core.alias(to)
-        before = source.detach().clone() if late else None
+        source, shape = source.detach(), list(to.shape)
+        before = source.clone() if late else None
 
         def run() -> None:
-            if before is not None and not torch.equal(before.view(-1).view(torch.uint8), source.detach().contiguous().view(-1).view(torch.uint8)):
-                text = f"the pinned memory of the copy{list(to.shape)} at {where} was changed before the copy ran"
+            if before is not None and _bytes(before) != _bytes(source):
+                text = f"the pinned memory of the copy{shape} at {where} was changed before the copy ran"
                 self.scheduler.races.report("pinned source", text)
             with torch.no_grad():
                 alias.copy_(source)
 
-        self.scheduler.enqueue("copy to device", run, (), [shadow(to)], shape=list(to.shape), where=where)
+        self.scheduler.enqueue("copy to device", run, (), [shadow(to)], shape=shape, where=where)
 
     def _copy_and_resize(self, source: Tensor, to: Tensor) -> Tensor:
         if to.shape != source.shape:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import datetime
 import math
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -36,7 +37,7 @@ def register(core: Any, scheduler: Scheduler) -> None:
     """Make the backend known to torch.distributed."""
 
     def create(store: dist.Store, rank: int, size: int, timeout: datetime.timedelta) -> Any:
-        return core.Backend(rank, size, Communicator(core, scheduler, store, rank, size, timeout))
+        return core.Backend(rank, size, Communicator(core, scheduler, store, rank, size, timeout), timeout)
 
     dist.Backend.register_backend(NAME, create, devices=["sim"])
 
@@ -84,7 +85,7 @@ class Call:
         self.site = counters.site()
         shapes = [list(t.shape) for t in outputs or inputs]
         text = f"{name} {about} {(outputs or inputs)[0].dtype if shapes else ''} of "
-        shown = str(shapes) if len(str(shapes)) < 100 else f"{len(shapes)} tensors, hash {hash(str(shapes)) & 0xFFFF:x}"
+        shown = str(shapes) if len(str(shapes)) < 100 else f"{len(shapes)} tensors, checksum {zlib.crc32(str(shapes).encode()):x}"
         self.description = text + shown if in_order else ""
 
 
@@ -139,6 +140,8 @@ class Communicator:
         reads = [shadow(t) for call in calls for t in call.inputs]
         writes = [shadow(t) for call in calls for t in call.outputs]
         about = next((list(t.shape) for call in calls for t in (*call.outputs, *call.inputs)), "")
+        for call in calls:
+            call.inputs = call.outputs = ()  # only ``kept`` keeps them from being freed
         self._scheduler.enqueue(name, run, reads, writes, stream=stream, shape=about, where=calls[0].site)
         return stream
 
@@ -178,7 +181,9 @@ class Communicator:
         """Queue the collected calls as one."""
         assert self._coalesced is not None
         calls, self._coalesced = self._coalesced, None
-        return self._launch(_Several(calls), calls) if calls else None
+        del kept  # of no tensors
+        tensors = [t for call in calls for t in (*call.inputs, *call.outputs)]
+        return self._launch(self._core.keep(tensors), calls) if calls else None
 
     # Collectives
 
@@ -334,7 +339,7 @@ class Communicator:
         to, source = [self._flat(t) for t in outputs], [self._flat(t) for t in inputs]
 
         def exchange() -> Exchange:
-            arrived = torch.empty(sum(t.numel() for t in to), dtype=outputs[0].dtype)
+            arrived = torch.empty(sum(t.numel() for t in to), dtype=to[0].dtype)
             sizes = [t.numel() for t in to], [t.numel() for t in source]
             yield self._gloo.alltoall_base(arrived, torch.cat(source), *sizes, dist.AllToAllOptions())
             for tensor, part in zip(to, arrived.split(sizes[0]), strict=True):
@@ -393,16 +398,3 @@ class Communicator:
 
         return self._issue(kept, Call("recv", [], [tensor], exchange, in_order=False), peer)
 
-
-class _Several:
-    """The tensors of coalesced calls, alive until the group has run."""
-
-    def __init__(self, calls: list[Call]) -> None:
-        self._calls: list[Any] = [(call.inputs, call.outputs) for call in calls]
-
-    def drop(self, stream: int) -> None:
-        """Free them; other streams may not reuse their memory before this stream is done with it."""
-        for inputs, outputs in self._calls:
-            for tensor in (*inputs, *outputs):
-                tensor.record_stream(torch.Stream(stream_id=stream & 0xFFFFF, device_index=stream >> 20, device_type=20))
-        self._calls.clear()

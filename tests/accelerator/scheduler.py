@@ -15,7 +15,7 @@ from tests.accelerator.races import Clock, Races
 
 ALLOCATED, FREED, USED_BY, FREED_LATER, RECORDED, WAITED, OBSERVED, MOVED = range(8)
 IDLE = 0.02
-"""Seconds without a call of the host after which the device works on its own."""
+"""Seconds without a call of the host after which the device works on its own, if a simulation says nothing else."""
 STUCK = 60.0
 """Seconds without progress after which a host that waits gives up."""
 
@@ -41,6 +41,7 @@ class Scheduler:
         step: where calls are counted.
         ahead: how many pieces of work may be left undone when the host goes on: a number, or None for all of them.
         poison: whether freed memory is overwritten.
+        idle: seconds without a call of the host after which the device works on its own.
     """
 
     def __init__(self, core: Any) -> None:
@@ -51,6 +52,7 @@ class Scheduler:
         self.step_number = 0
         self.ahead: int | None = 0
         self.poison = True
+        self.idle = IDLE
         self.errors: list[str] = []
         self._random = random.Random(0)
         self._queues: dict[int, collections.deque[Item]] = {}
@@ -64,12 +66,12 @@ class Scheduler:
         self._touched = time.monotonic()
         threading.Thread(target=self._work_when_idle, daemon=True, name="simulated device").start()
 
-    def configure(self, seed: int, ahead: int | None, poison: bool) -> None:
+    def configure(self, seed: int, ahead: int | None, poison: bool, idle: float) -> None:
         """Finish all work and start anew with these settings."""
         self.finish()
         with self.lock:
             self._random.seed(seed)
-            self.ahead, self.poison = ahead, poison
+            self.ahead, self.poison, self.idle = ahead, poison, idle
             self._priority.clear()
             self.races.forget_history()
             self._events = {event: (v, place, {}, 0) for event, (v, place, _, _) in self._events.items()}
@@ -261,7 +263,7 @@ class Scheduler:
         """A host that waits elsewhere does not stop the device."""
         while True:
             time.sleep(IDLE / 4)
-            if time.monotonic() - self._touched < IDLE:
+            if time.monotonic() - self._touched < self.idle:
                 continue
             with self.lock:
                 self._read_log()

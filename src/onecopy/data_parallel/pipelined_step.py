@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
 
 from onecopy.comm.agreement import FirstFailure, raise_together
 from onecopy.comm.collectives import Collectives
@@ -55,12 +54,14 @@ class _Transfers:
         works: the transfers.
         devices: the devices of the buckets.
         changed: the parameters that the transfers change.
+        increment_versions: increments their version counters.
         waiting: the current streams of all devices that have waited, by their ids.
     """
 
     works: list[Work]
     devices: tuple[torch.device, ...]
     changed: list[Tensor]
+    increment_versions: Callable[[list[Tensor]], None]
     waiting: set[tuple[int, ...]] = field(default_factory=set)
 
     @property
@@ -78,7 +79,7 @@ class _Transfers:
         if self.changed and not self.waiting:
             # The values were written without autograd's knowledge. The version counter lets a backward pass that needs
             # the old values raise.
-            increment_version(self.changed)
+            self.increment_versions(self.changed)
         self.waiting.add(current)
 
 
@@ -175,7 +176,9 @@ class PipelinedStep:
         changed = [engine.params[index] for index in segment.params if sends_all or has_gradient[index]]
         with profile_range("onecopy.share"):
             works = segment.sharing.start_works(None if sends_all else has_gradient)
-            self._transfers[number] = _Transfers(works, segment.devices, changed)
+            self._transfers[number] = _Transfers(
+                works, segment.devices, changed, engine.inner.master_weights.increment_versions
+            )
 
     def _finish_step(self, failure: Exception | None, digests: Sequence[int]) -> None:
         """Exchange whether a rank has failed, and wait for all transfers, or leave both for later.

@@ -1,0 +1,142 @@
+"""Counts what a step asks of the device, each with the source line that asked for it."""
+
+from __future__ import annotations
+
+import collections
+import math
+import os
+import sys
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+LAUNCH_SIZE = 100
+"""About how many tensors one kernel of a ``_foreach_`` or ``_fused_`` operator takes as arguments on a real device."""
+
+_HERE = os.path.dirname(os.path.abspath(__file__))
+_TORCH = os.path.dirname(torch.__file__)
+_STANDARD = os.path.dirname(os.__file__)
+_kinds: dict[str, int] = {}
+
+
+def _kind(path: str) -> int:
+    """Return 2 for a file of onecopy, 1 for a user's file, 0 for torch, the standard library and the simulator."""
+    name = os.path.basename(path)
+    if f"{os.sep}src{os.sep}onecopy{os.sep}" in path:
+        return 2
+    if path.startswith((_TORCH, "<")) or (os.path.dirname(path) == _HERE and not name.startswith("test_")):
+        return 0
+    return 0 if path.startswith(_STANDARD) and "site-packages" not in path else 1
+
+
+def site() -> str:
+    """Return the nearest source line inside onecopy, else the nearest one of a user, else "autograd"."""
+    frame: Any = sys._getframe(1)
+    user = None
+    while frame is not None:
+        path = frame.f_code.co_filename
+        kind = _kinds.get(path)
+        if kind is None:
+            kind = _kinds[path] = _kind(path)
+        if kind == 2:
+            return f"{path[path.rindex(f'{os.sep}onecopy{os.sep}') + 1 :]}:{frame.f_lineno}"
+        if kind == 1 and user is None:
+            user = f"{os.path.basename(path)}:{frame.f_lineno}"
+        frame = frame.f_back
+    return user or "autograd"
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One call of a collective.
+
+    Attributes:
+        name: of the call.
+        size: bytes of the largest side of it: the input of a reduce-scatter, the output of an all-gather.
+        operations: number of operations that NCCL would run. A list with uneven parts is one per part.
+        launches: 1, or 0 if the call is in a coalesced group whose first call has counted the launch.
+        site: the source line.
+        group: number of the communicator.
+    """
+
+    name: str
+    size: int
+    operations: int
+    launches: int
+    site: str
+    group: int
+
+
+@dataclass(frozen=True)
+class Synchronization:
+    """One call in which the host waits for the device.
+
+    Attributes:
+        kind: what waited, like "item", "event", "stream", "device", "pageable copy", or an operator's name.
+        site: the source line.
+        behind: pieces of work that were queued but not done when the host began to wait.
+        age: for an event, the number of steps since it was recorded.
+    """
+
+    kind: str
+    site: str
+    behind: int
+    age: int = 0
+
+
+@dataclass
+class Step:
+    """What was counted between two marks.
+
+    Attributes:
+        kernels: number of operator calls by name and source line.
+        batched_launches: ``ceil(tensors / 100)`` of all ``_foreach_`` and ``_fused_`` calls, which count once above.
+        copies: copies between host and device by direction and source line.
+        collectives: collectives in the order of the calls.
+        synchronizations: calls in which the host waited.
+        peak: most bytes allocated on the device, above the level at the start.
+        peak_held: the same, with the memory that was freed but that ``record_stream`` still holds.
+    """
+
+    kernels: collections.Counter[tuple[str, str]] = field(default_factory=collections.Counter)
+    batched_launches: int = 0
+    copies: collections.Counter[tuple[str, str]] = field(default_factory=collections.Counter)
+    collectives: list[Collective] = field(default_factory=list)
+    synchronizations: list[Synchronization] = field(default_factory=list)
+    peak: int = 0
+    peak_held: int = 0
+
+    @property
+    def launches(self) -> int:
+        """Number of operator calls."""
+        return self.kernels.total()
+
+    @property
+    def operations(self) -> int:
+        """Number of collective operations as NCCL would run them."""
+        return sum(each.operations for each in self.collectives)
+
+    @property
+    def collective_bytes(self) -> int:
+        """Bytes of all collectives."""
+        return sum(each.size for each in self.collectives)
+
+    def kernel(self, name: str, where: str, tensors: int = 0) -> None:
+        """Count an operator."""
+        self.kernels[name, where] += 1
+        if name.startswith(("_foreach_", "_fused_", "_amp_foreach_")):
+            self.batched_launches += math.ceil(tensors / LAUNCH_SIZE)
+
+    def summary(self) -> str:
+        """Return the counts as text, with a line per source line."""
+        lines = [
+            f"{self.launches} kernels, {sum(self.copies.values())} copies, {len(self.collectives)} collective calls "
+            f"({self.operations} operations, {sum(c.launches for c in self.collectives)} launches, "
+            f"{self.collective_bytes} bytes), {len(self.synchronizations)} host synchronisations, peak {self.peak} bytes"
+        ]
+        lines += [f"  kernel {name} x{n} at {where}" for (name, where), n in sorted(self.kernels.items())]
+        lines += [f"  copy {name} x{n} at {where}" for (name, where), n in sorted(self.copies.items())]
+        lines += [f"  collective {c.name} {c.size} B, {c.operations} op(s) at {c.site}" for c in self.collectives]
+        lines += [f"  host waits: {s.kind} at {s.site}, age {s.age}" for s in self.synchronizations]
+        return "\n".join(lines)

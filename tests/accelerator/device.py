@@ -1,0 +1,152 @@
+"""Registers the simulated accelerator as torch's device "sim", and runs programs on it under chosen conditions."""
+
+from __future__ import annotations
+
+import contextlib
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch._meta_registrations  # noqa: F401  # shapes of more operators
+
+from tests.accelerator import build, process_group
+from tests.accelerator.counters import Step
+from tests.accelerator.operators import Operators
+from tests.accelerator.races import Report
+from tests.accelerator.scheduler import IDLE, Scheduler
+
+_loaded: Device | None = None
+
+
+class Device:
+    """The parts of the device in this process."""
+
+    def __init__(self) -> None:
+        self.core = build.load()
+        self.scheduler = Scheduler(self.core)
+        self.core.on_synchronize(self.scheduler.synchronize)
+        torch.utils.rename_privateuse1_backend("sim")
+        self.operators = Operators(self.core, self.scheduler)
+        self.operators.register()
+        torch._register_device_module("sim", _module(self.core, self.scheduler))
+        torch.utils.generate_methods_for_privateuse1_backend(for_tensor=True, for_module=True, for_storage=True)
+        process_group.register(self.core, self.scheduler)
+
+
+def load() -> Device:
+    """Build and register the device in this process, once.
+
+    Raises:
+        build.NoCompilerError: there is no compiler.
+    """
+    global _loaded
+    if _loaded is None:
+        _loaded = Device()
+    return _loaded
+
+
+def _module(core: Any, scheduler: Scheduler) -> Any:
+    """Return the module ``torch.sim``."""
+    sim: Any = types.ModuleType("torch.sim")
+
+    def generator(device: Any = None) -> torch.Generator:
+        index = torch.device(device).index if device is not None and not isinstance(device, int) else device
+        found: torch.Generator = core.default_generator(core.current_device() if index is None else index)
+        return found
+
+    def manual_seed_all(seed: int) -> None:
+        for index in range(4):
+            core.default_generator(index).manual_seed(seed)
+
+    sim.Stream, sim.Event = torch.Stream, torch.Event
+    sim.is_available = sim.is_initialized = lambda: True
+    sim._is_in_bad_fork = lambda: False
+    sim._lazy_init = sim.init = sim.empty_cache = lambda: None
+    sim.device_count = lambda: 4
+    sim.current_device = core.current_device
+    sim.set_device = lambda device: core.set_device(device if isinstance(device, int) else torch.device(device).index)
+    sim.manual_seed = lambda seed: generator().manual_seed(seed)
+    sim.manual_seed_all = manual_seed_all
+    sim.get_rng_state = lambda device=None: generator(device).get_state()
+    sim.set_rng_state = lambda state, device=None: generator(device).set_state(state)
+    sim.get_amp_supported_dtype = lambda: [torch.float16, torch.bfloat16]
+    sim.synchronize = lambda device=None: torch.accelerator.synchronize()
+    sim.current_stream = lambda device=None: torch.accelerator.current_stream(device)
+    sim.stream = lambda stream: stream
+    sim.memory_allocated = lambda device=None: core.memory()[0]
+    sim.max_memory_allocated = lambda device=None: core.memory()[1]
+    sim.reset_peak_memory_stats = lambda device=None: core.reset_peak()
+    sim.device = contextlib.nullcontext
+    sim.scheduler = scheduler
+    return sim
+
+
+@dataclass
+class Run:
+    """A simulation: its reports and counts.
+
+    Attributes:
+        steps: what each ``step()`` counted.
+        outside: what was counted outside of all of them.
+        reports: the mistakes that were found, at the end of the simulation or when ``collect()`` is called.
+    """
+
+    scheduler: Scheduler
+    core: Any
+    steps: list[Step] = field(default_factory=list)
+    outside: Step = field(default_factory=Step)
+    reports: list[Report] = field(default_factory=list)
+
+    @contextlib.contextmanager
+    def step(self) -> Iterator[Step]:
+        """Count what the calls inside ask for."""
+        step = Step()
+        self.core.reset_peak()
+        allocated, _, held, _ = self.core.memory()
+        self.scheduler.step, self.scheduler.step_number = step, self.scheduler.step_number + 1
+        try:
+            yield step
+        finally:
+            _, peak, _, peak_held = self.core.memory()
+            step.peak, step.peak_held = peak - allocated, peak_held - held
+            self.scheduler.step = self.outside
+            self.steps.append(step)
+
+    def collect(self) -> list[Report]:
+        """Finish all work and return the mistakes found so far."""
+        self.scheduler.finish()
+        self.reports = list(self.scheduler.races.reports)
+        return self.reports
+
+    @property
+    def last(self) -> Step:
+        """The counts of the last step."""
+        return self.steps[-1]
+
+
+@contextlib.contextmanager
+def simulate(
+    seed: int = 0, host_ahead: int | str = "far", poison: bool = True, idle: float = IDLE
+) -> Iterator[Run]:
+    """Run a program on the device.
+
+    Args:
+        seed: of the order in which queued work runs.
+        host_ahead: pieces of work that may be left undone when a call returns: 0 is lockstep, a number is random up to
+            it, "far" leaves everything to the next synchronisation, and runs only what that needs.
+        poison: whether freed memory is overwritten with NaN when its stream comes to that point.
+        idle: seconds without a call of the host after which the device works on its own.
+    """
+    device = load()
+    scheduler = device.scheduler
+    scheduler.configure(seed, None if host_ahead == "far" else int(host_ahead), poison, idle)
+    run = Run(scheduler, device.core)
+    scheduler.step = run.outside
+    try:
+        yield run
+        run.collect()
+    finally:
+        scheduler.ahead = 0
+        scheduler.step = Step()

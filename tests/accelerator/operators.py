@@ -1,0 +1,346 @@
+"""Queues every operator on the current stream: outputs are allocated at once, the operator runs on the CPU later."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.accelerator import counters
+from tests.accelerator.races import runs
+from tests.accelerator.scheduler import Scheduler
+
+BATCHED = ("_foreach_", "_fused_adam", "_fused_sgd", "_fused_adagrad", "_amp_foreach_")
+"""Operators that torch would divide into one call per tensor for a device that has not registered them."""
+
+WRITE_ONLY = {"zero_", "fill_", "copy_", "normal_", "uniform_", "random_", "bernoulli_", "exponential_", "eye", "arange"}
+WRITE_ONLY |= {"_foreach_zero_", "_foreach_copy_", "log_normal_", "cauchy_", "geometric_", "trunc_normal_"}
+"""Operators whose argument that is written is not read before."""
+
+INSTEAD = {
+    "convolution_overrideable": torch.ops.aten.convolution.default,
+    "convolution_backward_overrideable": torch.ops.aten.convolution_backward.default,
+}
+"""Operators that a device must bring itself, and the ones that do the same on the CPU."""
+
+
+@dataclass(frozen=True)
+class Schema:
+    """What an operator does with its arguments.
+
+    Attributes:
+        name: without namespace and overload.
+        call: the operator that runs on the CPU.
+        names: of all arguments, in order.
+        written: names of the arguments that it writes.
+        write_only: whether what it writes is never read before.
+        returns: per result the name of the argument that it is, or None for a new tensor.
+        reads_data: whether the host must wait, because the shape or value of the result depends on data.
+        random: whether it draws random numbers.
+    """
+
+    name: str
+    call: Any
+    names: tuple[str, ...]
+    written: frozenset[str]
+    write_only: bool
+    returns: tuple[str | None, ...]
+    reads_data: bool
+    random: bool
+
+
+@functools.cache
+def schema_of(op: Any) -> Schema:
+    """Read an operator's schema."""
+    schema = op._schema
+    name = schema.name.partition("::")[2]
+    written = {a.name: a.alias_info for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write}
+    returns = []
+    for result in schema.returns:
+        same = [n for n, info in written.items() if result.alias_info and info.before_set == result.alias_info.before_set]
+        returns.append(same[0] if same else None)
+    out = any(a.is_out for a in schema.arguments)
+    return Schema(
+        name,
+        INSTEAD.get(name, op),
+        tuple(a.name for a in schema.arguments),
+        frozenset(written),
+        out or name in WRITE_ONLY,
+        tuple(returns),
+        torch.Tag.dynamic_output_shape in op.tags or torch.Tag.data_dependent_output in op.tags,
+        torch.Tag.nondeterministic_seeded in op.tags,
+    )
+
+
+def _is_sim(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.device.type == "sim"
+
+
+def _map(value: Any, change: Callable[[Tensor], Any], device: str) -> Any:
+    """Replace tensors and devices in nested arguments."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, torch.device):
+        return torch.device(device)
+    if isinstance(value, (list, tuple)):
+        return type(value)([_map(each, change, device) for each in value]) if value else value
+    return value
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, (list, tuple)):
+        return [tensor for each in value for tensor in _tensors(each)]
+    return []
+
+
+def _key(value: Any) -> Any:
+    """Return a hashable description of arguments from which the shapes of the results follow."""
+    if isinstance(value, Tensor):
+        return tuple(value.shape), value.stride(), value.dtype, value.device.type
+    if isinstance(value, (list, tuple)):
+        return tuple([_key(each) for each in value])
+    return (type(value), value) if value.__hash__ is not None else repr(value)
+
+
+def _bytes(tensor: Tensor) -> bytes:
+    return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+
+
+def shadow(tensor: Tensor) -> tuple[int, Any]:
+    """Return the base address of a tensor's memory and the ranges that it covers."""
+    ranges = runs(tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.element_size())
+    return tensor.untyped_storage().data_ptr(), ranges
+
+
+class Operators:
+    """The kernels of the simulated device."""
+
+    def __init__(self, core: Any, scheduler: Scheduler) -> None:
+        self.core, self.scheduler = core, scheduler
+        self._shapes: dict[Any, tuple[Any, list[tuple[str, tuple[int, ...]]]]] = {}
+        self._libraries: list[Any] = []
+
+    def register(self) -> None:
+        """Make torch call this class for every operator on the device."""
+        everything = torch.library.Library("_", "IMPL")
+        everything.fallback(self.queue, "PrivateUse1")
+        aten = torch.library.Library("aten", "IMPL")
+        aten.impl("_copy_from", self.copy, "PrivateUse1")
+        aten.impl("_copy_from_and_resize", self._copy_and_resize, "PrivateUse1")
+        aten.impl("_local_scalar_dense", self._item, "PrivateUse1")
+        aten.impl("equal", self._equal, "PrivateUse1")
+        for full in torch._C._dispatch_get_all_op_names():
+            name, _, overload = full.removeprefix("aten::").partition(".")
+            if full.startswith("aten::") and (name.startswith(BATCHED) or name in INSTEAD):
+                op = getattr(getattr(torch.ops.aten, name), overload or "default")
+                aten.impl(full.removeprefix("aten::"), functools.partial(self.queue, op), "PrivateUse1")
+        self._libraries += [everything, aten]
+
+    # Any operator
+
+    def queue(self, op: Any, *args: Any, **kwargs: Any) -> Any:
+        """Allocate the results of an operator and queue it."""
+        schema = schema_of(op)
+        kwargs = {**dict(zip(schema.names, args, strict=False)), **kwargs}
+        if schema.reads_data:
+            return self._run_now(schema, kwargs)
+        results = self._allocate(schema, kwargs)
+        where = counters.site()
+        reads = [t for name, value in kwargs.items() for t in _tensors(value)
+                 if _is_sim(t) and not (schema.write_only and name in schema.written)]
+        written = [t for name in schema.written for t in _tensors(kwargs.get(name))]
+        fresh = [t for name, result in zip(schema.returns, results, strict=True) if name is None for t in _tensors(result)]
+        run = self._prepare(schema, kwargs, [self.core.alias(t) for t in fresh])
+        self.scheduler.step.kernel(schema.name, where, max((len(v) for v in kwargs.values() if isinstance(v, list)), default=0))
+        about = next(iter(fresh or written or reads), None)
+        self.scheduler.enqueue(
+            schema.name, run, map(shadow, reads), map(shadow, written + fresh), where=where,
+            shape="" if about is None else list(about.shape),
+        )
+        return results[0] if len(results) == 1 else tuple(results) if results else None
+
+    def _allocate(self, schema: Schema, kwargs: dict[str, Any]) -> list[Any]:
+        """Return the results: arguments that are written, and new tensors on the device."""
+        out = schema.write_only and schema.name not in WRITE_ONLY
+        if None not in schema.returns and not out:
+            return [kwargs[name] for name in schema.returns if name]
+        key = (schema.call, tuple([(name, _key(value)) for name, value in kwargs.items() if name != "generator"]))
+        if key not in self._shapes:
+            self._shapes[key] = self._infer(schema, kwargs)
+        described, sizes = self._shapes[key]
+        for name, size in sizes:
+            if kwargs[name].shape != size:
+                kwargs[name].resize_(size)
+        return [
+            kwargs[name] if name is not None else _map(new, self._empty, "sim")
+            for name, new in zip(schema.returns, described, strict=True)
+        ]
+
+    @staticmethod
+    def _empty(meta: Tensor) -> Tensor:
+        return torch.empty_strided(meta.shape, meta.stride(), dtype=meta.dtype, device="sim")
+
+    @staticmethod
+    def _infer(schema: Schema, kwargs: dict[str, Any]) -> tuple[list[Any], list[tuple[str, tuple[int, ...]]]]:
+        """Find out shapes without data: with meta tensors, or with zeros where an operator has no meta kernel."""
+
+        def on(device: str, tensor: Tensor) -> Tensor:
+            made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+            return made if device == "meta" else made.zero_()
+
+        for device in ("meta", "cpu"):
+            inputs = {
+                name: _map(value, functools.partial(on, device), device)
+                for name, value in kwargs.items()
+                if name != "generator"
+            }
+            try:
+                results = schema.call(**inputs)
+            except Exception:
+                if device == "cpu":
+                    raise
+                continue
+            results = list(results) if len(schema.returns) != 1 else [results]
+            results = [_map(r, lambda t: t if t.device.type == "meta" else on("meta", t), "meta") for r in results]
+            out = [(n, tuple(inputs[n].shape)) for n in schema.written if isinstance(inputs.get(n), Tensor)]
+            return results, out
+        raise AssertionError
+
+    def _prepare(self, schema: Schema, kwargs: dict[str, Any], fresh: list[Tensor]) -> Callable[[], None]:
+        """Return a function that runs an operator on the CPU and writes its new results."""
+
+        def on_cpu(tensor: Tensor) -> Tensor:
+            if tensor.device.type == "sim":
+                return self.core.alias(tensor)  # type: ignore[no-any-return]
+            if tensor.numel() != 1 or tensor.dim() > 0:
+                raise RuntimeError(f"{schema.name}: expected all tensors on sim, but found one on {tensor.device}")
+            return tensor.clone()
+
+        inputs = {name: _map(value, on_cpu, "cpu") for name, value in kwargs.items() if name != "generator"}
+        seed = self._seed(kwargs.get("generator")) if schema.random else None
+        call = schema.call
+
+        def run() -> None:
+            with torch.no_grad():
+                if seed is None:
+                    results = call(**inputs)
+                elif "generator" in schema.names:
+                    results = call(**inputs, generator=torch.Generator().manual_seed(seed))
+                else:
+                    state = torch.default_generator.get_state()
+                    torch.default_generator.manual_seed(seed)
+                    results = call(**inputs)
+                    torch.default_generator.set_state(state)
+                if fresh:
+                    results = list(results) if len(schema.returns) != 1 else [results]
+                    new = [r for name, r in zip(schema.returns, results, strict=True) if name is None]
+                    for to, source in zip(fresh, _tensors(new), strict=True):
+                        to.copy_(source)
+
+        return run
+
+    def _seed(self, generator: torch.Generator | None) -> int:
+        chosen = generator if generator is not None else self.core.default_generator(self.core.current_device())
+        seed: int = self.core.draw(chosen)
+        return seed
+
+    # Operators after which the host knows data
+
+    def _run_now(self, schema: Schema, kwargs: dict[str, Any]) -> Any:
+        """Run an operator whose result depends on data: the host waits for the device."""
+        stream = self.core.current_stream()
+        inputs = {name: _map(value, lambda t: self.core.alias(t) if _is_sim(t) else t, "cpu") for name, value in kwargs.items()}
+        reads = [shadow(t) for value in kwargs.values() for t in _tensors(value) if _is_sim(t)]
+        self.scheduler.step.kernel(schema.name, counters.site())
+        self.scheduler.enqueue(schema.name, lambda: None, reads)
+        self.scheduler.wait_for(schema.name, stream)
+        with torch.no_grad():
+            result = schema.call(**inputs)
+
+        def back(tensor: Tensor) -> Tensor:
+            made = self._empty(tensor)
+            alias = self.core.alias(made)
+            self.scheduler.enqueue(schema.name, lambda: alias.copy_(tensor), (), [shadow(made)])
+            return made
+
+        return _map(result, back, "sim")
+
+    def _item(self, tensor: Tensor) -> Any:
+        alias = self.core.alias(tensor)
+        self.scheduler.enqueue("item", lambda: None, [shadow(tensor)])
+        self.scheduler.wait_for("item", self.core.current_stream())
+        return alias.item()
+
+    def _equal(self, left: Tensor, right: Tensor) -> bool:
+        self.scheduler.step.kernel("equal", counters.site())
+        self.scheduler.enqueue("equal", lambda: None, [shadow(left), shadow(right)])
+        self.scheduler.wait_for("equal", self.core.current_stream())
+        return torch.equal(self.core.alias(left), self.core.alias(right))
+
+    # Copies
+
+    def copy(self, source: Tensor, to: Tensor, non_blocking: bool = False) -> Tensor:
+        """Copy between host and device, or on the device.
+
+        A copy from or to pinned memory that need not block runs later and reads or writes the host's memory then.
+        """
+        if source.numel() == 0 and to.numel() == 0:
+            return to
+        where = counters.site()
+        if _is_sim(source) and _is_sim(to):
+            self.scheduler.step.kernel("copy_", where)
+            left, right = self.core.alias(to), self.core.alias(source)
+            self.scheduler.enqueue(
+                "copy_", lambda: left.copy_(right), [shadow(source)], [shadow(to)], shape=list(to.shape), where=where
+            )
+            return to
+        host = to if _is_sim(source) else source
+        direction = "device to host" if _is_sim(source) else "host to device"
+        pinned = host.is_pinned()
+        self.scheduler.step.copies[f"{direction}, {'pinned' if pinned else 'pageable'}", where] += 1
+        if _is_sim(source):
+            self._to_host(source, to, where)
+        else:
+            self._to_device(source, to, where, late=pinned and non_blocking)
+        if not (pinned and non_blocking):
+            self.scheduler.wait_for("blocking copy" if pinned else "pageable copy", self.core.current_stream())
+        return to
+
+    def _to_host(self, source: Tensor, to: Tensor, where: str) -> None:
+        alias = self.core.alias(source)
+        if to.is_pinned() and to.is_contiguous():
+            # Nobody may read it before the copy has run: what is there until then is no one's data.
+            self.core.poison(to.data_ptr(), to.nbytes)
+
+        def run() -> None:
+            with torch.no_grad():
+                to.detach().copy_(alias)
+
+        self.scheduler.enqueue(
+            "copy to host", run, [shadow(source)], shape=list(source.shape), where=where
+        )
+
+    def _to_device(self, source: Tensor, to: Tensor, where: str, *, late: bool) -> None:
+        alias = self.core.alias(to)
+        source, shape = source.detach(), list(to.shape)
+        before = source.clone() if late else None
+
+        def run() -> None:
+            if before is not None and _bytes(before) != _bytes(source):
+                text = f"the pinned memory of the copy{shape} at {where} was changed before the copy ran"
+                self.scheduler.races.report("pinned source", text)
+            with torch.no_grad():
+                alias.copy_(source)
+
+        self.scheduler.enqueue("copy to device", run, (), [shadow(to)], shape=shape, where=where)
+
+    def _copy_and_resize(self, source: Tensor, to: Tensor) -> Tensor:
+        if to.shape != source.shape:
+            to.resize_(source.shape)
+        return self.copy(source, to)

@@ -1,0 +1,325 @@
+"""Queues of work per stream, run later in an order that only streams and events constrain."""
+
+from __future__ import annotations
+
+import collections
+import random
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from tests.accelerator import counters
+from tests.accelerator.counters import Step, Synchronization
+from tests.accelerator.races import Clock, Races
+
+ALLOCATED, FREED, USED_BY, FREED_LATER, RECORDED, WAITED, OBSERVED, MOVED = range(8)
+IDLE = 0.02
+"""Seconds without a call of the host after which the device works on its own, if a simulation says nothing else."""
+STUCK = 60.0
+"""Seconds without progress after which a host that waits gives up."""
+
+Place = tuple[int, int]
+"""A stream, and the number of pieces of work on it that must be done."""
+
+
+class Item:
+    """One piece of queued work: a function to run, or a place to wait for."""
+
+    __slots__ = ("after", "name", "poll", "run", "site")
+
+    def __init__(self, name: str, site: str, run: Callable[[], Any] | None, after: Place | None = None) -> None:
+        self.name, self.site, self.run, self.after = name, site, run, after
+        self.poll: Callable[[], bool] | None = None
+
+
+class Scheduler:
+    """All queues of one process. Queued work runs inside the calls that queue or wait, chosen by a seeded generator.
+
+    Attributes:
+        races: clocks and the shadow of device memory.
+        step: where calls are counted.
+        ahead: how many pieces of work may be left undone when the host goes on: a number, or None for all of them.
+        poison: whether freed memory is overwritten.
+        idle: seconds without a call of the host after which the device works on its own.
+    """
+
+    def __init__(self, core: Any) -> None:
+        self.core = core
+        self.lock = threading.RLock()
+        self.races = Races()
+        self.step = Step()
+        self.step_number = 0
+        self.ahead: int | None = 0
+        self.poison = True
+        self.idle = IDLE
+        self.errors: list[str] = []
+        self._random = random.Random(0)
+        self._queues: dict[int, collections.deque[Item]] = {}
+        self._queued: collections.Counter[int] = collections.Counter()
+        self._done: collections.Counter[int] = collections.Counter()
+        self._priority: dict[int, float] = {}
+        self._events: dict[int, tuple[int, Place, Clock, int]] = {}
+        self._unsignalled: dict[int, collections.deque[tuple[int, int, int]]] = {}
+        self._used: dict[int, list[int]] = {}
+        self._releases: list[tuple[int, int, int, dict[int, int], Clock]] = []
+        self._touched = time.monotonic()
+        threading.Thread(target=self._work_when_idle, daemon=True, name="simulated device").start()
+
+    def configure(self, seed: int, ahead: int | None, poison: bool, idle: float) -> None:
+        """Finish all work and start anew with these settings."""
+        self.finish()
+        with self.lock:
+            self._random.seed(seed)
+            self.ahead, self.poison, self.idle = ahead, poison, idle
+            self._priority.clear()
+            self.races.forget_history()
+            self._events = {event: (v, place, {}, 0) for event, (v, place, _, _) in self._events.items()}
+
+    # Queueing
+
+    def enqueue(
+        self,
+        name: str,
+        run: Callable[[], Any],
+        reads: Iterable[tuple[int, Any]] = (),
+        writes: Iterable[tuple[int, Any]] = (),
+        *,
+        shape: Any = "",
+        stream: int | None = None,
+        where: str | None = None,
+    ) -> Place:
+        """Queue work on a stream and let the device run as far as the settings say."""
+        where = where or counters.site()
+        with self.lock:
+            self._read_log()
+            target = self.core.current_stream() if stream is None else stream
+            self.races.access(target, f"{name}{shape} on stream {target} at {where}", reads, writes)
+            place = self._append(target, Item(name, where, run))
+            self._run_ahead()
+            return place
+
+    def wait_stream(self, waiting: int, other: int) -> None:
+        """Make a stream wait for all that another one has queued."""
+        with self.lock:
+            self._read_log()
+            self._wait_for(waiting, (other, self._queued[other]), self.races.clock(other))
+
+    def _append(self, stream: int, item: Item) -> Place:
+        self._touched = time.monotonic()
+        self._queues.setdefault(stream, collections.deque()).append(item)
+        self._queued[stream] += 1
+        return stream, self._queued[stream]
+
+    def _wait_for(self, waiting: int, place: Place, clock: Clock) -> None:
+        self.races.merge(self.races.clock(waiting), clock)
+        if waiting != place[0] and not self._is_done(place):
+            self._append(waiting, Item("wait", "", None, place))
+
+    def _is_done(self, place: Place) -> bool:
+        return self._done[place[0]] >= place[1]
+
+    def _read_log(self) -> None:
+        """Take over what the C++ part has noted since the last call, in the host's order."""
+        for kind, first, second, third in self.core.take_log():
+            if kind == ALLOCATED:
+                self.races.allocate(first, second, third)
+            elif kind == FREED:
+                self._poison(first, second, third)
+            elif kind == USED_BY:
+                self._used.setdefault(first, []).append(second)
+            elif kind == FREED_LATER:
+                streams = self._used.pop(first)
+                clock = {s: self.races.clock(s).get(s, 0) for s in streams}
+                self._releases.append((first, second, third, {s: self._queued[s] for s in streams}, clock))
+            elif kind == RECORDED:
+                self._record(first, second, third)
+            elif kind == WAITED:
+                if first in self._events:
+                    _, place, clock, _ = self._events[first]
+                    self._wait_for(third, place, clock)
+            elif kind == OBSERVED:
+                self.races.merge(self.races.host, self._events[first][2])
+            else:
+                self._move(first, second, third)
+        self._release()
+
+    def _poison(self, address: int, size: int, stream: int) -> None:
+        if self.poison:
+            self._append(stream, Item("free", "", lambda: self.core.poison(address, size)))
+
+    def _record(self, event: int, version: int, stream: int) -> None:
+        place = (stream, self._queued[stream])
+        self.races.merge(self.races.clock(stream), self.races.host)
+        self._events[event] = (version, place, dict(self.races.clock(stream)), self.step_number)
+        if self._is_done(place):
+            self.core.event_done(event, version)
+        else:
+            self._unsignalled.setdefault(stream, collections.deque()).append((place[1], event, version))
+
+    def _move(self, to: int, source: int, size: int) -> None:
+        """A storage was resized: its bytes move on the stream of the new block."""
+        stream = self.races.blocks[to].stream
+        shadow = self.races.blocks[source].regions
+        ranges = [(r.start, min(r.end, size)) for r in shadow if r.write is not None and r.start < size]
+        self.races.access(stream, f"resize on stream {stream}", [(source, ranges)], [(to, ranges)])
+        self._append(stream, Item("resize", "", lambda: self.core.move(to, source, size)))
+
+    def _release(self) -> None:
+        """Give blocks back that were freed while other streams used them, once those streams are done."""
+        waiting = []
+        for each in self._releases:
+            address, size, stream, places, clock = each
+            if all(self._done[s] >= position for s, position in places.items()):
+                self.races.release(address, clock)
+                self._poison(address, size, stream)
+                self.core.release(address)
+            else:
+                waiting.append(each)
+        self._releases = waiting
+
+    # Running
+
+    def _run_ahead(self) -> None:
+        if self.ahead is None:
+            return
+        limit = self._random.randint(0, self.ahead)
+        while self._pending() > limit and self._run_one(self._queues):
+            pass
+
+    def _pending(self) -> int:
+        return sum(map(len, self._queues.values()))
+
+    def _run_one(self, streams: Iterable[int]) -> bool:
+        """Run the first piece of work of one of these streams; False if none of them can go on."""
+        if self._random.random() < 0.1:
+            self._priority.clear()
+        ranked = []
+        for stream in streams:
+            if self._queues.get(stream):
+                if stream not in self._priority:
+                    self._priority[stream] = self._random.random()
+                ranked.append((self._priority[stream], stream))
+        return any(self._try(stream) for _, stream in sorted(ranked))
+
+    def _try(self, stream: int) -> bool:
+        queue = self._queues[stream]
+        item = queue[0]
+        try:
+            if item.after is not None:
+                if not self._is_done(item.after):
+                    return False
+            elif item.poll is not None:
+                if not item.poll():
+                    return False
+            elif item.run is not None:
+                started = item.run()
+                if callable(started):
+                    item.poll = started
+                    return True
+        except Exception as error:
+            self.errors.append(f"{item.name}, queued at {item.site}, failed on the device: {error}")
+        queue.popleft()
+        self._done[stream] += 1
+        signals = self._unsignalled.get(stream)
+        while signals and signals[0][0] <= self._done[stream]:
+            _, event, version = signals.popleft()
+            self.core.event_done(event, version)
+        return True
+
+    def _needed(self, places: Sequence[Place]) -> list[int]:
+        """Return the streams on which work must run for these places to be reached."""
+        needed: list[int] = []
+        places = list(places)
+        while places:
+            stream, position = places.pop()
+            if self._done[stream] >= position or stream in needed:
+                continue
+            needed.append(stream)
+            item = self._queues[stream][0]
+            if item.after is not None:
+                places.append(item.after)
+        return needed
+
+    def _run_until(self, places: Sequence[Place]) -> None:
+        deadline = time.monotonic() + STUCK
+        while True:
+            with self.lock:
+                self._read_log()
+                needed = self._needed(places)
+                if not needed:
+                    return
+                self._touched = time.monotonic()
+                moved = self._run_one(needed if self.ahead is None else self._queues)
+            if moved:
+                deadline = time.monotonic() + STUCK
+            elif time.monotonic() > deadline:
+                heads = {s: (q[0].name, q[0].site, q[0].after) for s, q in self._queues.items() if q}
+                raise RuntimeError(f"the simulated device is stuck; the first piece of work of each stream: {heads}")
+            else:
+                time.sleep(3e-5)
+
+    def _work_when_idle(self) -> None:
+        """A host that waits elsewhere does not stop the device."""
+        while True:
+            time.sleep(IDLE / 4)
+            if time.monotonic() - self._touched < self.idle:
+                continue
+            with self.lock:
+                self._read_log()
+                for _ in range(64):
+                    if not self._run_one(list(self._queues)):
+                        break
+
+    # Waiting
+
+    def synchronize(self, kind: str, first: int = 0, second: int = 0) -> bool:
+        """Let the host wait for a "stream", a "device" or an "event", or "query" whether a stream is done."""
+        with self.lock:
+            self._read_log()
+            if kind == "query":
+                return not self._queues.get(first)
+            if kind == "event":
+                _, place, clock, step = self._events[first]
+                self._note(kind, [place], self.step_number - step)
+                places = [place]
+            else:
+                streams = [first] if kind == "stream" else [s for s in self._queued if s >> 20 == first]
+                places = [(s, self._queued[s]) for s in streams]
+                clock = {}
+                for stream in streams:
+                    self.races.merge(clock, self.races.clock(stream))
+                self._note(kind, places, 0)
+        self._wait_on_host(places, clock)
+        return True
+
+    def wait_for(self, kind: str, stream: int) -> None:
+        """Let the host wait for a stream, because of an operator or copy of this name."""
+        with self.lock:
+            self._read_log()
+            places = [(stream, self._queued[stream])]
+            clock = dict(self.races.clock(stream))
+            self._note(kind, places, 0)
+        self._wait_on_host(places, clock)
+
+    def finish(self) -> None:
+        """Run all work that is queued, without counting a synchronisation."""
+        with self.lock:
+            self._read_log()
+            places = [(s, n) for s, n in self._queued.items()]
+            clock: Clock = {}
+            for each in self.races.clocks.values():
+                self.races.merge(clock, each)
+        self._wait_on_host(places, clock)
+
+    def _note(self, kind: str, places: Sequence[Place], age: int) -> None:
+        behind = sum(max(0, position - self._done[stream]) for stream, position in places)
+        self.step.synchronizations.append(Synchronization(kind, counters.site(), behind, age))
+
+    def _wait_on_host(self, places: Sequence[Place], clock: Clock) -> None:
+        self._run_until(places)
+        with self.lock:
+            self.races.merge(self.races.host, clock)
+            if self.errors:
+                errors, self.errors = self.errors, []
+                raise RuntimeError("\n".join(errors))

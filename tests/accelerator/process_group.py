@@ -77,6 +77,8 @@ class Call:
         for tensor in (*inputs, *outputs):
             if tensor.device.type != "sim":
                 raise RuntimeError(f"{name}: {NAME} has no backend for a tensor on {tensor.device}")
+            if tensor.dtype in (torch.int16, torch.uint16, torch.uint32, torch.uint64):
+                raise TypeError(f"{name}: NCCL does not have {tensor.dtype}")
             if not torch._debug_has_internal_overlap(tensor) == 0 or not _is_dense(tensor):
                 raise ValueError(f"{name}: tensors must be contiguous")
         self.name, self.inputs, self.outputs, self.exchange = name, inputs, outputs, exchange

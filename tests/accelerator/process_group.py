@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import datetime
 import math
+import threading
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -40,6 +41,30 @@ def register(core: Any, scheduler: Scheduler) -> None:
         return core.Backend(rank, size, Communicator(core, scheduler, store, rank, size, timeout), timeout)
 
     dist.Backend.register_backend(NAME, create, devices=["sim"])
+
+
+class Message:
+    """A gloo message between two ranks, which ends only in ``wait()``: a thread calls it."""
+
+    def __init__(self, work: Any) -> None:
+        self._errors: list[Exception] = []
+        self._thread = threading.Thread(target=self._finish, args=(work,), daemon=True)
+        self._thread.start()
+
+    def _finish(self, work: Any) -> None:
+        try:
+            work.wait()
+        except Exception as error:
+            self._errors.append(error)
+
+    def is_completed(self) -> bool:
+        """Whether the message has been sent or received."""
+        return not self._thread.is_alive()
+
+    def wait(self) -> None:
+        """Raise the error of the message, if there is one."""
+        if self._errors:
+            raise self._errors[0]
 
 
 class Running:
@@ -387,7 +412,7 @@ class Communicator:
         flat, batched = self._flat(tensor), self._coalesced is not None
 
         def exchange() -> Exchange:
-            yield self._gloo.send([flat], peer, int(batched))
+            yield Message(self._gloo.send([flat], peer, int(batched)))
 
         return self._issue(kept, Call("send", [tensor], [], exchange, in_order=False), peer)
 
@@ -396,7 +421,7 @@ class Communicator:
         flat, batched = self._flat(tensor), self._coalesced is not None
 
         def exchange() -> Exchange:
-            yield self._gloo.recv([flat], peer, int(batched))
+            yield Message(self._gloo.recv([flat], peer, int(batched)))
 
         return self._issue(kept, Call("recv", [], [tensor], exchange, in_order=False), peer)
 

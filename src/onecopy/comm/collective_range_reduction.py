@@ -37,7 +37,7 @@ class CollectiveRangeReduction:
             for owner in range(ranks)
         ]
         self._sizes = [sum(each.numel for each in owned) for owned in self._by_owner]
-        self._part = padded_part(self._sizes)
+        self._part = padded_part(self._sizes, dtype.itemsize)
         self._lengths = self._sizes if self._part is None else [self._part] * ranks
         # The reduced gradients of one optimizer lie together.
         self._optimizers = sorted({each.optimizer for each in self._by_owner[here]})

@@ -24,7 +24,6 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor
-from torch.autograd.graph import increment_version
 from torch.futures import Future
 
 from onecopy.comm import limits
@@ -291,7 +290,7 @@ class OverlappedStep:
         cached[1].start(changed, info.broadcasts)
         changed_params = [engine.params[index] for index, has in has_gradient.items() if has]
         if changed_params:
-            increment_version(changed_params)
+            engine.inner.master_weights.increment_versions(changed_params)
 
     def _finish_iteration(self, info: OverlapInfo) -> None:
         """Wait for all parameters and exchange status flags; raise if the update has failed.

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.graph import increment_version
 
 from onecopy.comm.agreement import FirstFailure
 from onecopy.comm.collectives import Collectives
@@ -109,7 +108,7 @@ class Engine:
         self.gradients.is_reduce_scattered = True
         self.params_with_reduced_grad = {id(param) for param in self.params}
         self._scale_check.clear()
-        if self.collectives.control_device.type == "cpu" and in_backward():
+        if self._scale_check.takes_samples and in_backward():
             after_backward(self._scale_check.take_samples)  # when DDP has put the gradients into param.grad
 
     def note_scaled(self) -> None:
@@ -311,7 +310,7 @@ class Engine:
             else [param for param, has in zip(self.params, has_gradient, strict=True) if has]
         )
         if changed:
-            increment_version(changed)
+            self.inner.master_weights.increment_versions(changed)
 
 
 def sequential_step(

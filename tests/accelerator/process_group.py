@@ -85,6 +85,31 @@ class Running:
         return True
 
 
+class Message:
+    """A message of gloo, which makes progress only while a thread waits for it."""
+
+    def __init__(self, work: Any) -> None:
+        self._work = work
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._wait, daemon=True)
+        self._thread.start()
+
+    def _wait(self) -> None:
+        try:
+            self._work.wait()
+        except Exception as error:
+            self._error = error
+
+    def is_completed(self) -> bool:
+        """Whether the message has arrived or failed."""
+        return not self._thread.is_alive()
+
+    def wait(self) -> None:
+        """Raise if it has failed."""
+        if self._error is not None:
+            raise self._error
+
+
 class Call:
     """A collective before it is queued."""
 

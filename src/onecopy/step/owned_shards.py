@@ -87,7 +87,10 @@ def set_gradients(owned: Sequence[OwnedShard], gradients: Sequence[Tensor | None
     kinds: dict[object, list[tuple[Tensor, Tensor]]] = {}
     for entry, gradient in zip(owned, gradients, strict=True):
         tensor = entry.tensor
-        if gradient is None or (gradient.dtype == tensor.dtype and gradient.device == tensor.device):
+        # Only a copy can be on another device than its parameter.
+        if gradient is None or (
+            gradient.dtype == tensor.dtype and (entry.param_view is None or gradient.device == tensor.device)
+        ):
             tensor.grad = gradient
         elif gradient.layout is not torch.strided or gradient.device.type == "cpu":
             tensor.grad = gradient.to(tensor.device, tensor.dtype)

@@ -80,9 +80,9 @@ class CollectiveRangeReduction:
         work.wait()
         here = self._collectives.group_rank
         owned, reduced = self._by_owner[here], received[: self._sizes[here]]
-        if self._scale_after != 1.0:
-            reduced.mul_(self._scale_after)
         if owned:
+            if self._scale_after != 1.0:
+                reduced.mul_(self._scale_after)
             targets = [buffer[each.start : each.stop] for each in owned]
             torch._foreach_copy_(targets, list(reduced.split([each.numel for each in owned])))
         self._pool.give_back(packed, received)

@@ -92,6 +92,8 @@ class _Round:
     def views_of(self, buffer: Tensor, group_rank: int) -> _Views:
         """The parts of a buffer; computed once for each buffer."""
         if buffer.data_ptr() not in self.views:
+            if len(self.views) > limits.COLLECTIVES_IN_FLIGHT:
+                self.views.clear()  # of buffers that larger ones have replaced, and whose memory the views would keep
             gathered = buffer[: self.nbytes]
             lengths = self.sizes if self.part is None else [self.part] * len(self.sizes)
             parts = gathered.view(self.like.dtype).split(lengths)

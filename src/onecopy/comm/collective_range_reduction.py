@@ -13,6 +13,7 @@ from onecopy.comm.collectives import Collectives
 from onecopy.comm.gather_sharing import padded_part
 from onecopy.comm.range_reduction import FinishReduction, GradientRange
 from onecopy.comm.work import Work
+from onecopy.common.torch_private import zero_each
 
 
 class CollectiveRangeReduction:
@@ -37,7 +38,7 @@ class CollectiveRangeReduction:
             for owner in range(ranks)
         ]
         self._sizes = [sum(each.numel for each in owned) for owned in self._by_owner]
-        self._part = padded_part(self._sizes)
+        self._part = padded_part(self._sizes, dtype.itemsize)
         self._lengths = self._sizes if self._part is None else [self._part] * ranks
         # The reduced gradients of one optimizer lie together.
         self._optimizers = sorted({each.optimizer for each in self._by_owner[here]})
@@ -66,7 +67,7 @@ class CollectiveRangeReduction:
                 paddings.append(part[size:])
         torch._foreach_copy_(targets, sources)
         if paddings:
-            torch._foreach_zero_(paddings)  # tools that look for NaN look at the whole message
+            zero_each(paddings)  # tools that look for NaN look at the whole message
         if self._scale_before != 1.0:
             packed.mul_(self._scale_before)
         if self._part is None:

@@ -31,7 +31,9 @@ def test_the_host_waits_at_most_once_and_for_flags_that_are_a_step_old(
     level: str, world_size: int, backend: str
 ) -> None:
     waits = counted(level, world_size, backend).synchronizations
-    assert len(waits) <= 1, waits
+    # The flags of the last backward pass are waited for before those of the last step: a rank that fails in between
+    # takes no part in the second exchange.
+    assert len(waits) <= (2 if level.startswith("level 3") else 1), waits
     for kind, site, age in waits:
         assert kind == "event"
         assert site.startswith("onecopy/comm/status_flags.py")

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from onecopy.comm import limits
 from onecopy.comm.collectives import Collectives
-from onecopy.comm.gather_sharing import PADDING, PIECE_MULTIPLE, GatherSharing, _plan_rounds, padded_part
+from onecopy.comm.gather_sharing import PIECE_MULTIPLE, GatherSharing, _plan_rounds, padded_part
 from onecopy.comm.parameter_sharing import OwnedMemory, PackBuffers
 from onecopy.common.flat_views import as_bytes
 from tests.support.harness import distributed
@@ -27,12 +30,13 @@ def test_rounds_have_every_element_once_in_order_and_within_bounds(sizes: list[t
         (OwnedMemory(owner, (index,), as_bytes(part), 4), part)
         for index, ((owner, _), part) in enumerate(zip(sizes, parts, strict=True))
     ]
-    rounds = _plan_rounds(group, 4, limit)
+    with mock.patch.object(limits, "PADDING_BYTES_PER_RANK", 0):
+        rounds = _plan_rounds(group, 4, limit)
     for owner in range(4):
         sent = [value for each in rounds for part in each.memories[owner] for value in part.tolist()]
         assert sent == [value for owned, part in group if owned.owner == owner for value in part.tolist()]
     for each in rounds:
-        assert max(each.sizes) <= max(PIECE_MULTIPLE, limit // (4 * 4))
+        assert sum(each.sizes) <= max(4 * PIECE_MULTIPLE, limit // 4)
         assert each.params == {
             index
             for index, part in enumerate(parts)
@@ -46,9 +50,10 @@ def test_rounds_have_every_element_once_in_order_and_within_bounds(sizes: list[t
 @example([100, 100, 0])
 @example([100, 99])
 def test_parts_are_padded_only_where_that_adds_little(sizes: list[int]) -> None:
-    part = padded_part(sizes)
+    with mock.patch.object(limits, "PADDING_BYTES_PER_RANK", 40):
+        part = padded_part(sizes, 4)
     padding = max(sizes) * len(sizes) - sum(sizes)
-    assert (part is not None) == (padding <= PADDING * sum(sizes))
+    assert (part is not None) == (4 * padding <= max(limits.MOST_PADDING * 4 * sum(sizes), 40 * (len(sizes) - 1)))
     assert part in (None, max(sizes))
 
 
@@ -69,7 +74,8 @@ def test_all_ranks_end_with_the_owners_values(world_size: int, uneven: bool) -> 
         OwnedMemory(owner, (index,), as_bytes(param), param.element_size())
         for index, (owner, param) in enumerate(zip(owners, params, strict=True))
     ]
-    sharing = GatherSharing(collectives, ranges, 2048, PackBuffers())
+    with mock.patch.object(limits, "PADDING_BYTES_PER_RANK", 0):
+        sharing = GatherSharing(collectives, ranges, 2048, PackBuffers())
     assert sharing.messages > 3, "several rounds, to use the buffers in turns"
     for factor in (1, 2):
         for owner, param in zip(owners, params, strict=True):

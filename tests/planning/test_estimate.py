@@ -5,13 +5,16 @@ from __future__ import annotations
 import pytest
 
 from onecopy.planning import estimate
-from onecopy.planning.estimate import Job, Machine, Way
+from onecopy.planning.collectives import Way, collectives_of
+from onecopy.planning.estimate import Job, Machine
+from onecopy.planning.models import Model, gpt_xl, specs_of, wrapped_units
+from onecopy.planning.peers import fsdp2_collectives
 
-# The time model
 
-
-def job(**changes: float) -> Job:
-    return Job(**{"elements": 1_000_000, "largest": 600_000, "compute": 0.3, "update": 0.1, **changes})  # type: ignore[arg-type]
+def job(bucket_bytes: int | None = None, splittable: bool = True) -> Job:
+    """A model of 4 MB, of which one parameter is 60%."""
+    specs = specs_of({"large": (600_000,), "small": (400_000,)})
+    return Job(Model(specs, splittable, bucket_bytes=bucket_bytes), compute=0.3, update=0.1)
 
 
 def test_traffic_is_exact() -> None:
@@ -19,6 +22,7 @@ def test_traffic_is_exact() -> None:
     sent = {way: sum(estimate.sent_bytes(way, job(), machine)) for way in Way}
     assert sent[Way.DDP] == pytest.approx(2 * 4e6 * 3 / 4)
     assert sent[Way.LEVEL_ONE] == sent[Way.TORCH] == pytest.approx(1.5 * sent[Way.DDP])
+    assert sent[Way.OVERLAP] == sent[Way.LEVEL_ONE]
     assert sent[Way.SHARDED] == sent[Way.REDUCE_SCATTER] == pytest.approx(sent[Way.DDP])
 
 
@@ -36,6 +40,9 @@ def test_on_busy_cores_everything_adds_up_and_on_a_link_the_backward_pass_hides_
     assert estimate.step_seconds(Way.DDP, small, slow) == pytest.approx(0.3 + (1.0 - 0.2) + 0.1)
     waits, hides = (estimate.step_seconds(way, small, slow) for way in (Way.SHARDED, Way.SHARDED_OVERLAP))
     assert waits - hides == pytest.approx(0.1), "the forward pass hides a third of the computing time"
+    overlapped = estimate.step_seconds(Way.OVERLAP, small, link)
+    assert overlapped == pytest.approx(0.3 + 0.05 + 0.6 * 0.15), "only the last bucket's share is not hidden"
+    assert estimate.step_seconds(Way.OVERLAP, small, slow) == pytest.approx(0.3 + 0.05 + 1.5 - 0.2)
 
 
 def test_memory_by_kind_and_latency() -> None:
@@ -45,3 +52,42 @@ def test_memory_by_kind_and_latency() -> None:
     assert estimate.memory_bytes(Way.TORCH, job(), machine)["state"] == pytest.approx(8e6 * 0.6)
     slow = Machine(ranks=4, bandwidth=1e9, latency=1.0, busy=1.0)
     assert estimate.step_seconds(Way.DDP, job(), slow) > estimate.step_seconds(Way.DDP, job(), machine)
+
+
+def test_whole_parameters_are_not_evenly_owned() -> None:
+    machine = Machine(ranks=4, bandwidth=1e9)
+    whole = estimate.memory_bytes(Way.SHARDED, job(splittable=False), machine)
+    assert whole["state"] == pytest.approx(8e6 * 0.6)
+    assert whole["gradients"] == pytest.approx(4e6 * 0.6)
+    slower = estimate.step_seconds(Way.SHARDED, job(splittable=False), machine)
+    assert slower - estimate.step_seconds(Way.SHARDED, job(), machine) == pytest.approx(0.1 * 0.35, abs=2e-3)
+
+
+def test_buffers_on_accelerators() -> None:
+    large = Job(gpt_xl(), compute=0.3, update=0.1)
+    embedding, mib = 50257 * 2048 * 2, 1 << 20
+    few, many = estimate.accelerators(8), estimate.accelerators(512)
+    assert estimate.memory_bytes(Way.SHARDED, large, few)["buffers"] == embedding
+    assert estimate.memory_bytes(Way.SHARDED, large, many)["buffers"] == 2 * 512 * mib
+    assert estimate.memory_bytes(Way.LEVEL_ONE, large, few)["buffers"] == 2 * 64 * mib
+    assert estimate.memory_bytes(Way.DDP, large, few)["buffers"] == 0
+
+
+def test_the_latency_of_a_collective_grows_with_the_ranks() -> None:
+    for ranks, seconds in estimate.COLLECTIVE_LATENCY.items():
+        assert estimate.collective_latency(ranks) == pytest.approx(seconds)
+    found = [estimate.collective_latency(ranks) for ranks in (2, 3, 8, 9, 64, 100, 512, 4096)]
+    assert found == sorted(found)
+    assert 5e-6 < found[0] < 20e-6
+    assert found[-1] == pytest.approx(200e-6)
+
+
+def test_the_time_of_collectives_is_latency_and_bytes() -> None:
+    units = wrapped_units(gpt_xl().specs)
+    found = [
+        estimate.communication_seconds(fsdp2_collectives(units, ranks), estimate.accelerators(ranks))
+        for ranks in (8, 64, 512)
+    ]
+    assert found == pytest.approx([0.024, 0.0543, 0.0578], rel=0.01)
+    level_three = collectives_of(Way.SHARDED, gpt_xl(), 512)
+    assert estimate.communication_seconds(level_three, estimate.accelerators(512)) < found[-1]

@@ -12,7 +12,9 @@ from typing import Any
 
 from onecopy.bench.models import elements_of
 from onecopy.bench.variants import ALONE, THEIRS, YARDSTICK
-from onecopy.planning.estimate import Job, Machine, Way, step_seconds
+from onecopy.planning.collectives import Way
+from onecopy.planning.estimate import Job, Machine, step_seconds
+from onecopy.planning.models import Model, specs_of
 
 Row = dict[str, Any]
 
@@ -113,8 +115,9 @@ def predictions(rows: Sequence[Row], run: tuple[str, int, str]) -> list[Row]:
     """Return the step times that the time model predicts, next to the measured ones."""
     alone = next(row for row in select(rows, "time", run) if row["variant"] == ALONE)
     counts = elements_of(alone["sizes"])
-    job = Job(sum(counts), max(counts), statistics.median(alone["backward"]), statistics.median(alone["step"]))
-    sent = job.model_bytes * (run[1] - 1) / run[1]
+    model = Model(specs_of({f"parameter {number}": (count,) for number, count in enumerate(counts)}))
+    job = Job(model, statistics.median(alone["backward"]), statistics.median(alone["step"]))
+    sent = model.nbytes * (run[1] - 1) / run[1]
     found = []
     for summary in summaries(rows, run):
         way = WAYS.get(summary["variant"])

@@ -1,9 +1,9 @@
 """Sharing by the backend's all-gather: every rank packs its updated parameters, and all ranks unpack the others'.
 
-The memory of each owner, one range behind the other, is cut into equal pieces. Round j gathers piece j of all owners.
-Owners have almost equally much memory, so a round is one all-gather of equal parts, padded by a few elements. Where an
-owner has run out of memory, or a layout is uneven by design, a round gathers parts of different lengths instead:
-padding all of them to the longest would multiply the traffic.
+Owners usually have almost equally much memory. Then the memory of each owner, one range behind the other, is cut into
+equal pieces, and round j is one all-gather of piece j of all owners, padded by a few elements. A layout that is uneven
+by design is not padded: the memory of all owners, one owner behind the other, is cut into rounds, and a round gathers
+parts of different lengths.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -24,14 +25,16 @@ from onecopy.comm.work import Work
 PIECE_MULTIPLE = 64
 """Pieces are multiples of this many elements, for vectorised copies."""
 
-PADDING = 1 / 16
-"""The most padding, as a part of the elements, with which parts of different lengths are gathered as equal ones."""
 
+def padded_part(sizes: Sequence[int], itemsize: int) -> int | None:
+    """The length to which one part per rank is padded to be equally long; None if that would add too much.
 
-def padded_part(sizes: Sequence[int]) -> int | None:
-    """The length to which parts of these sizes are padded to be equally long; None if that would add too much."""
-    longest, total = max(sizes), sum(sizes)
-    return longest if longest * len(sizes) <= total * (1 + PADDING) else None
+    Args:
+        sizes: the number of elements of each rank's part.
+        itemsize: the bytes of an element.
+    """
+    longest = max(sizes)
+    return longest if limits.allows_padding(longest * itemsize, sum(sizes) * itemsize, len(sizes)) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +76,7 @@ class _Round:
     def close(self) -> None:
         """Compute the sizes, when all memory ranges are known."""
         self.sizes = [sum(memory.numel() for memory in memories) for memories in self.memories]
-        self.part = padded_part(self.sizes)
+        self.part = padded_part(self.sizes, self.like.element_size())
 
     @property
     def like(self) -> Tensor:
@@ -166,22 +169,26 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 def _plan_rounds(group: Sequence[tuple[OwnedMemory, Tensor]], world_size: int, round_bytes: int) -> list[_Round]:
-    """Cut the memory of each owner into pieces; round j has piece j of all owners."""
+    """Cut the memory of the owners into rounds of at most ``round_bytes``."""
     itemsize = group[0][1].element_size()
-    piece = max(1, round_bytes // (world_size * itemsize * PIECE_MULTIPLE)) * PIECE_MULTIPLE
-    rounds: list[_Round] = []
-    ends = [0] * world_size
+    totals = [0] * world_size
+    for owned, elements in group:
+        totals[owned.owner] += elements.numel()
+    parts = 1 if padded_part(totals, itemsize) is None else world_size
+    piece = max(1, round_bytes // (parts * itemsize * PIECE_MULTIPLE)) * PIECE_MULTIPLE
+    # Where each owner's memory begins: at the beginning of the first round, or behind the memory of the owners before.
+    ends = [0] * world_size if parts > 1 else [0, *accumulate(totals)][:world_size]
+    rounds: dict[int, _Round] = {}
     for owned, elements in group:
         start = 0
         while start < elements.numel():
-            number = ends[owned.owner] // piece
-            length = min(elements.numel() - start, (number + 1) * piece - ends[owned.owner])
-            while len(rounds) <= number:
-                rounds.append(_Round([[] for _ in range(world_size)]))
-            rounds[number].memories[owned.owner].append(elements[start : start + length])
-            rounds[number].params.update(owned.params)
+            number, used = divmod(ends[owned.owner], piece)
+            length = min(elements.numel() - start, piece - used)
+            each = rounds.setdefault(number, _Round([[] for _ in range(world_size)]))
+            each.memories[owned.owner].append(elements[start : start + length])
+            each.params.update(owned.params)
             ends[owned.owner] += length
             start += length
-    for each in rounds:
+    for each in rounds.values():
         each.close()
-    return rounds
+    return [each for _, each in sorted(rounds.items())]

@@ -71,16 +71,33 @@ COLLECTIVE_BUCKET_BYTES = 64 << 20
 """The size from which a bucket is full, and the most bytes of one all-gather, with few ranks."""
 
 COLLECTIVE_BUCKET_BYTES_PER_RANK = 1 << 20
-"""With many ranks a bucket has at least this size for each rank: shorter parts would wait more than they send."""
+"""With many ranks a bucket has at least this size for each rank: a collective's latency grows with the ranks."""
 
 MOST_COLLECTIVE_BUCKET_BYTES = 512 << 20
-"""The size that a bucket reaches with very many ranks."""
+"""The size that a bucket reaches with very many ranks: buckets in flight are extra memory."""
 
 COLLECTIVES_IN_FLIGHT = 1
 """Number of packed all-gathers that may be in flight while the next one is packed."""
 
+MOST_PADDING = 1 / 16
+"""Parts of different lengths are padded to equal ones if the padding is at most this fraction of them."""
 
-def collective_bucket_bytes(ranks: int) -> int:
-    """The default size of a bucket for the backend's collectives."""
+PADDING_BYTES_PER_RANK = 64 << 10
+"""They are also padded if the padding is at most these bytes for each rank: one operation less costs more."""
+
+
+def bucket_bytes(ranks: int, pairwise: bool) -> int:
+    """The default size of a bucket, for messages between pairs of ranks or for the backend's collectives."""
+    if pairwise:
+        return BUCKET_BYTES
     growing = max(COLLECTIVE_BUCKET_BYTES, ranks * COLLECTIVE_BUCKET_BYTES_PER_RANK)
     return min(growing, MOST_COLLECTIVE_BUCKET_BYTES)
+
+
+def allows_padding(longest: int, total: int, ranks: int) -> bool:
+    """Whether one part per rank, of ``total`` bytes in all, is padded to the longest part for one collective.
+
+    Otherwise the parts are sent with their own lengths, by one operation for each: padding a layout that is uneven by
+    design would multiply the traffic.
+    """
+    return longest * ranks - total <= max(MOST_PADDING * total, PADDING_BYTES_PER_RANK * (ranks - 1))

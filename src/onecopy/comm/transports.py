@@ -87,7 +87,7 @@ class CollectiveTransport:
 
     def __init__(self, collectives: Collectives) -> None:
         self._collectives = collectives
-        self.bucket_bytes = limits.collective_bucket_bytes(collectives.world_size)
+        self.bucket_bytes = limits.bucket_bytes(collectives.world_size, pairwise=False)
         self.segment_bytes = self.bucket_bytes
         self.gradient_bytes_in_flight = 2 * self.bucket_bytes
 

@@ -1,16 +1,23 @@
 """Estimates of the time of a step, its traffic and the memory of a rank, computed without running anything.
 
-Traffic is exact. Time is a model with three assumptions. The backward pass hides the reduction of all buckets but the
-last. The update or the next forward pass hides the sharing of parameters if the way of training allows it. Nothing
-hides the processor time that communication takes from the cores that compute.
+Traffic follows from the plan. Time is a model with these assumptions. A collective takes a latency for each of its
+operations, and the bytes that a rank sends divided by the bandwidth. The backward pass hides the reduction of all
+buckets but the last. The update, the next forward pass or, with the overlap hooks, the backward pass hides the sharing
+of parameters if the way of training allows it. Nothing hides the processor time that communication takes from the cores
+that compute.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from enum import Enum
+from itertools import pairwise as neighbours
+from math import log
 
 from onecopy.comm import limits
+from onecopy.planning.collectives import Collective, Kind, Way, collectives_of
+from onecopy.planning.models import Model
+from onecopy.planning.ownership import owned_bytes
 
 CONTENTION = 1.12
 """The factor by which all work takes longer if communication and computing share cores and caches (measured)."""
@@ -18,44 +25,31 @@ CONTENTION = 1.12
 FORWARD = 1 / 3
 """The part of the time of a forward and a backward pass that the forward pass takes."""
 
+COLLECTIVE_LATENCY = {8: 20e-6, 64: 50e-6, 512: 100e-6}
+"""Seconds before the first byte of one operation arrives, by the number of ranks: assumed, not measured.
 
-class Way(Enum):
-    """A way of training: which wrapper and which optimizer class a script uses."""
+They grow more slowly than a ring's number of hops, because backends use trees where latency decides.
+"""
 
-    DDP = "DDP"
-    TORCH = "torch's class"
-    LEVEL_ONE = "onecopy"
-    REDUCE_SCATTER = "onecopy, reduce-scatter hook"
-    SHARDED = "onecopy, ShardedDataParallel"
-    SHARDED_OVERLAP = "onecopy, ShardedDataParallel, overlap_forward"
+RANKS_PER_NODE, NODE_BANDWIDTH, NETWORK_BANDWIDTH = 8, 200e9, 100e9
+"""Assumed bytes per second that a rank sends inside a node of 8 accelerators, and between nodes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A model in training: its sizes, and its times on one rank without communication.
+    """A model in training, and its times on one rank without communication.
 
     Attributes:
-        elements: the number of elements of all parameters.
-        largest: the number of elements of the largest parameter. It is assumed to be reduced last, as an embedding is.
-        bytes_per_element: bytes of one element of a parameter, and of its gradient.
-        state_bytes: bytes of optimizer state per element (8 for Adam in float32).
+        model: its parameters. The largest one is assumed to be reduced last, as an embedding is.
         compute: seconds of a forward and a backward pass on one rank.
         update: seconds of the update of all parameters on one rank.
-        bucket_bytes: the least size of a bucket in bytes.
+        state_bytes: bytes of optimizer state per element (8 for Adam in float32).
     """
 
-    elements: int
-    largest: int
+    model: Model
     compute: float
     update: float
-    bytes_per_element: int = 4
     state_bytes: int = 8
-    bucket_bytes: int = 8 << 20
-
-    @property
-    def model_bytes(self) -> int:
-        """The bytes of all parameters."""
-        return self.elements * self.bytes_per_element
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,60 +59,105 @@ class Machine:
     Attributes:
         ranks: the number of ranks.
         bandwidth: bytes that a rank can send in a second while it receives as many.
-        latency: seconds before the first byte of a message arrives.
+        latency: seconds before the first byte of an operation or a message arrives.
         busy: the part of the communication time, 0 to 1, in which communication keeps a core from computing. It is the
             processor time of gloo's threads if there are no more cores than ranks, and 0 otherwise.
+        pairwise: whether messages between pairs of ranks are used (gloo), instead of the backend's collectives.
     """
 
     ranks: int
     bandwidth: float
     latency: float = 0.0
     busy: float = 0.0
+    pairwise: bool = True
+
+
+def accelerators(ranks: int) -> Machine:
+    """Return a cluster of accelerators with the assumed latency and bandwidth for this number of ranks."""
+    bandwidth = NODE_BANDWIDTH if ranks <= RANKS_PER_NODE else NETWORK_BANDWIDTH
+    return Machine(ranks, bandwidth, collective_latency(ranks), pairwise=False)
+
+
+def collective_latency(ranks: int) -> float:
+    """Return the assumed latency of one operation: a power law between the known numbers of ranks, and beyond."""
+    known = list(COLLECTIVE_LATENCY.items())
+    for (few, least), (many, most) in neighbours(known):
+        if ranks <= many or many == known[-1][0]:
+            exponent = log(most / least) / log(many / few)
+            return float(least * (ranks / few) ** exponent)
+    raise AssertionError("unreachable: the last pair always returns")
+
+
+def communication_seconds(collectives: Iterable[Collective], machine: Machine) -> float:
+    """Return the seconds of some collectives, one after the other."""
+    return sum(
+        each.sent_bytes / machine.bandwidth * (each.kind is not Kind.FLAGS) + each.operations * machine.latency
+        for each in collectives
+    )
 
 
 def sent_bytes(way: Way, job: Job, machine: Machine) -> tuple[float, float]:
     """Return the bytes that one rank sends in a step to reduce gradients, and to share parameters."""
-    once = job.model_bytes * (machine.ranks - 1) / machine.ranks
-    reduced = 2 * once if way in (Way.DDP, Way.TORCH, Way.LEVEL_ONE) else once
-    return reduced, 0.0 if way is Way.DDP else once
+    collectives = collectives_of(way, job.model, machine.ranks, machine.pairwise)
+    reduced = sum(each.sent_bytes for each in collectives if each.kind.reduces_gradients)
+    shared = sum(each.sent_bytes for each in collectives if each.kind.shares_parameters)
+    return reduced, shared
 
 
 def step_seconds(way: Way, job: Job, machine: Machine) -> float:
     """Return the seconds of one step: forward pass, backward pass, reduction, update and sharing."""
-    reducing, sharing = (
-        (bytes_ / machine.bandwidth + (job.model_bytes / job.bucket_bytes) * machine.latency if bytes_ else 0.0)
-        for bytes_ in sent_bytes(way, job, machine)
-    )
-    update = job.update if way is Way.DDP else job.update / machine.ranks
+    collectives = collectives_of(way, job.model, machine.ranks, machine.pairwise)
+    reducing = communication_seconds((each for each in collectives if each.kind.reduces_gradients), machine)
+    sharing = communication_seconds((each for each in collectives if each.kind.shares_parameters), machine)
+    flags = communication_seconds((each for each in collectives if each.kind is Kind.FLAGS), machine)
+    update = job.update * state_fraction(way, job.model, machine.ranks)
     forward, backward = FORWARD * job.compute, (1 - FORWARD) * job.compute
     processor_time = job.compute + update + machine.busy * (reducing + sharing)
     if machine.busy:
         processor_time *= CONTENTION
     reducing, sharing = (1 - machine.busy) * reducing, (1 - machine.busy) * sharing
-    last_bucket = max(job.bucket_bytes, job.largest * job.bytes_per_element) / job.model_bytes
-    exposed_reducing = max(reducing - backward, min(1.0, last_bucket) * reducing)
+    last = min(1.0, max(_bucket_bytes(job, machine), job.model.largest_bytes) / job.model.nbytes)
+    if way is Way.OVERLAP:  # the backward pass hides both, again without the last bucket
+        return processor_time + max(reducing + sharing - backward, last * (reducing + sharing)) + flags
+    exposed_reducing = max(reducing - backward, last * reducing)
     exposed_sharing = sharing
-    if way in (Way.SHARDED, Way.SHARDED_OVERLAP):  # one bucket is updated while another is in flight
+    if way.shards_gradients:  # one bucket is updated while another is in flight
         exposed_sharing = max(0.0, sharing - update - (forward if way is Way.SHARDED_OVERLAP else 0.0))
-    return processor_time + exposed_reducing + exposed_sharing
+    return processor_time + exposed_reducing + exposed_sharing + flags
+
+
+def state_fraction(way: Way, model: Model, ranks: int) -> float:
+    """Return the part of the state that the rank with the most of it owns."""
+    if way is Way.DDP:
+        return 1.0
+    if model.splittable and way is not Way.TORCH:
+        return 1 / ranks
+    # Whole parameters, largest first, each to the rank with the least: torch's class does the same.
+    owned = owned_bytes(model.specs, [range(len(model.specs))], ranks, "parameter", splittable=False)
+    return int(owned.max()) / max(1, model.nbytes)
 
 
 def memory_bytes(way: Way, job: Job, machine: Machine) -> dict[str, float]:
     """Return the bytes of tensors on the rank with the most of them, by kind, without activations."""
-    whole, fraction = float(job.model_bytes), 1 / machine.ranks
-    # torch's class does not cut parameters, so the rank that owns the largest one may own more than the mean.
-    state_fraction = {
-        Way.DDP: 1.0,
-        Way.TORCH: max(fraction, job.largest / job.elements),
-    }.get(way, fraction)
-    sharded = way in (Way.SHARDED, Way.SHARDED_OVERLAP)
-    # Buffers hold whole gradients of the buckets in flight, and the messages of all other ranks but one, whose messages
-    # are received in place. The buffer for messages is bounded: long messages are received in parts.
-    in_flight = max(2 * job.bucket_bytes, job.largest * job.bytes_per_element)
-    received = min(in_flight * max(0, machine.ranks - 2) * fraction, limits.STAGED_BYTES)
+    model, fraction = job.model, state_fraction(way, job.model, machine.ranks)
+    bucket = _bucket_bytes(job, machine)
+    buffers = 0.0
+    if way.shards_gradients:
+        # Whole gradients of the buckets in flight. Between pairs, also the messages of all other ranks but one, whose
+        # messages are received in place. The buffer for messages is bounded: long messages are received in parts.
+        in_flight = max(2 * bucket, model.largest_bytes)
+        received = min(in_flight * max(0, machine.ranks - 2) / machine.ranks, limits.STAGED_BYTES)
+        buffers = in_flight + (received if machine.pairwise else 0)
+    elif way not in (Way.DDP, Way.TORCH) and not machine.pairwise:
+        # Two rounds of packed parameters: one is packed while the other is in flight.
+        buffers = min(2 * bucket, model.nbytes)
     return {
-        "parameters": whole,
-        "gradients": whole * (fraction if sharded else 1.0),
-        "state": job.elements * job.state_bytes * state_fraction,
-        "buffers": in_flight + received if sharded else 0.0,
+        "parameters": float(model.nbytes),
+        "gradients": model.nbytes * (fraction if way.shards_gradients else 1.0),
+        "state": model.elements * job.state_bytes * fraction,
+        "buffers": buffers,
     }
+
+
+def _bucket_bytes(job: Job, machine: Machine) -> int:
+    return job.model.bucket_bytes or limits.bucket_bytes(machine.ranks, machine.pairwise)

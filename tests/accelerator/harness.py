@@ -72,6 +72,7 @@ def on_rank(module: str, name: str, kwargs: dict[str, Any], backend: str, store:
 
     if not _rank:
         _rank.append(dist.get_rank())
+        dist.barrier()  # a group is not destroyed while others are still making it
         dist.destroy_process_group()
     device.load()
     torch.accelerator.set_device_index(_rank[0])
@@ -85,5 +86,6 @@ def on_rank(module: str, name: str, kwargs: dict[str, Any], backend: str, store:
     torch.manual_seed(0)
     function: Any = functools.reduce(getattr, name.split("."), importlib.import_module(module))
     answer = getattr(function, "__wrapped__", function)(**kwargs)
+    dist.barrier(device_ids=[_rank[0]])
     dist.destroy_process_group()
     return answer

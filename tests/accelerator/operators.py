@@ -17,13 +17,20 @@ from tests.accelerator.scheduler import Scheduler
 BATCHED = ("_foreach_", "_fused_adam", "_fused_sgd", "_fused_adagrad", "_amp_foreach_")
 """Operators that torch would divide into one call per tensor for a device that has not registered them."""
 
-WRITE_ONLY = {"zero_", "fill_", "copy_", "normal_", "uniform_", "random_", "bernoulli_", "exponential_", "eye", "arange"}
+WRITE_ONLY = {"zero_", "fill_", "copy_", "normal_", "uniform_", "random_", "bernoulli_", "exponential_"}
 WRITE_ONLY |= {"_foreach_zero_", "_foreach_copy_", "log_normal_", "cauchy_", "geometric_", "trunc_normal_"}
 """Operators whose argument that is written is not read before."""
 
+def _convolution_backward(weight: Tensor, transposed: bool, groups: int, **rest: Any) -> Any:
+    """Call the CPU's operator, which also asks for the size of the bias."""
+    size = weight.shape[1] * groups if transposed else weight.shape[0]
+    options = {"weight": weight, "transposed": transposed, "groups": groups, "bias_sizes": [size]}
+    return torch.ops.aten.convolution_backward.default(**options, **rest)
+
+
 INSTEAD = {
     "convolution_overrideable": torch.ops.aten.convolution.default,
-    "convolution_backward_overrideable": torch.ops.aten.convolution_backward.default,
+    "convolution_backward_overrideable": _convolution_backward,
 }
 """Operators that a device must bring itself, and the ones that do the same on the CPU."""
 
@@ -37,6 +44,7 @@ class Schema:
         call: the operator that runs on the CPU.
         names: of all arguments, in order.
         written: names of the arguments that it writes.
+        out: whether arguments are given their shape by it.
         write_only: whether what it writes is never read before.
         returns: per result the name of the argument that it is, or None for a new tensor.
         reads_data: whether the host must wait, because the shape or value of the result depends on data.
@@ -47,6 +55,7 @@ class Schema:
     call: Any
     names: tuple[str, ...]
     written: frozenset[str]
+    out: bool
     write_only: bool
     returns: tuple[str | None, ...]
     reads_data: bool
@@ -69,6 +78,7 @@ def schema_of(op: Any) -> Schema:
         INSTEAD.get(name, op),
         tuple(a.name for a in schema.arguments),
         frozenset(written),
+        out,
         out or name in WRITE_ONLY,
         tuple(returns),
         torch.Tag.dynamic_output_shape in op.tags or torch.Tag.data_dependent_output in op.tags,
@@ -97,6 +107,10 @@ def _tensors(value: Any) -> list[Tensor]:
     if isinstance(value, (list, tuple)):
         return [tensor for each in value for tensor in _tensors(each)]
     return []
+
+
+def _has_mask(kwargs: dict[str, Any]) -> bool:
+    return any(index.dtype in (torch.bool, torch.uint8) for index in _tensors(kwargs["indices"]))
 
 
 def _key(value: Any) -> Any:
@@ -152,6 +166,8 @@ class Operators:
             return self._run_now(schema, kwargs)
         results = self._allocate(schema, kwargs)
         where = counters.site()
+        if schema.name == "_index_put_impl_" and _has_mask(kwargs):
+            self.scheduler.wait_for("index_put_ with a mask", self.core.current_stream())
         reads = [t for name, value in kwargs.items() for t in _tensors(value)
                  if _is_sim(t) and not (schema.write_only and name in schema.written)]
         written = [t for name in schema.written for t in _tensors(kwargs.get(name))]
@@ -167,8 +183,8 @@ class Operators:
 
     def _allocate(self, schema: Schema, kwargs: dict[str, Any]) -> list[Any]:
         """Return the results: arguments that are written, and new tensors on the device."""
-        out = schema.write_only and schema.name not in WRITE_ONLY
-        if None not in schema.returns and not out:
+        # The size of a result by a mask is known already: torch has asked for the mask's nonzero elements.
+        if None not in schema.returns and (not schema.out or (schema.name == "index" and _has_mask(kwargs))):
             return [kwargs[name] for name in schema.returns if name]
         key = (schema.call, tuple([(name, _key(value)) for name, value in kwargs.items() if name != "generator"]))
         if key not in self._shapes:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import datetime
 import math
+import threading
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -58,6 +59,31 @@ class Running:
             self._work = next(self._exchange, None)
         self._done()
         return True
+
+
+class Message:
+    """A message of gloo, which makes progress only while a thread waits for it."""
+
+    def __init__(self, work: Any) -> None:
+        self._work = work
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._wait, daemon=True)
+        self._thread.start()
+
+    def _wait(self) -> None:
+        try:
+            self._work.wait()
+        except Exception as error:
+            self._error = error
+
+    def is_completed(self) -> bool:
+        """Whether the message has arrived or failed."""
+        return not self._thread.is_alive()
+
+    def wait(self) -> None:
+        """Raise if it has failed."""
+        if self._error is not None:
+            raise self._error
 
 
 class Call:
@@ -385,7 +411,7 @@ class Communicator:
         flat, batched = self._flat(tensor), self._coalesced is not None
 
         def exchange() -> Exchange:
-            yield self._gloo.send([flat], peer, int(batched))
+            yield Message(self._gloo.send([flat], peer, int(batched)))
 
         return self._issue(kept, Call("send", [tensor], [], exchange, in_order=False), peer)
 
@@ -394,7 +420,7 @@ class Communicator:
         flat, batched = self._flat(tensor), self._coalesced is not None
 
         def exchange() -> Exchange:
-            yield self._gloo.recv([flat], peer, int(batched))
+            yield Message(self._gloo.recv([flat], peer, int(batched)))
 
         return self._issue(kept, Call("recv", [], [tensor], exchange, in_order=False), peer)
 

@@ -94,7 +94,7 @@ class Scheduler:
         with self.lock:
             self._read_log()
             target = self.core.current_stream() if stream is None else stream
-            self.races.access(target, f"{name}{shape} on stream {target} at {where}", reads, writes)
+            self.races.access(target, f"{name}{shape} on stream {target & 0xFFFFF} at {where}", reads, writes)
             place = self._append(target, Item(name, where, run))
             self._run_ahead()
             return place
@@ -162,7 +162,7 @@ class Scheduler:
         stream = self.races.blocks[to].stream
         shadow = self.races.blocks[source].regions
         ranges = [(r.start, min(r.end, size)) for r in shadow if r.write is not None and r.start < size]
-        self.races.access(stream, f"resize on stream {stream}", [(source, ranges)], [(to, ranges)])
+        self.races.access(stream, f"resize on stream {stream & 0xFFFFF}", [(source, ranges)], [(to, ranges)])
         self._append(stream, Item("resize", "", lambda: self.core.move(to, source, size)))
 
     def _release(self) -> None:
@@ -278,6 +278,7 @@ class Scheduler:
         with self.lock:
             self._read_log()
             if kind == "query":
+                self._run_ahead()
                 return not self._queues.get(first)
             if kind == "event":
                 _, place, clock, step = self._events[first]

@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
+import datetime
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.accelerator import device
 from tests.accelerator.harness import HYBRID, SIMCCL, simulated
 
 AHEAD = pytest.mark.parametrize("host_ahead", [0, 5, "far"])
+BACKENDS = pytest.mark.parametrize("backend", [SIMCCL, HYBRID])
+LATE = 60.0
 
 
-def train(where: str, group: Any, optimizer_class: Any, steps: int = 3) -> list[torch.Tensor]:
-    """Train a small model with DDP and return its parameters on the CPU."""
+def train(where: str, group: Any, optimizer_class: Any, hook: Any = None) -> list[torch.Tensor]:
+    """Train a small model with DDP in several buckets and return its parameters on the CPU."""
     torch.manual_seed(1)
-    model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.ReLU(), torch.nn.Linear(7, 3)).to(where)
-    wrapped = DistributedDataParallel(model, process_group=group)
+    layers = [torch.nn.Linear(5, 70), torch.nn.ReLU(), torch.nn.Linear(70, 70), torch.nn.Linear(70, 3)]
+    model = torch.nn.Sequential(*layers).to(where)
+    wrapped = DistributedDataParallel(model, process_group=group, bucket_cap_mb=0.01, gradient_as_bucket_view=True)
+    if hook is not None:
+        wrapped.register_comm_hook(group, hook)
     optimizer = optimizer_class(wrapped.parameters(), lr=0.1)
-    for step in range(steps):
+    for step in range(3):
         torch.manual_seed(10 * step + dist.get_rank())
         wrapped(torch.randn(4, 5).to(where)).pow(2).sum().backward()
         optimizer.step()
@@ -29,13 +36,269 @@ def train(where: str, group: Any, optimizer_class: Any, steps: int = 3) -> list[
     return [parameter.detach().cpu() for parameter in model.parameters()]
 
 
+@BACKENDS
 @AHEAD
 @pytest.mark.parametrize("optimizer_class", [torch.optim.SGD, torch.optim.AdamW])
+@pytest.mark.parametrize("hook", [None, bf16_compress_hook])
 @simulated(2)
-def test_ddp_gives_the_bits_of_the_cpu(world_size: int, host_ahead: Any, optimizer_class: Any) -> None:
-    expected = train("cpu", dist.new_group(backend="gloo"), optimizer_class)
+def test_ddp_gives_the_bits_of_the_cpu(
+    world_size: int, host_ahead: Any, optimizer_class: Any, hook: Any, backend: str
+) -> None:
+    expected = train("cpu", dist.new_group(backend="gloo"), optimizer_class, hook)
     with device.simulate(seed=3, host_ahead=host_ahead) as run:
-        actual = train("sim", None, optimizer_class)
+        actual = train("sim", None, optimizer_class, hook)
     assert run.reports == []
     for left, right in zip(actual, expected, strict=True):
         assert torch.equal(left, right)
+
+
+@simulated(2)
+def test_what_a_step_of_ddp_asks_for(world_size: int) -> None:
+    model = torch.nn.Linear(100, 100).to("sim")
+    wrapped = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with device.simulate(host_ahead="far") as run:
+        for _ in range(3):
+            inputs = torch.ones(2, 100).pin_memory()
+            with run.step() as step:
+                wrapped(inputs.to("sim", non_blocking=True)).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    assert run.reports == []
+    (collective,) = step.collectives
+    assert (collective.name, collective.size, step.operations) == ("all_reduce", 4 * 10100, 1)
+    assert step.synchronizations == []
+    assert sum(n for (name, _), n in step.kernels.items() if name == "_foreach_add_") == 1
+    assert sum(step.copies.values()) == 1
+    # The first step makes the buckets, later ones need the gradients only.
+    assert step.peak < 6 * 4 * 10100, step.summary()
+
+
+def rank_values(size: int, scale: float = 1.0) -> torch.Tensor:
+    """Return 1, 2, 3, ... times one plus the rank."""
+    return torch.arange(1.0, size + 1, device="sim") * scale * (1 + dist.get_rank())
+
+
+@AHEAD
+@simulated(2, 3)
+def test_collectives_give_the_right_numbers(world_size: int, host_ahead: Any) -> None:
+    rank, total = dist.get_rank(), sum(range(1, world_size + 1))
+    with device.simulate(host_ahead=host_ahead) as run:
+        values = rank_values(4)
+        dist.all_reduce(values)
+        mean = rank_values(4)
+        dist.all_reduce(mean, op=dist.ReduceOp.AVG)
+        most = rank_values(4)
+        dist.all_reduce(most, op=dist.ReduceOp.MAX)
+        sent = rank_values(3)
+        dist.broadcast(sent, src=1)
+        gathered = torch.empty(2 * world_size, device="sim")
+        dist.all_gather_single(gathered, rank_values(2))
+        part = torch.empty(2, device="sim")
+        dist.reduce_scatter_single(part, rank_values(2 * world_size))
+        uneven = [torch.empty(1 + r, device="sim") for r in range(world_size)]
+        dist.all_gather(uneven, rank_values(1 + rank))
+        own = torch.empty(1 + rank, device="sim")
+        dist.reduce_scatter(own, [rank_values(1 + r) for r in range(world_size)], op=dist.ReduceOp.AVG)
+        swapped = torch.empty(world_size, device="sim")
+        dist.all_to_all_single(swapped, rank_values(world_size))
+        on_root = rank_values(2)
+        dist.reduce(on_root, dst=0)
+        rows = [torch.empty(2, device="sim") for _ in range(world_size)] if rank == 0 else None
+        dist.gather(rank_values(2), rows, dst=0)
+        scattered = torch.empty(2, device="sim")
+        dist.scatter(scattered, [rank_values(2, 1.0 + r) for r in range(world_size)] if rank == 0 else None, src=0)
+        dist.barrier(device_ids=[rank])
+        assert values.tolist() == [total, 2 * total, 3 * total, 4 * total]
+        torch.testing.assert_close(mean.cpu(), torch.arange(1.0, 5) * total / world_size)
+        assert most.tolist() == [world_size * i for i in (1, 2, 3, 4)]
+        assert sent.tolist() == [2, 4, 6]
+        assert gathered.tolist() == [i * (1 + r) for r in range(world_size) for i in (1, 2)]
+        assert part.tolist() == [total * (2 * rank + 1), total * (2 * rank + 2)]
+        assert [u.tolist() for u in uneven] == [
+            [i * (1 + r) for i in range(1, r + 2)] for r in range(world_size)
+        ]
+        torch.testing.assert_close(own.cpu(), torch.arange(1.0, rank + 2) * total / world_size)
+        assert swapped.tolist() == [(rank + 1) * (1 + r) for r in range(world_size)]
+        if rows is not None:
+            assert on_root.tolist() == [total, 2 * total]
+            assert [row.tolist() for row in rows] == [[1 + r, 2 * (1 + r)] for r in range(world_size)]
+        assert scattered.tolist() == [1 + rank, 2 * (1 + rank)]
+    assert run.reports == []
+
+
+@simulated(2)
+def test_operations_are_counted_as_nccl_would_run_them(world_size: int) -> None:
+    with device.simulate() as run:
+        with run.step() as step:
+            outputs = [torch.empty(3, device="sim"), torch.empty(3, device="sim")]
+            dist.all_gather(outputs, rank_values(3))
+            uneven = [torch.empty(3, device="sim"), torch.empty(5, device="sim")]
+            dist.all_gather(uneven, rank_values(3 + 2 * dist.get_rank()))
+            with dist._coalescing_manager():
+                dist.all_reduce(outputs[0])
+                dist.all_reduce(outputs[1])
+    assert run.reports == []
+    assert [(c.name, c.operations, c.launches, c.size) for c in step.collectives] == [
+        ("all_gather", 1, 1, 24), ("all_gather", 2, 1, 32), ("all_reduce", 1, 1, 12), ("all_reduce", 1, 0, 12),
+    ]  # fmt: skip
+    assert all(c.site.startswith("test_process_group.py:") for c in step.collectives)
+    assert step.synchronizations == []
+
+
+@AHEAD
+@simulated(2)
+def test_coalesced_collectives_and_messages(world_size: int, host_ahead: Any) -> None:
+    peer = 1 - dist.get_rank()
+    with device.simulate(host_ahead=host_ahead) as run:
+        whole = [torch.empty(4, device="sim") for _ in range(2)]
+        with dist._coalescing_manager(async_ops=True) as work:
+            for output in whole:
+                dist.all_gather_single(output, rank_values(2))
+        work.wait()
+        mixed = rank_values(3), rank_values(3)
+        with dist._coalescing_manager(device=torch.device("sim"), async_ops=True) as work:
+            dist.broadcast(mixed[0], src=0, async_op=True)
+            dist.broadcast(mixed[1], src=1, async_op=True)
+        work.wait()
+        sent, received = rank_values(3), torch.empty(3, device="sim")
+        operations = [dist.P2POp(dist.isend, sent, peer), dist.P2POp(dist.irecv, received, peer)]
+        for each in dist.batch_isend_irecv(operations):
+            each.wait()
+        alone = torch.empty(3, device="sim")
+        if peer:
+            dist.send(sent, 1)
+            dist.recv(alone, 1)
+        else:
+            dist.recv(alone, 0)
+            dist.send(sent, 0)
+        assert [output.tolist() for output in whole] == [[1, 2, 2, 4]] * 2
+        assert [t.tolist() for t in mixed] == [[1, 2, 3], [2, 4, 6]]
+        assert received.tolist() == alone.tolist() == [(1 + peer) * i for i in (1, 2, 3)]
+    assert run.reports == []
+
+
+@simulated(2)
+def test_waiting_makes_the_current_stream_wait_and_not_the_host(world_size: int) -> None:
+    with device.simulate(host_ahead="far", idle=LATE) as run:
+        values = rank_values(5)
+        with run.step() as step:
+            work = dist.all_reduce(values, async_op=True)
+            assert not work.is_completed()
+            work.wait()
+            assert not work.is_completed()
+            values.mul_(2)
+        assert step.synchronizations == []
+        assert values[0].item() == 6
+        assert work.is_completed()
+    assert run.reports == []
+
+
+@simulated(2)
+def test_a_forgotten_wait_is_a_race(world_size: int) -> None:
+    with device.simulate(host_ahead="far", idle=LATE) as run:
+        values = rank_values(5)
+        work = dist.all_reduce(values, async_op=True)
+        values.mul_(2)
+        torch.accelerator.synchronize()
+        del work
+    assert {report.kind for report in run.reports} == {"race"}
+
+
+@simulated(2)
+def test_a_collective_waits_for_the_stream_that_launches_it(world_size: int) -> None:
+    with device.simulate(host_ahead="far") as run:
+        side = torch.Stream("sim")
+        with side:
+            values = rank_values(5)
+            dist.all_reduce(values)
+        side.synchronize()
+        assert values[0].item() == 3
+        with side:
+            other = rank_values(5)
+        dist.all_reduce(other)
+        torch.accelerator.synchronize()
+    assert "race" in {report.kind for report in run.reports}
+
+
+@pytest.mark.parametrize("waits", [False, True])
+@simulated(2)
+def test_tensors_of_a_collective_live_until_a_stream_has_waited(world_size: int, waits: bool) -> None:
+    with device.simulate(host_ahead="far", idle=LATE) as run:
+        values = rank_values(1024)
+        address = values.data_ptr()
+        work = dist.all_reduce(values, async_op=True)
+        if waits:
+            work.wait()
+        del values, work
+        again = torch.full((1024,), 5.0, device="sim")
+        assert (again.data_ptr() == address) == waits
+        torch.accelerator.synchronize()
+    assert run.reports == []
+
+
+@AHEAD
+@simulated(2)
+def test_futures_of_collectives_run_callbacks_on_streams(world_size: int, host_ahead: Any) -> None:
+    with device.simulate(host_ahead=host_ahead) as run:
+        values = rank_values(5)
+        future = dist.all_reduce(values, async_op=True).get_future()
+        with run.step() as step:
+            result = future.then(lambda done: done.value()[0] * 10).wait()
+        assert step.synchronizations == []
+        assert result[0].item() == 30
+    assert run.reports == []
+
+
+@simulated(2)
+def test_ranks_in_different_collectives_fail(world_size: int) -> None:
+    group = dist.new_group(timeout=datetime.timedelta(seconds=10))
+    with pytest.raises(RuntimeError, match="the ranks are in different collectives"), device.simulate() as run:
+        size = 3 + dist.get_rank()
+        dist.all_reduce(torch.ones(size, device="sim"), group=group)
+        torch.accelerator.synchronize()
+    assert {report.kind for report in run.collect()} == {"collective order"}
+
+
+@simulated(2)
+def test_two_communicators_in_different_orders_do_not_block_each_other(world_size: int) -> None:
+    groups = [dist.new_group(), dist.new_group()]
+    with device.simulate(host_ahead="far") as run:
+        values = [rank_values(3), rank_values(3)]
+        works = [dist.all_reduce(values[i], group=groups[i], async_op=True) for i in (dist.get_rank(), 1 - dist.get_rank())]
+        for work in works:
+            work.wait()
+        assert [t.tolist() for t in values] == [[3, 6, 9]] * 2
+    assert run.reports == []
+
+
+@simulated(3)
+def test_a_group_of_some_ranks(world_size: int) -> None:
+    group = dist.new_group([0, 2])
+    with device.simulate() as run:
+        values = rank_values(2)
+        if dist.get_rank() != 1:
+            dist.all_reduce(values, group=group)
+            assert values.tolist() == [4, 8]
+    assert run.reports == []
+
+
+@BACKENDS
+@simulated(2)
+def test_tensors_of_the_cpu_need_a_backend_of_the_cpu(world_size: int, backend: str) -> None:
+    values = torch.ones(2)
+    if backend == HYBRID:
+        dist.all_reduce(values)
+        assert values.tolist() == [2, 2]
+    else:
+        with pytest.raises(RuntimeError, match="cpu"):
+            dist.all_reduce(values)
+    objects = [None, None]
+    dist.all_gather_object(objects, {"rank": dist.get_rank()})
+    assert objects == [{"rank": 0}, {"rank": 1}]
+
+
+@simulated(2)
+def test_a_strided_tensor_is_refused(world_size: int) -> None:
+    with pytest.raises(ValueError, match="contiguous"):
+        dist.all_reduce(torch.ones(4, 4, device="sim")[:, :2])

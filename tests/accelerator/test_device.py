@@ -1,0 +1,272 @@
+"""The simulated device computes what the CPU computes, later, and counts what it is asked for."""
+
+from __future__ import annotations
+
+import io
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.accelerator import device
+from tests.accelerator.harness import simulated
+
+AHEAD = pytest.mark.parametrize("host_ahead", [0, 7, "far"])
+
+
+class Everything(torch.nn.Module):
+    """A model with the layers that people train."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(11, 8)
+        self.attention = torch.nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.convolution = torch.nn.Conv1d(6, 4, 3)
+        self.norm = torch.nn.BatchNorm1d(4)
+        self.head = torch.nn.Linear(24, 5)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.norm(self.convolution(self.attention(self.embedding(tokens))))
+        result: Tensor = self.head(hidden.flatten(1))
+        return result
+
+
+def train(where: str, optimizer: Callable[..., Any]) -> list[Tensor]:
+    torch.manual_seed(0)
+    model = Everything().to(where)
+    stepping = optimizer(model.parameters())
+    for _ in range(2):
+        tokens, targets = torch.randint(11, (3, 6)), torch.randint(5, (3,))
+        torch.nn.functional.cross_entropy(model(tokens.to(where)), targets.to(where)).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        stepping.step()
+        stepping.zero_grad()
+    return [value.cpu() for value in model.state_dict().values()]
+
+
+@AHEAD
+@pytest.mark.parametrize("name", ["SGD", "AdamW", "Adagrad"])
+@simulated(1)
+def test_training_gives_the_numbers_of_the_cpu(world_size: int, host_ahead: Any, name: str) -> None:
+    def optimizer(parameters: Any) -> Any:
+        # Gradients that are zero but for rounding must not become steps of full size.
+        options = {} if name == "SGD" else {"eps": 0.1}
+        return getattr(torch.optim, name)(parameters, lr=0.1, foreach=True, **options)
+
+    expected = train("cpu", optimizer)
+    with device.simulate(seed=1, host_ahead=host_ahead) as run:
+        actual = train("sim", optimizer)
+    assert run.reports == []
+    for left, right in zip(actual, expected, strict=True):
+        torch.testing.assert_close(left, right, rtol=1e-5, atol=1e-6)
+
+
+@simulated(1)
+def test_operators_run_when_the_host_waits_and_not_before(world_size: int) -> None:
+    with device.simulate(host_ahead="far", idle=60):
+        values = torch.ones(5, device="sim")
+        stream, event = torch.accelerator.current_stream(), torch.Event("sim")
+        event.record()
+        assert not stream.query()
+        assert not event.query()
+        event.synchronize()
+        assert event.query()
+        assert values.tolist() == [1.0] * 5
+        assert stream.query()
+
+
+@simulated(1)
+def test_work_is_done_at_once_in_lockstep(world_size: int) -> None:
+    with device.simulate(host_ahead=0):
+        torch.ones(5, device="sim")
+        assert torch.accelerator.current_stream().query()
+
+
+@simulated(1)
+def test_a_sleeping_host_does_not_stop_the_device(world_size: int) -> None:
+    with device.simulate(host_ahead="far"):
+        torch.ones(5, device="sim")
+        event = torch.Event("sim")
+        event.record()
+        limit = time.monotonic() + 20
+        while not event.query():
+            assert time.monotonic() < limit
+            time.sleep(0.01)
+
+
+SYNCHRONIZING: dict[str, Callable[[Tensor], Any]] = {
+    "item": lambda t: t[0].item(),
+    "bool": lambda t: bool(t[0] > 0),
+    "tolist": lambda t: t.tolist(),
+    "cpu": lambda t: t.cpu(),
+    "nonzero": lambda t: t.nonzero(),
+    "masked select": lambda t: t[t > 0],
+    "mask": lambda t: t.__setitem__(t > 0, t),
+    "equal": lambda t: torch.equal(t, t),
+    "from pageable": lambda t: torch.ones(3).to("sim", non_blocking=True),
+    "to pageable": lambda t: torch.empty(4).copy_(t, non_blocking=True),
+    "from pinned, blocking": lambda t: torch.ones(3).pin_memory().to("sim"),
+    "new tensor": lambda t: torch.tensor([1.0], device="sim"),
+    "synchronize": lambda t: torch.accelerator.synchronize(),
+    "stream": lambda t: torch.accelerator.current_stream().synchronize(),
+    "event": lambda t: torch.accelerator.current_stream().record_event().synchronize(),
+}
+ASYNCHRONOUS: dict[str, Callable[[Tensor], Any]] = {
+    "sum": lambda t: t.sum(),
+    "from pinned": lambda t: torch.ones(3).pin_memory().to("sim", non_blocking=True),
+    "to pinned": lambda t: torch.empty(4, pin_memory=True).copy_(t, non_blocking=True),
+    "to the host, not blocking": lambda t: t.to("cpu", non_blocking=True),
+    "where": lambda t: torch.where(t > 0, t, 0.0),
+    "scalar of the host": lambda t: t * torch.tensor(2.0),
+    "wait": lambda t: torch.Stream("sim").wait_stream(torch.accelerator.current_stream()),
+    "norm": lambda t: torch.nn.utils.get_total_norm([t, t]),
+    "index": lambda t: t[torch.ones(2, dtype=torch.int64).pin_memory().to("sim", non_blocking=True)],
+}
+
+
+@pytest.mark.parametrize("name", [*SYNCHRONIZING, *ASYNCHRONOUS])
+@simulated(1)
+def test_blocking_calls_are_counted_with_their_line(world_size: int, name: str) -> None:
+    with device.simulate(host_ahead="far") as run:
+        values = torch.ones(4, device="sim")
+        with run.step() as step:
+            {**SYNCHRONIZING, **ASYNCHRONOUS}[name](values)
+    assert run.reports == []
+    assert len(step.synchronizations) == (1 if name in SYNCHRONIZING else 0), step.summary()
+    assert all(each.site.startswith("test_device.py:") for each in step.synchronizations)
+
+
+@simulated(1)
+def test_a_batched_operator_is_one_kernel(world_size: int) -> None:
+    with device.simulate() as run:
+        values = [torch.ones(2, device="sim") for _ in range(250)]
+        with run.step() as step:
+            torch._foreach_add_(values, 1.0)
+    assert list(step.kernels.values()) == [1]
+    assert step.batched_launches == 3
+    assert run.reports == []
+
+
+@simulated(1)
+def test_the_peak_of_a_step_is_above_the_level_at_its_start(world_size: int) -> None:
+    with device.simulate() as run:
+        held = torch.ones(1024, device="sim")
+        with run.step() as step:
+            first = held + 1
+            del first
+            second = held + 2
+        with run.step() as nothing:
+            pass
+        del second
+    assert (step.peak, nothing.peak) == (4096, 0)
+
+
+@simulated(1)
+def test_memory_that_record_stream_holds_is_counted_apart(world_size: int) -> None:
+    with device.simulate(idle=60) as run:
+        side = torch.Stream("sim")
+        with run.step() as step:
+            for _ in range(3):
+                values = torch.ones(1024, device="sim")
+                side.wait_stream(torch.accelerator.current_stream())
+                with side:
+                    values.add_(1)
+                values.record_stream(side)
+                del values
+    assert (step.peak, step.peak_held) == (4096, 3 * 4096)
+
+
+@simulated(1)
+def test_an_error_of_the_device_is_raised_at_the_next_synchronisation(world_size: int) -> None:
+    with device.simulate(host_ahead="far", idle=60):
+        table, rows = torch.ones(3, 2, device="sim"), torch.tensor([7]).pin_memory().to("sim", non_blocking=True)
+        table.index_select(0, rows)
+        with pytest.raises(RuntimeError, match=r"index_select, queued at test_device.py:\d+, failed on the device"):
+            torch.accelerator.synchronize()
+
+
+@simulated(1)
+def test_random_numbers_follow_the_seed_and_not_the_order_of_running(world_size: int) -> None:
+    def draw(host_ahead: Any, seed: int) -> list[float]:
+        with device.simulate(seed=seed, host_ahead=host_ahead):
+            torch.manual_seed(3)
+            side = torch.Stream("sim")
+            first = torch.randn(3, device="sim")
+            with side:
+                second = torch.nn.functional.dropout(torch.ones(20, device="sim"))
+            third = torch.rand(3, device="sim")
+            torch.accelerator.synchronize()
+            return [*first.tolist(), *second.tolist(), *third.tolist()]
+
+    expected = draw(0, 0)
+    assert len(set(expected)) > 7
+    assert draw("far", 1) == expected
+    assert draw(5, 2) == expected
+    state = torch.sim.get_rng_state()  # type: ignore[attr-defined]
+    values = torch.rand(4, device="sim").tolist()
+    torch.sim.set_rng_state(state)  # type: ignore[attr-defined]
+    assert torch.rand(4, device="sim").tolist() == values
+
+
+@simulated(1)
+def test_autocast_and_the_gradient_scaler(world_size: int) -> None:
+    with device.simulate(host_ahead="far") as run:
+        model = torch.nn.Linear(4, 4).to("sim")
+        optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler("sim", init_scale=1024.0)
+        for _ in range(3):
+            with torch.autocast("sim", dtype=torch.float16):
+                result = model(torch.ones(2, 4, device="sim"))
+            assert result.dtype == torch.float16
+            scaler.scale(result.float().sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        assert scaler.get_scale() == 1024.0
+    assert run.reports == []
+
+
+@simulated(1)
+def test_storages_are_resized_in_stream_order(world_size: int) -> None:
+    with device.simulate(host_ahead="far", idle=60) as run:
+        values = torch.arange(4.0, device="sim")
+        values.resize_(8)[4:] = 9
+        assert values.tolist() == [0, 1, 2, 3, 9, 9, 9, 9]
+        values.untyped_storage().resize_(0)
+        values.untyped_storage().resize_(32)
+        values.fill_(1)
+        assert values.sum().item() == 8
+    assert run.reports == []
+
+
+@simulated(1)
+def test_tensors_are_saved_and_loaded(world_size: int) -> None:
+    file = io.BytesIO()
+    torch.save({"values": torch.arange(5, device="sim")}, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=True)["values"]
+    assert loaded.device.type == "sim"
+    assert loaded.tolist() == [0, 1, 2, 3, 4]
+
+
+@simulated(1)
+def test_several_threads_queue_work(world_size: int) -> None:
+    totals: list[float] = []
+
+    def work() -> None:
+        with torch.Stream("sim"):
+            values = torch.zeros(50, device="sim")
+            for _ in range(30):
+                values.add_(1)
+            totals.append(values.sum().item())
+
+    with device.simulate(host_ahead=9) as run:
+        threads = [threading.Thread(target=work) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert totals == [1500.0] * 3
+    assert run.reports == []

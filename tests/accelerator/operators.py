@@ -35,6 +35,10 @@ INSTEAD = {
 """Operators that a device must bring itself, and the ones that do the same on the CPU."""
 
 
+WHOLE = {"native_layer_norm", "native_group_norm"}
+"""Operators with a kernel of their own on the CPU that torch would otherwise divide into others."""
+
+
 @dataclass(frozen=True)
 class Schema:
     """What an operator does with its arguments.
@@ -151,7 +155,7 @@ class Operators:
         aten.impl("equal", self._equal, "PrivateUse1")
         for full in torch._C._dispatch_get_all_op_names():
             name, _, overload = full.removeprefix("aten::").partition(".")
-            if full.startswith("aten::") and (name.startswith(BATCHED) or name in INSTEAD):
+            if full.startswith("aten::") and (name.startswith(BATCHED) or name in INSTEAD or name in WHOLE):
                 op = getattr(getattr(torch.ops.aten, name), overload or "default")
                 aten.impl(full.removeprefix("aten::"), functools.partial(self.queue, op), "PrivateUse1")
         self._libraries += [everything, aten]
@@ -162,6 +166,10 @@ class Operators:
         """Allocate the results of an operator and queue it."""
         schema = schema_of(op)
         kwargs = {**dict(zip(schema.names, args, strict=False)), **kwargs}
+        if schema.name == "_foreach_copy_" and not all(map(_is_sim, [*kwargs["self"], *kwargs["src"]])):
+            for to, source in zip(kwargs["self"], kwargs["src"], strict=True):
+                to.copy_(source, kwargs.get("non_blocking", False))
+            return None
         if schema.reads_data:
             return self._run_now(schema, kwargs)
         results = self._allocate(schema, kwargs)
@@ -210,7 +218,8 @@ class Operators:
             made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
             return made if device == "meta" else made.zero_()
 
-        for device in ("meta", "cpu"):
+        # The statistics of norms have another type in meta kernels than on the CPU.
+        for device in ("cpu",) if schema.name in WHOLE else ("meta", "cpu"):
             inputs = {
                 name: _map(value, functools.partial(on, device), device)
                 for name, value in kwargs.items()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -13,23 +11,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from onecopy import PeerFailedError, RanksDisagreeError, ShardedDataParallel, ZeroRedundancyOptimizer
-from onecopy.comm.collectives import Collectives
 from onecopy.comm.status_flags import DeferredRead
-from tests.support.data_parallel import ROUNDING, as_if_large, train
+from tests.support.as_on_accelerators import as_on_accelerators
+from tests.support.data_parallel import ROUNDING, train
 from tests.support.harness import distributed
 from tests.support.models import assert_equal, assert_replicas_equal, small_ddp, small_loss, small_model
 from tests.support.parity import IN_ANY_ORDER, Case, Run, compare
-
-
-@contextlib.contextmanager
-def as_on_accelerators() -> Iterator[None]:
-    """Use the collectives that all backends have, and defer the host's reads of status flags."""
-    with (
-        mock.patch.object(Collectives, "defers_host_reads", True),
-        mock.patch.object(Collectives, "uses_pairwise", return_value=False),
-        as_if_large(),
-    ):
-        yield
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["", "overlapped"])

@@ -18,9 +18,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
 
-import onecopy.ddp_hooks.hooks
 from onecopy import ZeroRedundancyOptimizer, hook_with_zero_step
-from onecopy.ddp_hooks.worker import StreamWorker
+from tests.support.as_on_accelerators import as_on_accelerators
 from tests.support.ddp_training import (
     ELEMENT,
     SGD,
@@ -160,13 +159,10 @@ def test_sharding_by_buckets_is_accepted_and_changes_nothing(world_size: int, ma
     ids=lambda case: case.name,
 )
 @distributed(2, 3)
-def test_the_stream_worker_of_accelerators_gives_the_same_on_the_cpu(
-    world_size: int, case: Case, make_hook: MakeHook
-) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(onecopy.ddp_hooks.hooks, "make_worker", StreamWorker)
-        ours = overlapped_run(case, make_hook)
-    assert_parity(case, ours, plain_run(case))
+def test_the_path_of_accelerators_gives_the_same_on_the_cpu(world_size: int, case: Case, make_hook: MakeHook) -> None:
+    reference = plain_run(case)
+    with as_on_accelerators():
+        assert_parity(case, overlapped_run(case, make_hook), reference)
 
 
 @distributed(2)

@@ -42,8 +42,8 @@ class _Views:
     """A round's parts of one buffer, and the memory ranges that are copied to and from them.
 
     Attributes:
-        gathered: the whole buffer.
-        parts: the part of each rank.
+        gathered: the whole buffer, as bytes: a backend need not know 16-bit integers.
+        parts: the part of each rank, as bytes.
         mine: views of this rank's part, one for each of its memory ranges.
         theirs: views of the other ranks' parts, one for each of their memory ranges.
         targets: the memory ranges of the other ranks' parameters.
@@ -92,16 +92,20 @@ class _Round:
     def views_of(self, buffer: Tensor, group_rank: int) -> _Views:
         """The parts of a buffer; computed once for each buffer."""
         if buffer.data_ptr() not in self.views:
-            gathered = buffer[: self.nbytes].view(self.like.dtype)
+            if len(self.views) > limits.COLLECTIVES_IN_FLIGHT:
+                self.views.clear()  # of buffers that larger ones have replaced, and whose memory the views would keep
+            gathered = buffer[: self.nbytes]
             lengths = self.sizes if self.part is None else [self.part] * len(self.sizes)
-            parts = gathered.split(lengths)
+            parts = gathered.view(self.like.dtype).split(lengths)
             ranges = [
                 list(part[:size].split([memory.numel() for memory in memories]))
                 for part, size, memories in zip(parts, self.sizes, self.memories, strict=True)
             ]
             theirs = [view for owner, views in enumerate(ranges) if owner != group_rank for view in views]
             targets = [each for owner, memories in enumerate(self.memories) if owner != group_rank for each in memories]
-            self.views[buffer.data_ptr()] = _Views(gathered, parts, ranges[group_rank], theirs, targets)
+            self.views[buffer.data_ptr()] = _Views(
+                gathered, tuple(part.view(torch.uint8) for part in parts), ranges[group_rank], theirs, targets
+            )
         return self.views[buffer.data_ptr()]
 
 

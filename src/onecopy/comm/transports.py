@@ -16,10 +16,14 @@ from torch import Tensor
 
 from onecopy.comm import limits
 from onecopy.comm.broadcast_sharing import BroadcastSharing
+from onecopy.comm.buffer_pool import BufferPool
+from onecopy.comm.collective_range_reduction import CollectiveRangeReduction
 from onecopy.comm.collectives import Collectives
 from onecopy.comm.gather_sharing import GatherSharing
 from onecopy.comm.packing import InFlight
+from onecopy.comm.pairwise_range_reduction import PairwiseRangeReduction
 from onecopy.comm.parameter_sharing import OwnedMemory, PackBuffers, ParameterSharing
+from onecopy.comm.range_reduction import GradientRange, RangeReduction
 from onecopy.comm.work import Work, WorkGroup
 
 
@@ -56,6 +60,18 @@ class Transport(Protocol):
             bounds: the limits of the ranks' ranges, in elements.
         """
 
+    def plan_range_reduction(
+        self, ranges: Sequence[GradientRange], dtype: torch.dtype, reduce_dtype: torch.dtype, pool: BufferPool
+    ) -> RangeReduction:
+        """Plan the reduce-scatter of ranges of a flat buffer, which lie anywhere.
+
+        Args:
+            ranges: the ranges, in the order of the buffer; every rank gives the same.
+            dtype: the type of the buffer.
+            reduce_dtype: the type in which gradients are sent and summed.
+            pool: gives the buffers of reductions in flight.
+        """
+
 
 class PairwiseTransport:
     """Messages between pairs of ranks."""
@@ -78,6 +94,12 @@ class PairwiseTransport:
         return WorkGroup(
             tuple(self._collectives.broadcast(bucket[bounds[owner] : bounds[owner + 1]], owner) for owner in owners)
         )
+
+    def plan_range_reduction(
+        self, ranges: Sequence[GradientRange], dtype: torch.dtype, reduce_dtype: torch.dtype, pool: BufferPool
+    ) -> RangeReduction:
+        """Plan the messages of every rank to every owner."""
+        return PairwiseRangeReduction(self._collectives, ranges, dtype, reduce_dtype, pool)
 
 
 class CollectiveTransport:
@@ -102,6 +124,13 @@ class CollectiveTransport:
         if bucket.numel() > bounds[-1] or are_equal(bounds):
             return self._collectives.all_gather_single(bucket, bucket.view(ranks, -1)[here])
         return self._collectives.all_gather_parts([bucket[bounds[owner] : bounds[owner + 1]] for owner in range(ranks)])
+
+    def plan_range_reduction(
+        self, ranges: Sequence[GradientRange], dtype: torch.dtype, reduce_dtype: torch.dtype, pool: BufferPool
+    ) -> RangeReduction:
+        """Plan one reduce-scatter."""
+        del dtype  # nothing is sent in place
+        return CollectiveRangeReduction(self._collectives, ranges, reduce_dtype, pool)
 
 
 def are_equal(bounds: Sequence[int]) -> bool:

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
 
 from onecopy.comm import limits
 from onecopy.comm.agreement import FirstFailure, raise_together
@@ -214,7 +213,7 @@ class PipelinedStep:
             if changed:
                 # The values were written without autograd's knowledge. The version counter lets a backward pass that
                 # needs the old values raise.
-                increment_version(changed)
+                self._engine.inner.master_weights.increment_versions(changed)
 
     def _plan_segments(self) -> None:
         """Divide the buckets into segments, again if the parameters have moved."""

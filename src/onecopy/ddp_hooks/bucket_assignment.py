@@ -5,15 +5,14 @@ DDP decides which parameters are in a bucket, and may rebuild its buckets. The l
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
-from onecopy.comm import limits
+from onecopy.comm.range_reduction import GradientRange
 from onecopy.layout import Layout, Shard
 
 
@@ -53,48 +52,39 @@ class DDPBucketAssignment:
 
     Attributes:
         segments: all segments, in the order of the buffer.
-        sizes_per_owner: by rank, how many elements of the bucket it owns.
-        in_place_ranges: by rank, the owned ranges that are long enough to be sent without a copy.
-        packed_ranges: by rank, the other owned ranges.
-        starts_not_owned: by layout, the start of each segment that another rank owns.
+        ranges: the ranges of the buffer that have an owner. Neighbours with one owner and layout are one range.
     """
 
-    def __init__(
-        self, segments: Sequence[BucketSegment], world_size: int, group_rank: int, in_place_numel: int
-    ) -> None:
+    def __init__(self, segments: Sequence[BucketSegment], group_rank: int) -> None:
         self.segments = tuple(segments)
         self._sizes = [segment.numel for segment in segments]
-        owners = [(segment.shard.owner, position) for position, segment in enumerate(segments) if segment.shard]
-        self._by_owner = sorted(owners)
-        self._owned_here = [position for owner, position in owners if owner == group_rank]
+        self._owned_here = [
+            position
+            for position, each in enumerate(segments)
+            if each.shard is not None and each.shard.owner == group_rank
+        ]
         self._without_optimizer = [position for position, segment in enumerate(segments) if segment.shard is None]
-        self.sizes_per_owner = [0] * world_size
-        for owner, position in owners:
-            self.sizes_per_owner[owner] += segments[position].numel
-        self.starts_not_owned: dict[int, list[int]] = {}
-        ranges_per_owner: list[list[slice]] = [[] for _ in range(world_size)]
-        start = 0
-        for segment in segments:
-            stop = start + segment.numel
+        self._group_rank = group_rank
+        self.ranges: list[GradientRange] = []
+        for segment, start in zip(segments, self._starts(), strict=True):
             if segment.shard is not None and segment.numel:
-                ranges = ranges_per_owner[segment.shard.owner]
-                # Neighbouring segments of one owner are one range.
-                range_start = ranges.pop().start if ranges and ranges[-1].stop == start else start
-                ranges.append(slice(range_start, stop))
-                if segment.shard.owner != group_rank:
-                    self.starts_not_owned.setdefault(segment.layout_index, []).append(start)
-            start = stop
-        self.in_place_ranges = [
-            [each for each in ranges if each.stop - each.start >= in_place_numel] for ranges in ranges_per_owner
-        ]
-        self.packed_ranges = [
-            [each for each in ranges if each.stop - each.start < in_place_numel] for ranges in ranges_per_owner
-        ]
+                made = GradientRange(start, start + segment.numel, segment.shard.owner, segment.layout_index)
+                last = self.ranges[-1] if self.ranges else None
+                if last is not None and (last.stop, last.owner, last.optimizer) == (start, made.owner, made.optimizer):
+                    made = replace(self.ranges.pop(), stop=made.stop)
+                self.ranges.append(made)
 
-    def views_by_owner(self, buffer: Tensor) -> list[Tensor]:
-        """Return views of all segments that have an owner, sorted by owner."""
-        views = buffer.split(self._sizes)
-        return [views[position] for _, position in self._by_owner]
+    def _starts(self) -> list[int]:
+        """Return the start of each segment in the buffer."""
+        return [0, *accumulate(self._sizes)][:-1]
+
+    def starts_not_owned(self) -> list[tuple[int, int]]:
+        """Return the start of each segment that another rank owns, with the position of its layout."""
+        return [
+            (start, segment.layout_index)
+            for segment, start in zip(self.segments, self._starts(), strict=True)
+            if segment.shard is not None and segment.shard.owner != self._group_rank and segment.numel
+        ]
 
     def owned_views(self, buffer: Tensor) -> list[tuple[BucketSegment, Tensor]]:
         """Return the segments that this rank owns, each with its view of the buffer."""
@@ -109,17 +99,6 @@ class DDPBucketAssignment:
         return [views[position] for position in self._without_optimizer]
 
 
-def pack(sources: Sequence[Tensor], scale: float, out: Tensor) -> None:
-    """Write the concatenation of tensors, times ``scale``, into ``out``, which may have another data type."""
-    if len(sources) * limits.GATHERED_COPY_BYTES <= out.numel() * out.element_size():
-        for source, target in zip(sources, out.split([source.numel() for source in sources]), strict=True):
-            torch.mul(source, scale, out=target) if scale != 1.0 else target.copy_(source)
-    elif sources:
-        # For many small tensors one concatenation and one pass for the scale are faster than a call for each.
-        concatenated = torch.cat(list(sources))
-        out.copy_(concatenated.mul_(scale) if scale != 1.0 else concatenated)
-
-
 class DDPBucketAssignmentCache:
     """Keeps the assignment of each DDP bucket, and makes a new one when DDP has rebuilt the bucket.
 
@@ -127,37 +106,30 @@ class DDPBucketAssignmentCache:
         layouts: the layouts that decide ownership.
     """
 
-    def __init__(
-        self, layouts: Sequence[Layout], params: Sequence[Sequence[Tensor]], world_size: int, group_rank: int
-    ) -> None:
+    def __init__(self, layouts: Sequence[Layout], params: Sequence[Sequence[Tensor]], group_rank: int) -> None:
         self.layouts = list(layouts)
-        self._world_size = world_size
         self._group_rank = group_rank
-        self._cached: dict[int, tuple[list[int], int, DDPBucketAssignment]] = {}
+        self._cached: dict[int, tuple[list[int], DDPBucketAssignment]] = {}
         self._segments_of: dict[int, list[BucketSegment]] = {}  # by the identity of the parameter
         for layout_index, (layout, tensors) in enumerate(zip(layouts, params, strict=True)):
             for shard in layout.shards:
                 segment = BucketSegment(shard.numel, layout_index, shard)
                 self._segments_of.setdefault(id(tensors[shard.param]), []).append(segment)
 
-    def get(
-        self, bucket_index: int, params: Sequence[Tensor], in_place_numel: int = sys.maxsize
-    ) -> DDPBucketAssignment:
+    def get(self, bucket_index: int, params: Sequence[Tensor]) -> DDPBucketAssignment:
         """Return the assignment of a bucket.
 
         Args:
             bucket_index: the index of the bucket.
             params: its parameters. The buffer holds their gradients one after the other, each in storage order.
-            in_place_numel: ranges of at least this many elements are sent in place.
         """
         identities = list(map(id, params))
         cached = self._cached.get(bucket_index)
-        if cached is None or cached[:2] != (identities, in_place_numel):
+        if cached is None or cached[0] != identities:
             segments = [
                 segment
                 for param in params
                 for segment in self._segments_of.get(id(param), [BucketSegment(param.numel(), -1, None)])
             ]
-            assignment = DDPBucketAssignment(segments, self._world_size, self._group_rank, in_place_numel)
-            cached = self._cached[bucket_index] = (identities, in_place_numel, assignment)
-        return cached[2]
+            cached = self._cached[bucket_index] = (identities, DDPBucketAssignment(segments, self._group_rank))
+        return cached[1]

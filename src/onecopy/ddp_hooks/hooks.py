@@ -222,8 +222,8 @@ def _overlap_hook(
             last_used_params=lambda: locally_used(live_ddp, reducer_params),
         )
 
-    collectives = engine.collectives.dedicated_group()
     worker = make_worker(engine.params[0].device)
+    collectives = worker.group_for_tasks(engine.collectives)
     overlap = OverlappedStep(engine, lambda: zero.param_groups, collectives, worker, hook, settings)
     zero.overlap = overlap
 

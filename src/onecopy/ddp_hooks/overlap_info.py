@@ -12,7 +12,6 @@ from torch.futures import Future
 from onecopy.comm.agreement import FirstFailure
 from onecopy.comm.packing import InFlight
 from onecopy.ddp_hooks.bucket_assignment import DDPBucketAssignment
-from onecopy.ddp_hooks.worker import Task
 from onecopy.step.group_options import OptionsSnapshot
 
 
@@ -41,7 +40,7 @@ class OverlapInfo:
 
     Attributes:
         options: the inner optimizer's options before the update.
-        tasks: tasks that have not been submitted yet.
+        waiting: the updates of buckets that have not been given to the worker yet.
         broadcasts: the broadcasts of updated parameters in flight.
         update_failure: a failure of this rank's own update. This rank goes on with all collectives, and the status
             flags at the end tell the other ranks.
@@ -50,7 +49,7 @@ class OverlapInfo:
 
     options: OptionsSnapshot
     update_failure: FirstFailure
-    tasks: list[Task] = field(default_factory=list)
+    waiting: list[BucketUpdate] = field(default_factory=list)
     broadcasts: InFlight = field(default_factory=InFlight)
     collective_failure: FirstFailure = field(default_factory=FirstFailure)
 
@@ -69,7 +68,7 @@ class BucketUpdate:
         buffer: the bucket's gradients.
         reduced: the future of the user's hook, which gives the reduced gradients.
         done: the future that ``backward()`` waits for; None except for the last bucket.
-        has_gradient: by parameter in the bucket, whether this rank has a gradient.
+        has_gradient: by parameter in the bucket, whether this rank has a gradient, and later whether any rank has.
         has_inputs: whether this rank runs a backward pass. A rank that has joined only takes part in collectives.
         settings: the settings at the time of the backward pass.
     """

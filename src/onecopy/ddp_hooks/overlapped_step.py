@@ -3,11 +3,15 @@
 One iteration, after DDP has rebuilt its buckets:
 
 1. DDP calls the hook for a bucket. The user's own hook starts to reduce the bucket.
-2. A task for the bucket goes to the worker: at once if interleaved, otherwise with the last bucket. Tasks run in bucket
-   order, on a process group of their own. A task waits for the reduced gradients, exchanges which parameters have one,
-   steps the inner optimizer over this rank's shards in the bucket, and starts to broadcast the updated parameters.
-3. The last task waits for all broadcasts, exchanges status flags and completes the future of the last bucket. DDP waits
+2. A task goes to the worker: for each bucket if interleaved, otherwise for all buckets after the last one. It exchanges
+   which parameters have a gradient, if some may have none. For each bucket it waits for the reduced gradients, steps
+   the inner optimizer over this rank's shards in the bucket, and starts to share the updated parameters.
+3. The last task waits for all parameters, exchanges status flags and completes the future of the last bucket. DDP waits
    for that future, so ``backward()`` ends after the update.
+
+On an accelerator a task is enqueued on a side stream. The side stream reads DDP's buckets and writes the parameters.
+Its last work completes the future of the last bucket, for which the stream of the backward pass waits: so neither the
+next forward pass nor DDP's next use of a bucket comes before it. The host reads the status flags in the next iteration.
 
 ``step()`` updates as usual before DDP has rebuilt its buckets, and later updates parameters that are in no bucket.
 """
@@ -19,15 +23,14 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
 from torch.futures import Future
 
 from onecopy.comm import limits
-from onecopy.comm.agreement import FailTogether, FirstFailure
+from onecopy.comm.agreement import FirstFailure
 from onecopy.comm.collectives import Collectives
 from onecopy.comm.parameter_sharing import PackBuffers, ParameterSharing
+from onecopy.comm.status_flags import flags_on
 from onecopy.comm.transports import SharingByDevice
 from onecopy.common.profiler_ranges import profiled
 from onecopy.common.torch_private import after_backward, in_backward, version_of
@@ -35,10 +38,12 @@ from onecopy.ddp_hooks.bucket_assignment import DDPBucketAssignment, DDPBucketAs
 from onecopy.ddp_hooks.overlap_info import BucketUpdate, OverlapInfo, OverlapSettings
 from onecopy.ddp_hooks.worker import TaskWorker
 from onecopy.step.engine import Engine
+from onecopy.step.gradient_scale_check import UNKNOWN
 from onecopy.step.group_options import OptionsSnapshot
 from onecopy.step.join_handover import read_handover, write_handover
 from onecopy.step.parameter_groups import Group
-from onecopy.step.rank_comparison import group_facts, options_text
+from onecopy.step.rank_comparison import options_text
+from onecopy.step.status import make_status
 
 Hook = Callable[[Any, Any], "Future[Any]"]
 
@@ -66,6 +71,8 @@ class OverlappedStep:
         self._engine = engine
         self._groups = groups
         self._collectives = collectives
+        # On the optimizer's own group, flags are read in the order of all its updates, also those of step().
+        self._status = engine.status if collectives is engine.collectives else make_status(collectives)
         self._worker = worker
         self._hook = hook
         self._settings = settings
@@ -82,7 +89,7 @@ class OverlappedStep:
         self.step_was_called = False
 
     def reduce_and_update(self, state: Any, bucket: GradBucket) -> Future[Any]:
-        """Reduce one bucket with the user's hook and submit the task that updates its parameters.
+        """Reduce one bucket with the user's hook, and submit the task that updates its parameters or let it wait.
 
         DDP calls this for every bucket of a synchronising backward pass.
         """
@@ -96,13 +103,12 @@ class OverlappedStep:
         assert info is not None
         reduced = self._hook(state, bucket)
         done: Future[Any] | None = self._worker.future() if bucket.is_last() else None
-        info.tasks.append(partial(self._run_task, info, self._plan_update(bucket, reduced, done, settings)))
+        info.waiting.append(self._plan_update(bucket, reduced, done, settings))
         if bucket.is_last() and in_backward():
             after_backward(self._end_backward)
         if settings.interleaved or bucket.is_last():
-            for task in info.tasks:
-                self._worker.submit(task)
-            info.tasks.clear()
+            updates, info.waiting = info.waiting, []
+            self._worker.submit(partial(self._run_task, info, updates))
         return reduced if done is None else done
 
     def finish_step(self, groups: Sequence[Group]) -> bool:
@@ -136,6 +142,7 @@ class OverlappedStep:
 
     def _begin_iteration(self) -> None:
         """Prepare the engine and a new OverlapInfo for the first bucket of a backward pass."""
+        self._status.check_previous()
         if self.updated and self.step_was_called:
             raise RuntimeError(
                 "a second synchronising backward pass came before step(): its gradients would be applied on top of "
@@ -163,10 +170,7 @@ class OverlappedStep:
     def _make_assignments(self) -> DDPBucketAssignmentCache:
         """Return an empty cache of assignments for the current layout."""
         engine = self._engine
-        collectives = engine.collectives
-        return DDPBucketAssignmentCache(
-            [engine.layout], [engine.params], collectives.world_size, collectives.group_rank
-        )
+        return DDPBucketAssignmentCache([engine.layout], [engine.params], engine.collectives.group_rank)
 
     def _plan_update(
         self, bucket: GradBucket, reduced: Future[Any], done: Future[Any] | None, settings: OverlapSettings
@@ -187,35 +191,37 @@ class OverlappedStep:
             bucket.index(), assignment, bucket.buffer(), reduced, done, has_gradient, has_inputs, settings
         )
 
-    def _run_task(self, info: OverlapInfo, update: BucketUpdate) -> None:
-        """Run the task of one bucket; it never raises, because the worker has no caller that could handle it."""
+    def _run_task(self, info: OverlapInfo, updates: Sequence[BucketUpdate]) -> None:
+        """Run the task of some buckets; it never raises, because the worker has no caller that could handle it."""
         # A failed collective (a dead peer, a timeout) ends the iteration: later tasks must not wait for other ranks.
         if not info.collective_failure:
             with info.collective_failure:
-                self._update_and_broadcast(info, update)
-        if update.done is not None and info.collective_failure:
+                self._update_and_share(info, updates)
+        last = updates[-1]
+        if last.done is not None and info.collective_failure:
             # backward() raises this at its end: an exception in DDP's future would lose its type.
             self._unraised_error = info.collective_failure.error
-            update.done.set_result(update.buffer)
+            last.done.set_result(last.buffer)
 
-    def _update_and_broadcast(self, info: OverlapInfo, update: BucketUpdate) -> None:
-        """Update this rank's shards in a bucket and start to broadcast them.
+    def _update_and_share(self, info: OverlapInfo, updates: Sequence[BucketUpdate]) -> None:
+        """Update this rank's shards in some buckets and start to share them.
 
         Every rank makes the same collective calls in the same order, even if its own update has failed.
         """
-        gradients = update.buffer
-        with info.update_failure:
-            gradients = _tensor_of(update.reduced.wait())
-        if update.index == 0 and update.settings.uneven_inputs:
-            self._broadcast_options(info, update.has_inputs)
-        has_gradient = self._any_rank_has_gradient(update)
-        with info.update_failure:
-            if not info.update_failure:
-                self._update(info, update, gradients, has_gradient)
-        self._start_broadcasts(info, update, has_gradient)
-        if update.done is not None:
-            self._finish_iteration(info)
-            update.done.set_result(gradients)
+        if updates[0].index == 0 and updates[0].settings.uneven_inputs:
+            self._broadcast_options(info, updates[0].has_inputs)
+        self._exchange_has_gradient(updates)
+        for update in updates:
+            gradients = update.buffer
+            with info.update_failure:
+                gradients = _tensor_of(update.reduced.wait())
+            with info.update_failure:
+                if not info.update_failure:
+                    self._update(info, update, gradients)
+            self._start_sharing(info, update)
+            if update.done is not None:
+                self._finish_iteration(info)
+                update.done.set_result(gradients)
 
     def _broadcast_options(self, info: OverlapInfo, has_inputs: bool) -> None:
         """Broadcast the options of a rank that has inputs to the ranks that have joined."""
@@ -234,27 +240,33 @@ class OverlappedStep:
                 self._engine.inner.push_options(groups)
                 info.options = OptionsSnapshot.of(self._engine.inner.optim.param_groups)
 
-    def _any_rank_has_gradient(self, update: BucketUpdate) -> dict[int, bool]:
-        """Return for each parameter of a bucket whether any rank has a gradient."""
-        params = list(update.has_gradient)
-        if not params or not (update.settings.unused_params or update.settings.uneven_inputs):
-            return dict.fromkeys(params, True)  # DDP would not have called the hook otherwise
-        flags = torch.tensor(
-            list(update.has_gradient.values()), dtype=torch.int64, device=self._collectives.control_device
-        )
-        self._collectives.all_reduce(flags, largest=True).wait()
-        return {index: bool(flag) for index, flag in zip(params, flags.tolist(), strict=True)}
+    def _exchange_has_gradient(self, updates: Sequence[BucketUpdate]) -> None:
+        """Replace, for each parameter of some buckets, whether this rank has a gradient by whether any rank has one.
+
+        The host waits for the answer. In a group without a CPU backend that means waiting for the accelerator: once in
+        an iteration, or once for each bucket if interleaved. This is only so with ``find_unused_parameters``,
+        ``static_graph`` or ``Join``, where a parameter without a gradient must not be updated.
+        """
+        settings = updates[0].settings
+        has_gradient = [has for update in updates for has in update.has_gradient.values()]
+        if has_gradient and (settings.unused_params or settings.uneven_inputs):
+            flags = flags_on(self._collectives.host_device, has_gradient)
+            self._collectives.all_reduce(flags, largest=True).wait()
+            has_gradient = [bool(flag) for flag in flags.tolist()]
+        else:
+            has_gradient = [True] * len(has_gradient)  # DDP would not have called the hook otherwise
+        answers = iter(has_gradient)
+        for update in updates:
+            update.has_gradient.update(zip(update.has_gradient, answers, strict=False))
 
     @profiled("onecopy.overlap.update")
-    def _update(
-        self, info: OverlapInfo, update: BucketUpdate, gradients: Tensor, has_gradient: dict[int, bool]
-    ) -> None:
+    def _update(self, info: OverlapInfo, update: BucketUpdate, gradients: Tensor) -> None:
         """Step the inner optimizer over this rank's shards in one bucket."""
         inner = self._engine.inner
         gradient_shards = {
             segment.shard.param: view
             for segment, view in update.assignment.owned_views(gradients)
-            if segment.shard is not None and has_gradient[segment.shard.param]
+            if segment.shard is not None and update.has_gradient[segment.shard.param]
         }
         # Counters that an optimizer class has in its groups must advance once in an iteration, on every rank.
         if gradient_shards or update.done is not None:
@@ -262,9 +274,9 @@ class OverlappedStep:
             inner.step_on(gradient_shards)
 
     @profiled("onecopy.overlap.send")
-    def _start_broadcasts(self, info: OverlapInfo, update: BucketUpdate, has_gradient: dict[int, bool]) -> None:
-        """Start the broadcasts of the updated parameters of one bucket."""
-        engine = self._engine
+    def _start_sharing(self, info: OverlapInfo, update: BucketUpdate) -> None:
+        """Start to share the updated parameters of one bucket."""
+        engine, has_gradient = self._engine, update.has_gradient
         cached = self._sharings.get(update.index)
         if cached is None or cached[0] is not update.assignment:
             ranges = [each for each in engine.storage.ranges if not has_gradient.keys().isdisjoint(each.params)]
@@ -278,14 +290,18 @@ class OverlappedStep:
         cached[1].start(changed, info.broadcasts)
         changed_params = [engine.params[index] for index, has in has_gradient.items() if has]
         if changed_params:
-            increment_version(changed_params)
+            engine.inner.master_weights.increment_versions(changed_params)
 
     def _finish_iteration(self, info: OverlapInfo) -> None:
-        """Wait for all broadcasts and exchange status flags; raise if the update has failed on any rank."""
+        """Wait for all parameters and exchange status flags; raise if the update has failed.
+
+        With flags on an accelerator, the other ranks raise when the next iteration begins.
+        """
         info.wait_for_broadcasts()
         groups = self._groups()
-        with FailTogether(self._collectives, CALL, group_facts(groups)):
-            info.update_failure.raise_if_any()
+        facts = self._engine.facts(groups, [True] * len(self._engine.params))
+        self._status.exchange(facts, UNKNOWN, info.update_failure.error, CALL)
+        info.update_failure.raise_if_any()
         inner = self._engine.inner
         inner.pull_options(groups)
         # Read from the inner optimizer: the user may have changed an option in param_groups during backward().

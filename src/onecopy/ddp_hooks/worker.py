@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch.futures import Future
 
+from onecopy.comm.collectives import Collectives
 from onecopy.comm.side_stream import SideStream
 
 Task = Callable[[], None]
@@ -24,6 +25,9 @@ class TaskWorker(Protocol):
 
     def future(self) -> Future[Any]:
         """Return a future that a task will complete."""
+
+    def group_for_tasks(self, collectives: Collectives) -> Collectives:
+        """Return the process group, over the ranks of ``collectives``, on which tasks communicate."""
 
 
 class ThreadWorker:
@@ -49,11 +53,15 @@ class ThreadWorker:
         """Return a future without devices."""
         return Future()
 
+    def group_for_tasks(self, collectives: Collectives) -> Collectives:
+        """Return a dedicated group, because autograd's thread communicates at the same time."""
+        return collectives.dedicated_group()
+
 
 class StreamWorker:
     """Enqueues the kernels of each task on a side stream; on the CPU, runs the task at once.
 
-    The host does not wait for kernels and messages. It waits for the status flags of the last task.
+    The host does not wait for kernels and messages, except to read which parameters have a gradient.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -67,6 +75,16 @@ class StreamWorker:
     def future(self) -> Future[Any]:
         """Return a future; streams that wait for it wait for the side stream."""
         return self._side_stream.future()
+
+    def group_for_tasks(self, collectives: Collectives) -> Collectives:
+        """Return the same group.
+
+        All collectives are issued by autograd's thread, in the order of DDP's buckets, which is the same on all ranks.
+        Another communicator would take memory of the accelerator, and kernels of two communicators can block each other
+        if the ranks' accelerators run them in different orders. With one communicator the reduction of a bucket starts
+        after the parameters of the bucket before have been sent. The backward pass goes on meanwhile.
+        """
+        return collectives
 
 
 def make_worker(device: torch.device) -> TaskWorker:

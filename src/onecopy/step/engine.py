@@ -17,7 +17,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.graph import increment_version
 
 from onecopy.comm.agreement import FirstFailure
 from onecopy.comm.collectives import Collectives
@@ -65,6 +64,7 @@ class Engine:
         storage: where the parameters' memory is.
         sharing: the messages that share the updated parameters.
         gradients: where a step finds its gradients.
+        status: exchanges the status flags of a step.
         reduced_shards: after the reduce-scatter hook, this rank's reduced gradients by parameter. DDP does not fill
             ``param.grad`` on a rank that has run out of inputs.
         params_with_reduced_grad: ``id()`` of parameters whose gradient was reduced, also after a step has used it.
@@ -83,7 +83,7 @@ class Engine:
         self.number = next(_numbers.setdefault(collectives.process_group, count()))
         self.inner = inner
         self._storage_class = storage_class
-        self._status = make_status(collectives)
+        self.status = make_status(collectives)
         self.reduced_shards: dict[int, Tensor] = {}
         self.params_with_reduced_grad: set[int] = set()
         self.step_refusal: Exception | None = None
@@ -108,7 +108,7 @@ class Engine:
         self.gradients.is_reduce_scattered = True
         self.params_with_reduced_grad = {id(param) for param in self.params}
         self._scale_check.clear()
-        if self.collectives.control_device.type == "cpu" and in_backward():
+        if self._scale_check.takes_samples and in_backward():
             after_backward(self._scale_check.take_samples)  # when DDP has put the gradients into param.grad
 
     def note_scaled(self) -> None:
@@ -266,26 +266,29 @@ class Engine:
 
         With flags on an accelerator, the other ranks raise in the next step.
         """
-        facts = StepFacts(self.layout, self._layout_digest, has_gradient, groups)
-        self._status.exchange(facts, self._scale_check.common_factor(), failure)
+        self.status.exchange(self.facts(groups, has_gradient), self._scale_check.common_factor(), failure)
+
+    def facts(self, groups: Sequence[Group], has_gradient: Sequence[bool]) -> StepFacts:
+        """The facts that must be equal on all ranks in a step."""
+        return StepFacts(self.layout, self._layout_digest, has_gradient, groups)
 
     def step_digest(self, groups: Sequence[Group], has_gradient: Sequence[bool]) -> int:
         """A digest of the facts that must be equal on all ranks in a step."""
-        return StepFacts(self.layout, self._layout_digest, has_gradient, groups).digest()
+        return self.facts(groups, has_gradient).digest()
 
     def allow_steps(self) -> None:
         """Allow steps again after a load that succeeded, and forget earlier failures."""
         self.step_refusal = None
-        self._status.clear()
+        self.status.clear()
 
     def clear_status(self) -> None:
         """Forget status flags that have not been read, because all ranks have raised."""
-        self._status.clear()
+        self.status.clear()
 
     @property
     def defers_status(self) -> bool:
         """Whether ranks read the status flags of a step in the next step."""
-        return self._status.is_deferred
+        return self.status.is_deferred
 
     @profiled("onecopy.share")
     def share(self, has_gradient: Sequence[bool] | None = None) -> None:
@@ -296,7 +299,7 @@ class Engine:
         """
         # Which messages are sent may depend on the gradients only if the ranks have compared them.
         everything = (
-            has_gradient is None or self.inner.updates_without_gradient or self._status.is_deferred or all(has_gradient)
+            has_gradient is None or self.inner.updates_without_gradient or self.status.is_deferred or all(has_gradient)
         )
         self.sharing.start(None if everything else has_gradient).drain()
         # Autograd does not see received values, writes through views, and the writes of fused optimizers. The version
@@ -307,7 +310,7 @@ class Engine:
             else [param for param, has in zip(self.params, has_gradient, strict=True) if has]
         )
         if changed:
-            increment_version(changed)
+            self.inner.master_weights.increment_versions(changed)
 
 
 def sequential_step(

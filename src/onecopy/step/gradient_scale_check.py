@@ -38,13 +38,20 @@ class Sample:
 
 
 class GradientScaleCheck:
-    """Samples of the gradients of some parameters."""
+    """Samples of the gradients of some parameters on the CPU.
+
+    There are none of parameters on an accelerator, because reading them would make the host wait.
+
+    Attributes:
+        takes_samples: whether there is a parameter to sample.
+    """
 
     def __init__(self, params: Sequence[Tensor], layout: Layout) -> None:
         self._params = params
-        full = [spec.index for spec in layout.params if spec.numel]
+        full = [spec.index for spec in layout.params if spec.numel and params[spec.index].device.type == "cpu"]
         last = SAMPLED_PARAMS - 1
         self._sampled = sorted({full[place * (len(full) - 1) // last] for place in range(last + 1)}) if full else []
+        self.takes_samples = bool(self._sampled)
         self._samples: list[Sample] = []
 
     def clear(self) -> None:

@@ -24,10 +24,11 @@ from onecopy.step.optimizer_classes import (
 from onecopy.step.owned_shards import (
     MakeSteppedTensor,
     OwnedShard,
-    converted,
     gradient_range,
     param_or_view,
     separate_view,
+    set_flat_gradients,
+    set_gradients,
 )
 from onecopy.step.parameter_groups import Group, first_places
 
@@ -156,7 +157,11 @@ class InnerOptimizer:
         self.tensor_of: dict[Any, Tensor] = {entry.param: entry.tensor for entry in owned}
         self._separate = [entry for entry in owned if entry.is_separate]
         self.master_weights = MasterWeights(
-            [MasterWeight(entry.tensor, entry.param_view) for entry in owned if entry.param_view is not None]
+            [
+                MasterWeight(entry.param, entry.tensor, entry.param_view)
+                for entry in owned
+                if entry.param_view is not None
+            ]
         )
 
     def _local_group(self, group: Group, position: int, layout: Layout) -> Group:
@@ -185,8 +190,15 @@ class InnerOptimizer:
                 owned.param_view.data = separate_view(owned.shard, owned.param, flats[owned.shard.param])
             elif owned.is_separate:
                 owned.tensor.data = separate_view(owned.shard, owned.param, flats[owned.shard.param])
+        # A parameter that has moved may have other values, but it keeps its version counter.
+        self.master_weights.forget_versions()
         refuses = type(self.optim) in REFUSES_SPARSE_GRADIENTS
         self._may_get_sparse = [] if refuses else [owned for owned in self.owned if owned.tensor.storage_offset()]
+
+    def refresh_master_weights(self) -> None:
+        """Copy values that were written into the parameters into all master weights."""
+        self.version += 1
+        self.master_weights.refresh_from_params(everything=True)
 
     def note_loaded(self, has_state: bool) -> None:
         """Note that the state was replaced, and whether any rank has state now."""
@@ -245,11 +257,9 @@ class InnerOptimizer:
         if gradient_shards is not None:
             whole = [owned.tensor for owned in self.owned if not owned.is_separate]
             self._replaced_gradients = [(tensor, tensor.grad) for tensor in whole]
-            for owned in self.owned:
-                owned.bind_gradient(gradient_shards.get(owned.shard.param))
+            set_flat_gradients(self.owned, gradient_shards)
             return
-        for owned in self._separate:
-            owned.tensor.grad = self._gradient_shard(owned, layout)
+        set_gradients(self._separate, [self._gradient_shard(owned, layout) for owned in self._separate])
         for owned in self._may_get_sparse:
             gradient = owned.tensor.grad
             if gradient is not None and gradient.is_sparse and gradient.dense_dim() == 0:
@@ -263,9 +273,7 @@ class InnerOptimizer:
         gradient = owned.param.grad
         if owned.is_cut:
             gradient = gradient_range(owned.shard, owned.param, layout.params[owned.shard.param].name)
-        elif owned.param_view is None:
-            return gradient
-        return None if gradient is None else converted(gradient, owned.tensor)
+        return gradient
 
     def step_on(self, gradient_shards: Mapping[int, Tensor]) -> None:
         """Step only the shards for which there is a flat gradient, by parameter."""
@@ -276,8 +284,7 @@ class InnerOptimizer:
     ) -> None:
         """Step some owned shards. No other stepped tensor has a gradient then, so torch's optimizers skip them."""
         try:
-            for owned in part:
-                owned.bind_gradient(gradient_shards.get(owned.shard.param))
+            set_flat_gradients(part, gradient_shards)
             self.step(None, kwargs)
         finally:
             for owned in part:

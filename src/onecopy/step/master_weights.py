@@ -12,9 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from onecopy.common.flat_views import flat_view
+from onecopy.common.torch_private import version_of
 from onecopy.layout import ParamSpec
+from onecopy.step.batched_copies import CopiesToDevice, batches
 
 CHUNK = 1 << 18
 """Number of elements that are compared at a time: they stay in the processor's cache."""
@@ -66,8 +69,9 @@ def _is_half(dtype: torch.dtype) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class MasterWeight:
-    """A copy, and the view of the parameter's memory that it belongs to."""
+    """A copy, its parameter, and the view of the parameter's memory that the copy belongs to."""
 
+    param: Tensor
     copy: Tensor
     param_view: Tensor
 
@@ -83,24 +87,81 @@ class MasterWeights:
     """All copies of one rank."""
 
     def __init__(self, master_weights: Sequence[MasterWeight]) -> None:
-        self._master_weights = list(master_weights)
+        # Copies of one kind are written or read in one call.
+        kinds: dict[object, list[MasterWeight]] = {}
+        for each in master_weights:
+            kind = (each.copy.device, each.copy.dtype, each.param_view.device, each.param_view.dtype)
+            kinds.setdefault(kind, []).append(each)
+        self._kinds = list(kinds.values())
+        self._to_device = CopiesToDevice()
+        # By id() of each parameter on an accelerator: the version counter that it has if only steps have written it.
+        self._versions: dict[int, int | None] = {
+            id(each.param): None for each in master_weights if each.param.device.type != "cpu"
+        }
 
     def write_to_params(self, everything: bool) -> None:
         """Write the values of the copies that have a gradient, or of all, into the parameters."""
-        stepped = [each for each in self._master_weights if everything or each.copy.grad is not None]
-        if stepped:
-            torch._foreach_copy_([each.param_view for each in stepped], [each.copy for each in stepped])
+        for kind in self._kinds:
+            stepped = [each for each in kind if everything or each.copy.grad is not None]
+            if not stepped:
+                continue
+            targets, copies = [each.param_view for each in stepped], [each.copy for each in stepped]
+            if copies[0].device != targets[0].device:
+                self._to_device.start(targets, copies)
+            else:
+                torch._foreach_copy_(targets, copies)
 
-    def refresh_from_params(self) -> None:
+    def increment_versions(self, params: Sequence[Tensor]) -> None:
+        """Increment autograd's version counter of parameters that a step has written."""
+        increment_version(params)
+        if self._versions:
+            for param in params:
+                version = self._versions.get(id(param))
+                if version is not None:
+                    self._versions[id(param)] = version + 1
+
+    def forget_versions(self) -> None:
+        """Compare the values of all parameters in the next step, because parameters were moved."""
+        self._versions = dict.fromkeys(self._versions)
+
+    def refresh_from_params(self, everything: bool = False) -> None:
         """Copy values that the user has written into the parameters since the last step into the copies.
 
-        An element whose parameter still is the rounded copy keeps the copy's precision. The values are compared,
-        because writes through ``param.data`` leave no other trace.
+        An element whose parameter still is the rounded copy keeps the copy's precision. On the CPU the values are
+        compared, because writes through ``param.data`` leave no other trace. On an accelerator that takes too long, so
+        only parameters are compared whose version counter tells of a write.
+
+        Args:
+            everything: compare all parameters.
         """
-        for each in self._master_weights:
-            copies, params = flat_view(each.copy).split(CHUNK), flat_view(each.param_view).split(CHUNK)
-            for copy, param in zip(copies, params, strict=True):
-                written = param.to(copy.device)
-                rounded = copy.to(written.dtype)
-                if copy.device.type != "cpu" or not torch.equal(rounded, written):
-                    copy.copy_(torch.where(rounded == written, copy, written.to(copy.dtype)))
+        for kind in self._kinds:
+            if kind[0].param.device.type == "cpu":
+                for each in kind:
+                    _refresh_where_different(each)
+                continue
+            written = [each for each in kind if everything or self._versions[id(each.param)] != version_of(each.param)]
+            for copies, params in zip(
+                batches([flat_view(each.copy) for each in written]),
+                batches([flat_view(each.param_view) for each in written]),
+                strict=True,
+            ):
+                _refresh(copies, params)
+            self._versions.update((id(each.param), version_of(each.param)) for each in written)
+
+
+def _refresh_where_different(master_weight: MasterWeight) -> None:
+    """Refresh a copy on the CPU chunk by chunk, and write only chunks in which a value differs."""
+    copies, params = flat_view(master_weight.copy).split(CHUNK), flat_view(master_weight.param_view).split(CHUNK)
+    for copy, param in zip(copies, params, strict=True):
+        if not torch.equal(copy.to(param.dtype), param):
+            _refresh([copy], [param])
+
+
+def _refresh(copies: list[Tensor], params: list[Tensor]) -> None:
+    """Set elements of flat copies to those of the parameters, where the parameter is not the rounded copy."""
+    if not copies:
+        return
+    kept = torch.cat(copies)
+    written = torch.cat(params).to(kept.device)
+    values = torch.where(kept.to(written.dtype) == written, kept, written.to(kept.dtype))
+    torch._foreach_copy_(copies, list(values.split([copy.numel() for copy in copies])))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from onecopy.common.flat_views import flat_like
 from onecopy.layout import Shard
+from onecopy.step.batched_copies import converted_together, start_copies_to_host, wait_for_host_copies
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,14 +40,6 @@ class OwnedShard:
     def is_cut(self) -> bool:
         """Whether the rank owns only a part of the parameter."""
         return self.shard.numel != self.param.numel()
-
-    def bind_gradient(self, shard: Tensor | None) -> None:
-        """Set the stepped tensor's gradient from a flat shard in storage order, or to None."""
-        if shard is not None and self.tensor.dim() != 1:
-            shard = shard.as_strided(self.tensor.shape, self.tensor.stride())
-        if shard is not None and (self.param_view is not None or shard.dtype != self.tensor.dtype):
-            shard = converted(shard, self.tensor)
-        self.tensor.grad = shard
 
 
 MakeSteppedTensor = Callable[[Shard, Tensor, Tensor], Tensor]
@@ -85,6 +78,47 @@ def gradient_range(shard: Shard, param: Tensor, name: str) -> Tensor | None:
     return flat_like(gradient, param)[shard.start : shard.stop]
 
 
-def converted(gradient: Tensor, tensor: Tensor) -> Tensor:
-    """A gradient in the dtype and on the device of the stepped tensor."""
-    return gradient.to(tensor.device, tensor.dtype)
+def set_gradients(owned: Sequence[OwnedShard], gradients: Sequence[Tensor | None]) -> None:
+    """Set the gradients of the stepped tensors, in the data type and on the device of each.
+
+    Gradients on an accelerator are converted together. For tensors in CPU memory (``offload="cpu"``) the host waits
+    once, until the gradients have arrived.
+    """
+    kinds: dict[object, list[tuple[Tensor, Tensor]]] = {}
+    for entry, gradient in zip(owned, gradients, strict=True):
+        tensor = entry.tensor
+        # Only a copy can be on another device than its parameter.
+        if gradient is None or (
+            gradient.dtype == tensor.dtype and (entry.param_view is None or gradient.device == tensor.device)
+        ):
+            tensor.grad = gradient
+        elif gradient.layout is not torch.strided or gradient.device.type == "cpu":
+            tensor.grad = gradient.to(tensor.device, tensor.dtype)
+        else:
+            # Only tensors of one kind are copied in one kernel.
+            same_strides = gradient.stride() == tensor.stride()
+            kind = (gradient.device, gradient.dtype, tensor.device, tensor.dtype, same_strides)
+            kinds.setdefault(kind, []).append((tensor, gradient))
+    sources = set()
+    for pairs in kinds.values():
+        tensors, found = [tensor for tensor, _ in pairs], [gradient for _, gradient in pairs]
+        if tensors[0].device.type == "cpu":
+            sources.add(found[0].device)
+            converted = start_copies_to_host(found, tensors)
+        else:
+            converted = converted_together(found, tensors)
+        for tensor, gradient in zip(tensors, converted, strict=True):
+            tensor.grad = gradient
+    for device in sources:
+        wait_for_host_copies(device)
+
+
+def set_flat_gradients(owned: Sequence[OwnedShard], gradient_shards: Mapping[int, Tensor]) -> None:
+    """Set the gradients of the stepped tensors: flat shards in storage order, by parameter, or None."""
+    gradients = []
+    for entry in owned:
+        gradient = gradient_shards.get(entry.shard.param)
+        if gradient is not None and entry.tensor.dim() != 1:
+            gradient = gradient.as_strided(entry.tensor.shape, entry.tensor.stride())
+        gradients.append(gradient)
+    set_gradients(owned, gradients)

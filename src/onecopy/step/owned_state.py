@@ -106,6 +106,15 @@ class OwnedStateOptimizer(Optimizer):
         else:
             self._shown_state = value  # torch's constructor assigns it before the inner optimizer exists
 
+    def refresh_master_weights(self) -> None:
+        """Copy values that were written into the parameters into this rank's master weights.
+
+        ``step()`` does this by itself, except on an accelerator after a write that leaves no trace in autograd's
+        version counter, such as a write through ``param.data``. Call this method after such a write, on every rank. An
+        element whose parameter still is the rounded master weight keeps the precision of the master weight.
+        """
+        self.engine.inner.refresh_master_weights()
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Set attributes from a dict; an entry ``state`` replaces this rank's state."""
         super().__setstate__({key: value for key, value in state.items() if key != "state"})

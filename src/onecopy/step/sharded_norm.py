@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 
@@ -26,19 +27,24 @@ def check_defined(order: float, numel: int, what: str) -> None:
 
 def local_norms(parts: Sequence[Tensor | None], order: float, device: torch.device) -> Tensor:
     """The norm of this rank's part of each tensor, as one tensor on ``device``; a neutral value for an empty part."""
-    present = [place for place, part in enumerate(parts) if part is not None and part.numel()]
-    norms = torch.full((len(parts),), math.inf if order < 0 else 0.0, dtype=torch.float64, device=device)
-    by_type: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-    for place in present:
-        part = parts[place]
-        assert part is not None
-        by_type.setdefault((part.dtype, part.device), []).append(place)
-    for (dtype, _), places in by_type.items():
+    by_type: dict[tuple[torch.dtype, torch.device], dict[int, Tensor]] = {}
+    for place, part in enumerate(parts):
+        if part is not None and part.numel():
+            by_type.setdefault((part.dtype, part.device), {})[place] = part.detach()
+    neutral = math.inf if order < 0 else 0.0
+    rows = []
+    for (dtype, source), same in by_type.items():
         # In the parts' own dtype where it is precise enough: a conversion takes longer than the norm.
-        same = [part.detach() for part in (parts[place] for place in places) if part is not None]
-        found = norms_of_each(same, order, torch.float32 if dtype.itemsize < 4 else None)
-        norms[torch.tensor(places, device=device)] = torch.stack(found).to(device, torch.float64)
-    return norms
+        found = norms_of_each(list(same.values()), order, torch.float32 if dtype.itemsize < 4 else None)
+        by_place = dict(zip(same, found, strict=True))
+        # A stack with neutral values at the other places. An index would have to be sent to the device, for which the
+        # host would wait.
+        missing = torch.full((), neutral, dtype=found[0].dtype, device=source)
+        stacked = torch.stack([by_place.get(place, missing) for place in range(len(parts))])
+        rows.append(stacked.to(device, torch.float64))
+    if not rows:
+        return torch.full((len(parts),), neutral, dtype=torch.float64, device=device)
+    return functools.reduce(torch.minimum if order < 0 else torch.maximum, rows)
 
 
 def combined_norms(collectives: Collectives, local: Tensor, order: float) -> Tensor:

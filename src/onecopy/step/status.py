@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from torch import Tensor
@@ -49,6 +50,10 @@ class StepFacts:
         ]
 
 
+CALL = "step()"
+"""The name of the call in which the flags of a step are exchanged, except inside a backward pass."""
+
+
 class StepStatus(Protocol):
     """Exchanges the status flags of a step.
 
@@ -61,8 +66,18 @@ class StepStatus(Protocol):
     def clear(self) -> None:
         """Forget flags that have not been read."""
 
-    def exchange(self, facts: StepFacts, scale_factor: int, failure: Exception | None) -> None:
-        """Exchange the flags, and raise on every rank if a rank failed or if the facts differ."""
+    def check_previous(self) -> None:
+        """Raise if the flags of the previous step, where they have not been read yet, tell of a failure."""
+
+    def exchange(self, facts: StepFacts, scale_factor: int, failure: Exception | None, call: str = CALL) -> None:
+        """Exchange the flags, and raise on every rank if a rank failed or if the facts differ.
+
+        Args:
+            facts: the facts of this rank.
+            scale_factor: the factor by which its reduced gradients were scaled.
+            failure: its exception in the update.
+            call: the name of the call that all ranks are in, for errors.
+        """
 
 
 class ImmediateStatus:
@@ -76,12 +91,15 @@ class ImmediateStatus:
     def clear(self) -> None:
         """Do nothing: all flags have been read."""
 
-    def exchange(self, facts: StepFacts, scale_factor: int, failure: Exception | None) -> None:
+    def check_previous(self) -> None:
+        """Do nothing: all flags have been read."""
+
+    def exchange(self, facts: StepFacts, scale_factor: int, failure: Exception | None, call: str = CALL) -> None:
         """Exchange the flags, and raise on every rank if a rank failed or if the facts differ."""
         flags = [int(failure is not None), scale_factor, *facts.digests()]
-        rows = self._collectives.all_gather_flags(flags, "step()")
+        rows = self._collectives.all_gather_flags(flags, call)
         if any(row[0] for row in rows):
-            raise_together(self._collectives, "step()", failure)
+            raise_together(self._collectives, call, failure)
         factors = factors_differ([row[1] for row in rows])
         if factors is not None:
             raise RanksDisagreeError(
@@ -91,7 +109,7 @@ class ImmediateStatus:
             )
         if all(row[2:] == rows[0][2:] for row in rows):
             return
-        with FailTogether(self._collectives, "step()", facts.as_text()):
+        with FailTogether(self._collectives, call, facts.as_text()):
             pass
         raise AssertionError("the digests differ, but the facts do not")
 
@@ -113,24 +131,33 @@ class DeferredStatus:
         """Forget the flags of the last step."""
         self._flags.clear()
 
-    def exchange(self, facts: StepFacts, scale_factor: int, failure: Exception | None) -> None:
+    def check_previous(self) -> None:
+        """Wait for the flags of the previous step, and raise if they tell of a failure."""
+        self._flags.check_older()
+
+    def exchange(self, facts: StepFacts, scale_factor: int, failure: Exception | None, call: str = CALL) -> None:
         """Check the flags of the previous step, then start the exchange of this step's."""
         self._flags.check_older()
         flags = [int(failure is not None), scale_factor, *facts.digests()]
-        self._flags.put(*self._collectives.start_all_gather_flags(flags), self._check)
+        self._flags.put(*self._collectives.start_all_gather_flags(flags), partial(self._check, call))
         self._flags.end_step()
 
-    def _check(self, rows: Tensor) -> None:
+    def _check(self, call: str, rows: Tensor) -> None:
         here = self._collectives.group_rank
         failed = rows[:, 0].nonzero().flatten().tolist()
         if failed:
-            raise PeerFailedError(f"rank {here}: the previous step() failed on ranks {failed}; see their own errors")
+            raise PeerFailedError(f"rank {here}: {_previous(call)} failed on ranks {failed}; see their own errors")
         odd = (rows[:, 2:] != rows[here, 2:]).any(dim=1).nonzero().flatten().tolist()
         if odd:
             raise RanksDisagreeError(
-                f"rank {here}: in the previous step() ranks {odd} had another layout, other options, or gradients for "
+                f"rank {here}: in {_previous(call)} ranks {odd} had another layout, other options, or gradients for "
                 "other parameters"
             )
+
+
+def _previous(call: str) -> str:
+    """Name the call before this one: "the previous step()", "the previous update"."""
+    return f"the previous {call.removeprefix('the ')}"
 
 
 def make_status(collectives: Collectives) -> StepStatus:

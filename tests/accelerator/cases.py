@@ -1,0 +1,112 @@
+"""The table of training programs that must give the same on the simulated accelerator as on the CPU."""
+
+from __future__ import annotations
+
+import torch
+
+from onecopy import MixedPrecision
+from tests.accelerator import programs
+from tests.accelerator.training import (
+    MUON,
+    Batched,
+    Case,
+    Partial,
+    TwoStreams,
+    adamw,
+    after_backward,
+    interleaved,
+    level_1,
+    level_2,
+    level_3,
+    loop,
+)
+
+HALF = torch.bfloat16
+CLIPPING = 2e-6
+"""The norm is added up in another order than on the CPU."""
+
+OVERLAP = {"overlap_forward": True}
+UNUSED = {"find_unused_parameters": True}
+BF16 = MixedPrecision(param_dtype=HALF)
+BF16_FP32 = MixedPrecision(param_dtype=HALF, reduce_dtype=torch.float32)
+HALF_ROUNDING = 2e-2
+
+CASES = [
+    # Level 1
+    Case("level 1", level_1),
+    Case("level 1 by element", level_1, parts=adamw(shard_by="element")),
+    Case("level 1 bucket views", level_1, parts=adamw(parameters_as_bucket_view=True)),
+    Case("level 1 Muon", level_1, parts=MUON),
+    Case("level 1 no_sync", level_1, loop(programs.accumulated)),
+    Case("level 1 several passes", level_1, loop(programs.synchronised_each_time)),
+    Case("level 1 clipped", level_1, loop(programs.clipped), tolerance=CLIPPING),
+    Case("level 1 scaled", level_1, loop(programs.scaled, 6), tolerance=CLIPPING),
+    Case("level 1 master weights", level_1, parts=adamw(master_weights=True), dtype=HALF, tolerance=0.0),
+    Case("level 1 master weights by element", level_1, dtype=HALF, parts=adamw(master_weights=True, shard_by="element")),
+    Case("level 1 offload", level_1, parts=adamw(offload="cpu")),
+    Case("level 1 Join", level_1, programs.uneven),
+    Case("level 1 frozen and unused", level_1, model=Partial, wrap=UNUSED),
+    Case("level 1 two streams", level_1, model=TwoStreams),
+    Case("level 1 side stream", level_1, programs.on_a_side_stream),
+    Case("level 1 consolidated", level_1, programs.consolidated),
+    Case("level 1 saved", level_1, programs.saving(blocking=True)),
+    Case("level 1 saved in background", level_1, programs.saving(blocking=False)),
+    # The overlap hooks
+    Case("after backward", after_backward),
+    Case("interleaved", interleaved),
+    Case("interleaved by element", interleaved, parts=adamw(shard_by="element")),
+    Case("after backward master weights", after_backward, parts=adamw(master_weights=True), dtype=HALF),
+    Case("interleaved no_sync", interleaved, loop(programs.accumulated)),
+    Case("after backward Join", after_backward, programs.uneven),
+    Case("interleaved frozen and unused", interleaved, model=Partial, wrap=UNUSED),
+    Case("after backward offload", after_backward, parts=adamw(offload="cpu")),
+    Case("interleaved two streams", interleaved, model=TwoStreams),
+    Case("interleaved side stream", interleaved, programs.on_a_side_stream),
+    Case("after backward consolidated", after_backward, programs.consolidated),
+    Case("interleaved evaluation", interleaved, loop(programs.with_evaluation)),
+    # Level 2
+    Case("level 2", level_2, parts=adamw(shard_by="element")),
+    Case("level 2 by parameter", level_2),
+    Case("level 2 Muon", level_2, parts=MUON),
+    Case("level 2 no_sync", level_2, loop(programs.accumulated)),
+    Case("level 2 several passes", level_2, loop(programs.synchronised_each_time), tolerance=CLIPPING),
+    Case("level 2 clipped", level_2, loop(programs.clipped), tolerance=CLIPPING),
+    Case("level 2 scaled", level_2, loop(programs.scaled, 6), parts=adamw(shard_by="element"), tolerance=CLIPPING),
+    Case("level 2 master weights", level_2, parts=adamw(master_weights=True), dtype=HALF),
+    Case("level 2 offload", level_2, parts=adamw(offload="cpu")),
+    Case("level 2 Join", level_2, programs.uneven),
+    Case("level 2 frozen and unused", level_2, model=Partial, wrap=UNUSED),
+    Case("level 2 two streams", level_2, model=TwoStreams),
+    Case("level 2 side stream", level_2, programs.on_a_side_stream),
+    Case("level 2 saved", level_2, programs.saving(blocking=True), parts=adamw(shard_by="element")),
+    # Level 3
+    Case("level 3", level_3),
+    Case("level 3 overlap", level_3, wrap=OVERLAP),
+    Case("level 3 Muon", level_3, parts=MUON),
+    Case("level 3 Muon overlap", level_3, parts=MUON, wrap=OVERLAP),
+    Case("level 3 no_sync", level_3, loop(programs.accumulated), wrap=OVERLAP),
+    Case("level 3 several passes", level_3, loop(programs.synchronised_each_time), tolerance=CLIPPING),
+    Case("level 3 mixed passes", level_3, loop(programs.mixed_accumulation), wrap=OVERLAP, tolerance=CLIPPING),
+    Case("level 3 clipped", level_3, loop(programs.clipped), tolerance=CLIPPING),
+    Case("level 3 scaled", level_3, loop(programs.scaled, 6), wrap=OVERLAP, tolerance=CLIPPING),
+    Case("level 3 bf16", level_3, wrap={"mixed_precision": BF16}),
+    Case("level 3 bf16 reduced in fp32 overlap", level_3, wrap={"mixed_precision": BF16_FP32, **OVERLAP}),
+    Case("level 3 offload", level_3, parts=adamw(offload="cpu")),
+    Case("level 3 offload overlap", level_3, parts=adamw(offload="cpu"), wrap=OVERLAP),
+    Case("level 3 mesh 2x2", level_3, wrap={"mesh": (2, 2)}, worlds=(4,)),
+    Case("level 3 mesh 2x2 overlap", level_3, wrap={"mesh": (2, 2), **OVERLAP}, worlds=(4,)),
+    Case("level 3 mesh 1x2", level_3, wrap={"mesh": (1, 2)}, worlds=(2,)),
+    Case("level 3 mesh 2x1", level_3, wrap={"mesh": (2, 1)}, worlds=(2,)),
+    Case("level 3 Join", level_3, programs.uneven, model=Batched),
+    Case("level 3 Join overlap", level_3, programs.uneven, wrap=OVERLAP),
+    Case("level 3 buffers", level_3, model=Batched),
+    Case("level 3 frozen and unused", level_3, model=Partial),
+    Case("level 3 frozen and unused overlap", level_3, model=Partial, wrap=OVERLAP),
+    Case("level 3 two streams", level_3, model=TwoStreams, wrap=OVERLAP),
+    Case("level 3 side stream", level_3, programs.on_a_side_stream, wrap=OVERLAP),
+    Case("level 3 evaluation", level_3, loop(programs.with_evaluation), wrap=OVERLAP),
+    Case("level 3 consolidated", level_3, programs.consolidated, wrap=OVERLAP),
+    Case("level 3 saved", level_3, programs.saving(blocking=True)),
+    Case("level 3 saved in background", level_3, programs.saving(blocking=False), wrap=OVERLAP),
+]
+BY_NAME = {case.name: case for case in CASES}

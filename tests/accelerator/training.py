@@ -1,0 +1,378 @@
+"""Training programs that run on the CPU with gloo and on the simulated accelerator: models, places, set-ups, a case."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from onecopy import (
+    ShardedDataParallel,
+    ZeroRedundancyOptimizer,
+    hook_with_zero_step,
+    hook_with_zero_step_interleaved,
+    reduce_scatter_hook,
+)
+from onecopy.comm import limits
+
+IN, WIDTH, HIDDEN, OUT = 8, 16, 48, 4
+BUCKET = 6000
+"""Bytes from which a bucket is full, and of one round of all-gathers: every model here has several."""
+
+PASSES = 24
+"""Number of batches that each rank has, on the device before training begins: a copy would make the host wait."""
+
+ADAMW: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1, "foreach": True}
+ROUNDING = 2e-6
+"""More than two ranks, or another order of additions."""
+
+
+# Places
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a program runs.
+
+    Attributes:
+        device: of the model.
+        group: the ranks; None for the default group.
+    """
+
+    device: torch.device
+    group: Any
+
+    @property
+    def simulated(self) -> bool:
+        return self.device.type != "cpu"
+
+    def mesh(self, *shape: int) -> DeviceMesh:
+        """A mesh of (replicate, shard)."""
+        names = ("replicate", "shard")
+        if self.simulated:
+            return init_device_mesh(self.device.type, shape, mesh_dim_names=names)
+        table = torch.arange(dist.get_world_size()).view(shape)
+        groups = []
+        for rows in (table.t(), table):
+            made = {tuple(row): dist.new_group(row, backend="gloo") for row in rows.tolist()}
+            groups.append(next(group for row, group in made.items() if dist.get_rank() in row))
+        return DeviceMesh.from_group(groups, "cpu", mesh=table, mesh_dim_names=names)
+
+
+@contextlib.contextmanager
+def small_sizes() -> Iterator[None]:
+    """Make a tiny model be treated as a large one: several rounds, segments and buckets are on their way at once."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(limits, "COLLECTIVE_BUCKET_BYTES", BUCKET)
+        patch.setattr(limits, "COLLECTIVE_BUCKET_BYTES_PER_RANK", 64)
+        patch.setattr(limits, "SEGMENT_BYTES", 1)
+        yield
+
+
+# Models
+
+
+class Block(nn.Module):
+    """A residual block of two layers behind a norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, HIDDEN)
+        self.down = nn.Linear(HIDDEN, WIDTH)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs: Tensor = inputs + self.down(torch.tanh(self.up(self.norm(inputs))))
+        return outputs
+
+
+class Blocks(nn.Module):
+    """A few blocks between two layers."""
+
+    def __init__(self, number: int = 3) -> None:
+        super().__init__()
+        self.first = nn.Linear(IN, WIDTH)
+        self.blocks = nn.ModuleList([Block() for _ in range(number)])
+        self.last = nn.Linear(WIDTH, OUT)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.first(inputs)
+        for block in self.blocks:
+            hidden = block(hidden)
+        outputs: Tensor = self.last(hidden)
+        return outputs
+
+
+class Batched(nn.Module):
+    """Buffers that change in every forward pass and that rank 0 sends to all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(IN, HIDDEN)
+        self.norm = nn.BatchNorm1d(HIDDEN)
+        self.last = nn.Linear(HIDDEN, OUT)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs: Tensor = self.last(torch.tanh(self.norm(self.first(inputs))))
+        return outputs
+
+
+class Partial(nn.Module):
+    """A frozen layer, a layer that is never used, and one that rank 0 uses in every other forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(IN, WIDTH)
+        self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.block = Block()
+        self.sometimes = nn.Linear(WIDTH, WIDTH)
+        self.never = nn.Linear(WIDTH, WIDTH)
+        self.last = nn.Linear(WIDTH, OUT)
+        self.passes = 0
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.block(torch.tanh(self.frozen(self.first(inputs))))
+        self.passes += 1
+        if dist.get_rank() == 0 and self.passes % 2:
+            hidden = hidden + self.sometimes(hidden)
+        outputs: Tensor = self.last(hidden)
+        return outputs
+
+
+class TwoStreams(nn.Module):
+    """Two layers, in one bucket, that run beside each other on streams of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(IN, WIDTH)
+        self.left = nn.Linear(WIDTH, WIDTH)
+        self.right = nn.Linear(WIDTH, WIDTH)
+        self.last = nn.Linear(WIDTH, OUT)
+        self._streams: list[torch.Stream] = []
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = torch.tanh(self.first(inputs))
+        if hidden.device.type == "cpu":
+            outputs: Tensor = self.last(self.left(hidden) + self.right(hidden))
+            return outputs
+        self._streams = self._streams or [torch.Stream(hidden.device) for _ in range(2)]
+        main = torch.accelerator.current_stream()
+        sides = []
+        for stream, layer in zip(self._streams, (self.left, self.right), strict=True):
+            stream.wait_stream(main)
+            with stream:
+                hidden.record_stream(stream)
+                sides.append(layer(hidden))
+            main.wait_stream(stream)
+            sides[-1].record_stream(main)
+        outputs = self.last(sides[0] + sides[1])
+        return outputs
+
+
+# Optimizers
+
+
+def everything(module: nn.Module) -> list[Tensor]:
+    return list(module.parameters())
+
+
+def matrices(module: nn.Module) -> list[Tensor]:
+    return [param for param in module.parameters() if param.dim() == 2]
+
+
+def vectors(module: nn.Module) -> list[Tensor]:
+    return [param for param in module.parameters() if param.dim() != 2]
+
+
+@dataclass(frozen=True)
+class Part:
+    """One optimizer: its class and options, the options of the sharded one, and which parameters it has."""
+
+    optimizer: type[Optimizer] = torch.optim.AdamW
+    options: dict[str, Any] = field(default_factory=lambda: dict(ADAMW))
+    ours: dict[str, Any] = field(default_factory=dict)
+    chosen: Callable[[nn.Module], list[Tensor]] = everything
+
+
+def adamw(**ours: Any) -> tuple[Part, ...]:
+    return (Part(ours=ours),)
+
+
+MUON = (
+    Part(torch.optim.Muon, {"lr": 1e-2}, chosen=matrices),
+    Part(options={"lr": 1e-3, "foreach": True}, chosen=vectors),
+)
+"""One optimizer that needs whole parameters, and one for the others."""
+
+
+# Set-ups: what wraps the module
+
+
+class Training:
+    """A model with its optimizers at a place, this rank's batches, and tensors that the program has noted."""
+
+    def __init__(self, case: Case, place: Place) -> None:
+        self.case, self.place = case, place
+        torch.manual_seed(5)
+        self.module = case.model()
+        if case.dtype is not None:
+            self.module.to(case.dtype)
+        self.module.to(place.device)
+        self.scaler: Any = None
+        self.noted: list[Tensor] = []
+        self.batches = self._batches()
+        self.model: Any = None
+        self.optimizers: list[ZeroRedundancyOptimizer] = []
+        case.setup(self)
+
+    def _batches(self) -> list[Tensor]:
+        generator = torch.Generator().manual_seed(17 + dist.get_rank())
+        drawn = torch.randn(PASSES, 3, IN, generator=generator)
+        return list((drawn if self.case.dtype is None else drawn.to(self.case.dtype)).to(self.place.device).unbind())
+
+    @property
+    def optimizer(self) -> ZeroRedundancyOptimizer:
+        (optimizer,) = self.optimizers
+        return optimizer
+
+    def add_optimizers(self, **ours: Any) -> None:
+        for part in self.case.parts:
+            made = ZeroRedundancyOptimizer(
+                part.chosen(self.module),
+                part.optimizer,
+                **{"process_group": self.place.group, **ours, **part.ours, **part.options},
+            )
+            self.optimizers.append(made)
+
+    def loss(self, number: int) -> Tensor:
+        """This rank's loss for one of its batches."""
+        value: Tensor = self.model(self.batches[number % PASSES]).float().square().mean()
+        return value
+
+    def zero_grad(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+
+    def step(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    def note(self, *tensors: Tensor) -> None:
+        """Remember tensors, without making the host wait."""
+        self.noted += [tensor.detach().clone() for tensor in tensors]
+
+    def results(self) -> list[Tensor]:
+        """The noted tensors, the parameters and the buffers, on the CPU."""
+        for optimizer in self.optimizers:
+            optimizer.wait()
+        return [tensor.detach().cpu().clone() for tensor in (*self.noted, *self.module.state_dict().values())]
+
+
+def ddp(training: Training) -> DistributedDataParallel:
+    options = {"bucket_cap_mb": BUCKET / (1 << 20), "process_group": training.place.group, **training.case.wrap}
+    return DistributedDataParallel(training.module, **options)
+
+
+def level_1(training: Training) -> None:
+    training.model = ddp(training)
+    training.add_optimizers()
+
+
+def level_2(training: Training) -> None:
+    training.model = ddp(training)
+    training.add_optimizers()
+    one = len(training.optimizers) == 1
+    training.model.register_comm_hook(training.optimizer if one else training.optimizers, reduce_scatter_hook)
+
+
+def _overlapped(make_hook: Callable[..., Any]) -> Callable[[Training], None]:
+    def setup(training: Training) -> None:
+        training.model = ddp(training)
+        training.add_optimizers(overlap_with_ddp=True)
+        hook = make_hook(allreduce_hook, training.model, training.optimizer)
+        training.model.register_comm_hook(training.model.process_group, hook)
+
+    return setup
+
+
+after_backward = _overlapped(hook_with_zero_step)
+interleaved = _overlapped(hook_with_zero_step_interleaved)
+
+
+def level_3(training: Training) -> None:
+    options = {"bucket_bytes": BUCKET, **training.case.wrap}
+    shape = options.pop("mesh", None)
+    if shape is not None:
+        mesh = training.place.mesh(*shape)
+        options["mesh"] = mesh
+        training.add_optimizers(process_group=mesh.get_group(1))
+    else:
+        training.add_optimizers()
+    optimizers = training.optimizers
+    training.model = ShardedDataParallel(
+        training.module, optimizers[0] if len(optimizers) == 1 else optimizers, **options
+    )
+
+
+# Cases
+
+
+def one_pass(training: Training, step: int) -> None:
+    """An ordinary iteration."""
+    training.zero_grad()
+    training.loss(step).backward()
+    training.step()
+
+
+def loop(iterate: Callable[[Training, int], None] = one_pass, steps: int = 5) -> Callable[[Training], None]:
+    """A program that iterates."""
+
+    def program(training: Training) -> None:
+        for step in range(steps):
+            iterate(training, step)
+
+    return program
+
+
+@dataclass(frozen=True)
+class Case:
+    """A training program.
+
+    Attributes:
+        name: how the test is called.
+        setup: wraps the module and makes the optimizers.
+        program: trains.
+        model: makes the module.
+        dtype: the type of the module and its inputs.
+        parts: the optimizers.
+        wrap: options of DDP or ShardedDataParallel.
+        worlds: numbers of ranks.
+        tolerance: how far two ranks may differ from the CPU; more ranks may differ by ``ROUNDING`` at least.
+    """
+
+    name: str
+    setup: Callable[[Training], None]
+    program: Callable[[Training], None] = loop()
+    model: Callable[[], nn.Module] = field(default=Blocks, kw_only=True)
+    dtype: torch.dtype | None = field(default=None, kw_only=True)
+    parts: Sequence[Part] = field(default_factory=lambda: adamw(), kw_only=True)
+    wrap: dict[str, Any] = field(default_factory=dict, kw_only=True)
+    worlds: tuple[int, ...] = field(default=(2, 3), kw_only=True)
+    tolerance: float = field(default=0.0, kw_only=True)
+
+    def run(self, place: Place) -> list[Tensor]:
+        """Train at a place and return this rank's results on the CPU."""
+        with small_sizes():
+            training = Training(self, place)
+            self.program(training)
+            return training.results()

@@ -380,6 +380,7 @@ class ZeroRedundancyOptimizer(OwnedStateOptimizer, Joinable):
     def __getattr__(self, name: str) -> Any:
         """Return ``train`` or ``eval`` of a schedule-free inner optimizer; a call sends the parameters it changes."""
         if name in ("train", "eval") and "engine" in self.__dict__ and callable(getattr(self.optim, name, None)):
+            self.wait()  # parameters in flight would arrive after the change
             return lambda: change_and_share(self.engine, self.param_groups, getattr(self.optim, name))
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 

@@ -69,7 +69,6 @@ CASES = [
     Case("level 2 by parameter", level_2),
     Case("level 2 Muon", level_2, parts=MUON),
     Case("level 2 no_sync", level_2, loop(programs.accumulated)),
-    Case("level 2 several passes", level_2, loop(programs.synchronised_each_time), tolerance=CLIPPING),
     Case("level 2 clipped", level_2, loop(programs.clipped), tolerance=CLIPPING),
     Case("level 2 scaled", level_2, loop(programs.scaled, 6), parts=adamw(shard_by="element"), tolerance=CLIPPING),
     Case("level 2 master weights", level_2, parts=adamw(master_weights=True), dtype=HALF),

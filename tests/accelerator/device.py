@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch._meta_registrations  # noqa: F401  # shapes of more operators
+import torch._meta_registrations  # shapes of more operators
 
 from tests.accelerator import build, process_group
 from tests.accelerator.counters import Step
@@ -127,9 +127,7 @@ class Run:
 
 
 @contextlib.contextmanager
-def simulate(
-    seed: int = 0, host_ahead: int | str = "far", poison: bool = True, idle: float = IDLE
-) -> Iterator[Run]:
+def simulate(seed: int = 0, host_ahead: int | str = "far", poison: bool = True, idle: float = IDLE) -> Iterator[Run]:
     """Run a program on the device.
 
     Args:

@@ -11,11 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 import onecopy
 from onecopy import PeerFailedError, ReduceScatter, ZeroRedundancyOptimizer
-from onecopy.comm import collectives
+from onecopy.comm import collectives, limits
 from tests.accelerator import device
 from tests.accelerator.counters import Step
 from tests.accelerator.harness import HYBRID, SIMCCL, simulated
@@ -34,6 +35,11 @@ OVERLAPS = {
 HOOKS = pytest.mark.parametrize("hook", ["reduce-scatter", *OVERLAPS])
 OVERLAP_HOOKS = pytest.mark.parametrize("hook", OVERLAPS)
 AHEAD = pytest.mark.parametrize(("seed", "host_ahead"), [(0, 0), (1, 5), (2, "far"), (3, "far")])
+
+
+def as_if_large() -> Any:
+    """Pad parts of different lengths only where large ones would be padded."""
+    return mock.patch.object(limits, "PADDING_BYTES_PER_RANK", 0)
 
 
 class Model(nn.Module):
@@ -102,7 +108,7 @@ def assert_trained_alike(
     hook: str, ddp_options: dict[str, Any], options: dict[str, Any], seed: int, host_ahead: Any, tolerance: float
 ) -> None:
     expected = trained_plainly(**ddp_options)
-    with device.simulate(seed=seed, host_ahead=host_ahead) as run:
+    with as_if_large(), device.simulate(seed=seed, host_ahead=host_ahead) as run:
         ddp = make("sim", **ddp_options)
         zero = register(ddp, hook, **options)
         for step in range(6):
@@ -127,6 +133,34 @@ def test_training_equals_plain_ddp(world_size: int, hook: str, shard_by: str, se
 @simulated(2, 3)
 def test_a_parameter_without_a_gradient_is_not_updated(world_size: int, hook: str, backend: str) -> None:
     assert_trained_alike(hook, {"find_unused_parameters": True}, {}, 1, "far", 0.0 if world_size == 2 else 1e-4)
+
+
+@OVERLAP_HOOKS
+@simulated(2)
+def test_a_static_graph_equals_plain_ddp(world_size: int, hook: str) -> None:
+    assert_trained_alike(hook, {"static_graph": True}, {}, 1, "far", 0.0)
+
+
+@HOOKS
+@simulated(2, 3)
+def test_uneven_inputs_equal_plain_ddp(world_size: int, hook: str) -> None:
+    plain = make("cpu", dist.new_group(backend="gloo"))
+    reference = torch.optim.AdamW(plain.parameters(), lr=0.01)
+    steps = 4 + dist.get_rank()
+    with Join([plain]):
+        for step in range(steps):
+            iterate(plain, reference, step)
+    with device.simulate(seed=1, host_ahead="far") as run:
+        ddp = make("sim")
+        zero = register(ddp, hook)
+        with Join([ddp, zero]):
+            for step in range(steps):
+                iterate(ddp, zero, step)
+        actual = [param.detach().cpu() for param in ddp.parameters()]
+    assert run.reports == []
+    if dist.get_rank() == world_size - 1:  # plain optimizers of ranks without inputs do not step
+        for ours, theirs in zip(actual, plain.parameters(), strict=True):
+            torch.testing.assert_close(ours, theirs.detach(), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("shard_by", ["parameter", "element"])
@@ -161,7 +195,7 @@ def test_an_infinity_on_one_rank_makes_a_scaler_skip_on_all(world_size: int) -> 
 
 def steady_step(hook: str, zero_by: str = "optimizer", shard_by: str = "element") -> Step:
     """Train, and return the counts of the last iteration."""
-    with device.simulate(seed=1, host_ahead="far") as run:
+    with as_if_large(), device.simulate(seed=1, host_ahead="far") as run:
         ddp = make("sim")
         zero = register(ddp, hook, shard_by=shard_by)
         for step in range(6):

@@ -154,6 +154,46 @@ def test_launches_do_not_grow_with_the_number_of_parameters(world_size: int, our
     assert few_clipping.launches == many_clipping.launches <= 14, many_clipping.summary()
 
 
+class Sum(nn.Module):
+    """The sum of the squares of many parameters."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(params_on_device(count, torch.float32))
+
+    def forward(self, factor: Tensor) -> Tensor:
+        total = factor * 0
+        for weight in self.weights:
+            total = total + (weight * factor).square().sum()
+        return total
+
+
+def count_sharded_step(count: int, ours: dict[str, Any]) -> tuple[Step, Step]:
+    """The counts of one step under ``ShardedDataParallel``, and of scaling all sharded gradients."""
+    with device.simulate(seed=1) as run:
+        module = Sum(count)
+        zero = ZeroRedundancyOptimizer(module.parameters(), torch.optim.AdamW, lr=1e-2, foreach=True, **ours)
+        model = ShardedDataParallel(module, zero, mixed_precision=MixedPrecision(param_dtype=HALF))
+        for _ in range(3):
+            zero.zero_grad()
+            model(torch.ones((), device="sim", dtype=HALF)).backward()
+            gradients = [param.grad for param in module.parameters() if param.grad is not None]
+            with run.step() as scaling:
+                torch._foreach_mul_(gradients, 0.5)
+            with run.step() as stepping:
+                zero.step()
+    assert run.reports == []
+    return stepping, scaling
+
+
+@pytest.mark.parametrize("ours", [{}, OFFLOAD], ids=["masters", "offload"])
+@simulated(2)
+def test_launches_of_a_sharded_step_do_not_grow_with_the_parameters(world_size: int, ours: dict[str, Any]) -> None:
+    (few, _), (many, scaling) = (count_sharded_step(count, ours) for count in (6, 60))
+    assert in_step_room(few) == in_step_room(many)
+    assert [name for (name, _), times in scaling.kernels.items() for _ in range(times)] == ["_foreach_mul_"]
+
+
 @KINDS
 @simulated(2)
 def test_the_host_waits_for_nothing_but_offloaded_gradients(world_size: int, ours: dict[str, Any]) -> None:

@@ -115,9 +115,7 @@ def test_collectives_give_the_right_numbers(world_size: int, host_ahead: Any) ->
         assert sent.tolist() == [2, 4, 6]
         assert gathered.tolist() == [i * (1 + r) for r in range(world_size) for i in (1, 2)]
         assert part.tolist() == [total * (2 * rank + 1), total * (2 * rank + 2)]
-        assert [u.tolist() for u in uneven] == [
-            [i * (1 + r) for i in range(1, r + 2)] for r in range(world_size)
-        ]
+        assert [u.tolist() for u in uneven] == [[i * (1 + r) for i in range(1, r + 2)] for r in range(world_size)]
         torch.testing.assert_close(own.cpu(), torch.arange(1.0, rank + 2) * total / world_size)
         assert swapped.tolist() == [(rank + 1) * (1 + r) for r in range(world_size)]
         if rows is not None:
@@ -129,15 +127,14 @@ def test_collectives_give_the_right_numbers(world_size: int, host_ahead: Any) ->
 
 @simulated(2)
 def test_operations_are_counted_as_nccl_would_run_them(world_size: int) -> None:
-    with device.simulate() as run:
-        with run.step() as step:
-            outputs = [torch.empty(3, device="sim"), torch.empty(3, device="sim")]
-            dist.all_gather(outputs, rank_values(3))
-            uneven = [torch.empty(3, device="sim"), torch.empty(5, device="sim")]
-            dist.all_gather(uneven, rank_values(3 + 2 * dist.get_rank()))
-            with dist._coalescing_manager():
-                dist.all_reduce(outputs[0])
-                dist.all_reduce(outputs[1])
+    with device.simulate() as run, run.step() as step:
+        outputs = [torch.empty(3, device="sim"), torch.empty(3, device="sim")]
+        dist.all_gather(outputs, rank_values(3))
+        uneven = [torch.empty(3, device="sim"), torch.empty(5, device="sim")]
+        dist.all_gather(uneven, rank_values(3 + 2 * dist.get_rank()))
+        with dist._coalescing_manager():
+            dist.all_reduce(outputs[0])
+            dist.all_reduce(outputs[1])
     assert run.reports == []
     assert [(c.name, c.operations, c.launches, c.size) for c in step.collectives] == [
         ("all_gather", 1, 1, 24), ("all_gather", 2, 1, 32), ("all_reduce", 1, 1, 12), ("all_reduce", 1, 0, 12),
@@ -265,7 +262,9 @@ def test_two_communicators_in_different_orders_do_not_block_each_other(world_siz
     groups = [dist.new_group(), dist.new_group()]
     with device.simulate(host_ahead="far") as run:
         values = [rank_values(3), rank_values(3)]
-        works = [dist.all_reduce(values[i], group=groups[i], async_op=True) for i in (dist.get_rank(), 1 - dist.get_rank())]
+        works = [
+            dist.all_reduce(values[i], group=groups[i], async_op=True) for i in (dist.get_rank(), 1 - dist.get_rank())
+        ]
         for work in works:
             work.wait()
         assert [t.tolist() for t in values] == [[3, 6, 9]] * 2

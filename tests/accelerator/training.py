@@ -70,10 +70,10 @@ class Place:
 
 
 @contextlib.contextmanager
-def small_sizes() -> Iterator[None]:
+def small_sizes(bucket: int = BUCKET) -> Iterator[None]:
     """Make a tiny model be treated as a large one: several rounds, segments and buckets are on their way at once."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(limits, "COLLECTIVE_BUCKET_BYTES", BUCKET)
+        patch.setattr(limits, "COLLECTIVE_BUCKET_BYTES", bucket)
         patch.setattr(limits, "COLLECTIVE_BUCKET_BYTES_PER_RANK", 64)
         patch.setattr(limits, "SEGMENT_BYTES", 1)
         yield
@@ -279,7 +279,7 @@ class Training:
 
 
 def ddp(training: Training) -> DistributedDataParallel:
-    options = {"bucket_cap_mb": BUCKET / (1 << 20), "process_group": training.place.group, **training.case.wrap}
+    options = {"bucket_cap_mb": training.case.bucket / (1 << 20), "process_group": training.place.group, **training.case.wrap}
     return DistributedDataParallel(training.module, **options)
 
 
@@ -310,7 +310,7 @@ interleaved = _overlapped(hook_with_zero_step_interleaved)
 
 
 def level_3(training: Training) -> None:
-    options = {"bucket_bytes": BUCKET, **training.case.wrap}
+    options = {"bucket_bytes": training.case.bucket, **training.case.wrap}
     shape = options.pop("mesh", None)
     if shape is not None:
         mesh = training.place.mesh(*shape)
@@ -356,6 +356,7 @@ class Case:
         dtype: the type of the module and its inputs.
         parts: the optimizers.
         wrap: options of DDP or ShardedDataParallel.
+        bucket: bytes of a bucket.
         worlds: numbers of ranks.
         tolerance: how far two ranks may differ from the CPU; more ranks may differ by ``ROUNDING`` at least.
     """
@@ -367,12 +368,13 @@ class Case:
     dtype: torch.dtype | None = field(default=None, kw_only=True)
     parts: Sequence[Part] = field(default_factory=lambda: adamw(), kw_only=True)
     wrap: dict[str, Any] = field(default_factory=dict, kw_only=True)
+    bucket: int = field(default=BUCKET, kw_only=True)
     worlds: tuple[int, ...] = field(default=(2, 3), kw_only=True)
     tolerance: float = field(default=0.0, kw_only=True)
 
     def run(self, place: Place) -> list[Tensor]:
         """Train at a place and return this rank's results on the CPU."""
-        with small_sizes():
+        with small_sizes(self.bucket):
             training = Training(self, place)
             self.program(training)
             return training.results()

@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from onecopy import MixedPrecision, PeerFailedError, ShardedDataParallel, ZeroRedundancyOptimizer
-from onecopy.comm.parameter_sharing import PackBuffers
 from onecopy.data_parallel import parameter_buckets
 from tests.support.data_parallel import Layers, Side, inputs_of
 from tests.support.failures import NO_MEMORY, expect, expect_no_memory, failing, failure_of
@@ -77,16 +76,6 @@ def test_a_rank_without_memory_for_buckets(
     assert_replicas_equal(again.params)
 
 
-@distributed(2, 3)
-@pytest.mark.parametrize("calls", [0, 1, 2])
-def test_a_rank_without_memory_for_transfers(world_size: int, calls: int) -> None:
-    made = Made()
-    with failing(PackBuffers, "reserve", world_size - 1, calls):
-        expect_no_memory(world_size - 1, made.wrap)
-    train_wrapped(made.wrap(), made)
-    assert_replicas_equal(made.params)
-
-
 # Replicas
 
 
@@ -121,10 +110,9 @@ def test_a_rank_without_memory_is_told_to_all_replicas(world_size: int) -> None:
     mesh = mesh_of_two()
     module = Layers()
     zero = ZeroRedundancyOptimizer(module.parameters(), torch.optim.SGD, process_group=mesh.get_group(1), lr=0.1)
-    for place, name in ((parameter_buckets, "_move_into_bucket"), (PackBuffers, "reserve")):
-        with failing(place, name, 2):
-            error = failure_of(lambda: ShardedDataParallel(module, zero, mesh=mesh))
-        expect(error, MemoryError if dist.get_rank() == 2 else PeerFailedError, NO_MEMORY)
+    with failing(parameter_buckets, "_move_into_bucket", 2):
+        error = failure_of(lambda: ShardedDataParallel(module, zero, mesh=mesh))
+    expect(error, MemoryError if dist.get_rank() == 2 else PeerFailedError, NO_MEMORY)
     model = ShardedDataParallel(module, zero, mesh=mesh)
     model(inputs_of(dist.get_rank(), 0)).square().mean().backward()
     zero.step()

@@ -52,6 +52,7 @@ def as_if_large() -> Iterator[None]:
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(limits, "SEGMENT_BYTES", 1)
+        patch.setattr(limits, "COLLECTIVE_SEGMENT_GROWTH", 0)
         patch.setattr(limits, "DIRECT_GRADIENT_BYTES", 200)
         patch.setattr(limits, "CHUNK_BYTES", 256)
         little_room(patch)

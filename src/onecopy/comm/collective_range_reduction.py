@@ -13,6 +13,7 @@ from onecopy.comm.collectives import Collectives
 from onecopy.comm.gather_sharing import padded_part
 from onecopy.comm.range_reduction import FinishReduction, GradientRange
 from onecopy.comm.work import Work
+from onecopy.common.torch_private import zero_each
 
 
 class CollectiveRangeReduction:
@@ -66,7 +67,7 @@ class CollectiveRangeReduction:
                 paddings.append(part[size:])
         torch._foreach_copy_(targets, sources)
         if paddings:
-            torch._foreach_zero_(paddings)  # tools that look for NaN look at the whole message
+            zero_each(paddings)  # tools that look for NaN look at the whole message
         if self._scale_before != 1.0:
             packed.mul_(self._scale_before)
         if self._part is None:

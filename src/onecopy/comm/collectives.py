@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from functools import partial
+from functools import lru_cache, partial
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from onecopy.comm import limits, process_groups
 from onecopy.comm.process_groups import DedicatedGroups
+from onecopy.comm.side_stream import SideStream
 from onecopy.comm.status_flags import FlagRows, flags_on
 from onecopy.comm.work import Work, WorkGroup, WorkThenCopy, WorkWithBuffer, run_all
 from onecopy.common.flat_views import as_bytes, flat_view, to_bytes
@@ -264,6 +265,12 @@ class Collectives:
         work: Work = dist.all_reduce(tensor, op=op, group=self.process_group, async_op=True)
         return work
 
+    def all_reduce_after(self, work: Work, tensor: Tensor, largest: bool = False) -> Work:
+        """As :meth:`all_reduce`, of memory that ``work`` writes. The current stream waits for neither."""
+        with _chain_stream(tensor.device).use():
+            work.wait()
+            return self.all_reduce(tensor, largest)
+
     def send(self, tensor: Tensor, destination: int, tag: int = MESSAGE_TAG) -> Work:
         """Start sending contiguous memory to one rank."""
         work: Work = self._message_group.send([tensor], destination, self._tag(tag, tensor.device))
@@ -286,3 +293,9 @@ class Collectives:
             return (tensor,)  # most messages of a step: splitting them would take a third of the time of sending
         parts: tuple[Tensor, ...] = as_bytes(flat_view(tensor)).split(chunk)
         return parts
+
+
+@lru_cache
+def _chain_stream(device: torch.device) -> SideStream:
+    """The stream on which a collective waits for the one before it."""
+    return SideStream(device)

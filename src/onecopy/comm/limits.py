@@ -76,6 +76,15 @@ COLLECTIVE_BUCKET_BYTES_PER_RANK = 1 << 20
 MOST_COLLECTIVE_BUCKET_BYTES = 512 << 20
 """The size that a bucket reaches with very many ranks: buckets in flight are extra memory."""
 
+COLLECTIVE_SEGMENT_GROWTH = 3
+"""A segment of ShardedDataParallel has up to this many times the bytes of all segments before it.
+
+So a handful of segments is enough: each is one step of the inner optimizer.
+"""
+
+LARGEST_SEGMENTS = 3
+"""A segment has at most one of this many parts of all bytes, so that the update of the last one hides behind others."""
+
 COLLECTIVES_IN_FLIGHT = 1
 """Number of packed all-gathers that may be in flight while the next one is packed."""
 

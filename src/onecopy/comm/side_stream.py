@@ -1,4 +1,7 @@
-"""A side stream of an accelerator, for work that runs beside the backward pass; on the CPU the work runs in place."""
+"""Streams of an accelerator: a side stream for work beside the current one, and streams that wait for each other.
+
+The CPU has no streams: there the work runs in place, and nothing waits.
+"""
 
 from __future__ import annotations
 
@@ -34,11 +37,6 @@ class SideStream:
         with stream:
             yield
 
-    def record(self, tensor: Tensor) -> None:
-        """Keep a tensor's memory from being reused before the side stream has done its enqueued work."""
-        if self._stream is not None:
-            tensor.record_stream(self._stream)
-
     def join(self) -> None:
         """Make the current stream wait for the enqueued work of the side stream."""
         if self._stream is not None:
@@ -47,3 +45,39 @@ class SideStream:
     def future(self) -> Future[Tensor]:
         """A future whose result is set on the side stream."""
         return Future() if self._stream is None else Future(devices=[self._device])
+
+
+def current_stream(device: torch.device) -> torch.Stream | None:
+    """The stream on which the calling thread enqueues work for a device; None for the CPU."""
+    return None if device.type == "cpu" else torch.accelerator.current_stream(device)
+
+
+def wait_for_stream(waiting: torch.Stream | None, other: torch.Stream | None) -> None:
+    """Make one stream wait for the enqueued work of another one."""
+    if waiting is not None and other is not None and waiting != other:
+        waiting.wait_stream(other)
+
+
+class UsedStreams:
+    """The streams that have worked on some memory. Almost always it is only the current one, and nothing waits."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._streams: dict[int, torch.Stream] = {}  # by stream id
+
+    def note(self) -> None:
+        """Note that the current stream works on the memory."""
+        stream = current_stream(self._device)
+        if stream is not None:
+            self._streams[stream.stream_id] = stream
+
+    def join(self) -> None:
+        """Make the current stream wait for the other streams."""
+        for stream in self._streams.values():
+            wait_for_stream(current_stream(self._device), stream)
+
+    def release(self) -> None:
+        """Make the other streams wait for the current one, before they reuse the memory, and forget them."""
+        for stream in self._streams.values():
+            wait_for_stream(stream, current_stream(self._device))
+        self._streams.clear()

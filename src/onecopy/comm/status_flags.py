@@ -125,10 +125,11 @@ class DeferredFlags:
     def __init__(self) -> None:
         self._unread: deque[tuple[DeferredRead, CheckFlags]] = deque()
         self._older = 0  # number of unread flags that were exchanged before the last end of a step
+        self._count = 0  # of all flags that were put
         self._forgotten: list[DeferredRead] = []
 
-    def put(self, flags: Tensor, work: Work | None, check: CheckFlags) -> None:
-        """Keep flags to be read and checked later.
+    def put(self, flags: Tensor, work: Work | None, check: CheckFlags) -> int:
+        """Keep flags to be read and checked later; return their number, for :meth:`check_through`.
 
         Args:
             flags: the tensor that the exchange writes.
@@ -137,6 +138,8 @@ class DeferredFlags:
         """
         self._forgotten = [read for read in self._forgotten if not read.has_arrived]
         self._unread.append((DeferredRead(flags, work), check))
+        self._count += 1
+        return self._count
 
     def end_step(self) -> None:
         """Note the end of a step: the next step waits for all flags that are unread now."""
@@ -150,6 +153,11 @@ class DeferredFlags:
     def check_older(self) -> None:
         """At the beginning of a step: wait for the flags of the last step, and check them."""
         while self._older:
+            self._check_oldest()
+
+    def check_through(self, number: int) -> None:
+        """Wait for the flags with this number and all before, and check them."""
+        while self._count - len(self._unread) < min(number, self._count):
             self._check_oldest()
 
     def check_all(self) -> None:
@@ -175,4 +183,8 @@ class DeferredFlags:
     def _check_oldest(self) -> None:
         read, check = self._unread.popleft()
         self._older = max(0, self._older - 1)
-        check(read.read())
+        try:
+            check(read.read())
+        except Exception:
+            self.clear()  # a rank has failed, and takes part in no later exchange: later flags may never arrive
+            raise

@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -16,12 +17,15 @@ from torch import Tensor
 
 from onecopy.comm import limits
 from onecopy.comm.broadcast_sharing import BroadcastSharing
+from onecopy.comm.bucket_reduce_scatter import BucketGradients, BucketReduceScatter
 from onecopy.comm.buffer_pool import BufferPool
 from onecopy.comm.collective_range_reduction import CollectiveRangeReduction
+from onecopy.comm.collective_reduce_scatter import CollectiveReduceScatter
 from onecopy.comm.collectives import Collectives
 from onecopy.comm.gather_sharing import GatherSharing
 from onecopy.comm.packing import InFlight
 from onecopy.comm.pairwise_range_reduction import PairwiseRangeReduction
+from onecopy.comm.pairwise_reduce_scatter import PairwiseReduceScatter
 from onecopy.comm.parameter_sharing import OwnedMemory, PackBuffers, ParameterSharing
 from onecopy.comm.range_reduction import GradientRange, RangeReduction
 from onecopy.comm.work import Work, WorkGroup
@@ -32,15 +36,21 @@ class Transport(Protocol):
 
     Attributes:
         bucket_bytes: the default size of a bucket of ``ShardedDataParallel``.
-        segment_bytes: ``ShardedDataParallel`` updates and sends buckets together up to this size.
         gradient_bytes_in_flight: another bucket of gradients is launched only while fewer bytes are in flight.
         sends_rows: whether the gradient of an embedding can be sent by rows.
     """
 
     bucket_bytes: int
-    segment_bytes: int
     gradient_bytes_in_flight: int
     sends_rows: bool
+
+    def segment_bytes(self, before: int, total: int) -> int:
+        """The size from which a segment of buckets, which are updated and sent together, is full.
+
+        Args:
+            before: the bytes of all segments before it, which are sent first.
+            total: the bytes of all segments.
+        """
 
     def plan_sharing(self, ranges: Sequence[OwnedMemory], direct_bytes: int, buffers: PackBuffers) -> ParameterSharing:
         """Plan the messages that share memory ranges which lie anywhere.
@@ -60,6 +70,9 @@ class Transport(Protocol):
             bounds: the limits of the ranks' ranges, in elements.
         """
 
+    def plan_reduce_scatter(self, bucket: BucketGradients) -> BucketReduceScatter:
+        """Plan the reduction of a bucket's gradients to their owners."""
+
     def plan_range_reduction(
         self, ranges: Sequence[GradientRange], dtype: torch.dtype, reduce_dtype: torch.dtype, pool: BufferPool
     ) -> RangeReduction:
@@ -76,13 +89,17 @@ class Transport(Protocol):
 class PairwiseTransport:
     """Messages between pairs of ranks."""
 
-    bucket_bytes = limits.BUCKET_BYTES
-    segment_bytes = limits.SEGMENT_BYTES
-    gradient_bytes_in_flight = limits.GRADIENT_BYTES_IN_FLIGHT
     sends_rows = True
 
     def __init__(self, collectives: Collectives) -> None:
         self._collectives = collectives
+        self.bucket_bytes = limits.BUCKET_BYTES
+        self.gradient_bytes_in_flight = limits.GRADIENT_BYTES_IN_FLIGHT
+
+    def segment_bytes(self, before: int, total: int) -> int:
+        """The first buckets go alone; then segments grow up to a fixed size."""
+        del total
+        return min(limits.SEGMENT_BYTES, before)
 
     def plan_sharing(self, ranges: Sequence[OwnedMemory], direct_bytes: int, buffers: PackBuffers) -> ParameterSharing:
         """Plan broadcasts, of large ranges in place and of small ones packed."""
@@ -94,6 +111,10 @@ class PairwiseTransport:
         return WorkGroup(
             tuple(self._collectives.broadcast(bucket[bounds[owner] : bounds[owner + 1]], owner) for owner in owners)
         )
+
+    def plan_reduce_scatter(self, bucket: BucketGradients) -> BucketReduceScatter:
+        """Plan messages between pairs of ranks, of large gradients from autograd's own memory."""
+        return PairwiseReduceScatter(self._collectives, bucket)
 
     def plan_range_reduction(
         self, ranges: Sequence[GradientRange], dtype: torch.dtype, reduce_dtype: torch.dtype, pool: BufferPool
@@ -110,8 +131,12 @@ class CollectiveTransport:
     def __init__(self, collectives: Collectives) -> None:
         self._collectives = collectives
         self.bucket_bytes = limits.bucket_bytes(collectives.world_size, pairwise=False)
-        self.segment_bytes = self.bucket_bytes
         self.gradient_bytes_in_flight = 2 * self.bucket_bytes
+
+    def segment_bytes(self, before: int, total: int) -> int:
+        """Segments grow quickly, because every one is a step of the inner optimizer, with kernels of its own."""
+        largest = max(self.bucket_bytes, total // limits.LARGEST_SEGMENTS)
+        return min(largest, limits.COLLECTIVE_SEGMENT_GROWTH * before)
 
     def plan_sharing(self, ranges: Sequence[OwnedMemory], direct_bytes: int, buffers: PackBuffers) -> ParameterSharing:
         """Plan rounds of all-gathers."""
@@ -124,6 +149,10 @@ class CollectiveTransport:
         if bucket.numel() > bounds[-1] or are_equal(bounds):
             return self._collectives.all_gather_single(bucket, bucket.view(ranks, -1)[here])
         return self._collectives.all_gather_parts([bucket[bounds[owner] : bounds[owner + 1]] for owner in range(ranks)])
+
+    def plan_reduce_scatter(self, bucket: BucketGradients) -> BucketReduceScatter:
+        """Plan one reduce-scatter of a flat buffer."""
+        return CollectiveReduceScatter(self._collectives, bucket)
 
     def plan_range_reduction(
         self, ranges: Sequence[GradientRange], dtype: torch.dtype, reduce_dtype: torch.dtype, pool: BufferPool
@@ -177,3 +206,47 @@ class SharingByDevice:
     def staging_bytes(self) -> int:
         """The extra memory for packed messages."""
         return self._buffers.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class SharedBucket:
+    """A flat bucket of parameters that is sharded among all ranks.
+
+    Attributes:
+        memory: the bucket, padded if its ranges are equally long.
+        bounds: rank r owns ``[bounds[r], bounds[r + 1])``.
+        params: the indices of the parameters.
+    """
+
+    memory: Tensor
+    bounds: tuple[int, ...]
+    params: tuple[int, ...]
+
+
+class BucketSharing:
+    """Shares flat buckets in place, each by the transport of its device."""
+
+    staging_bytes = 0
+
+    def __init__(self, collectives: Collectives, buckets: Sequence[SharedBucket]) -> None:
+        self._buckets = [(transport_for(collectives, each.memory.device), each) for each in buckets]
+
+    def start_works(self, changed: Sequence[bool] | None = None) -> list[Work]:
+        """Start sending the buckets that have a changed parameter, or all; all ranks must choose the same."""
+        return [
+            transport.share_bucket(each.memory, each.bounds)
+            for transport, each in self._buckets
+            if changed is None or any(changed[index] for index in each.params)
+        ]
+
+    def start(self, changed: Sequence[bool] | None = None, in_flight: InFlight | None = None) -> InFlight:
+        """Start sending the buckets to all ranks, and return the messages in flight."""
+        in_flight = in_flight or InFlight()
+        for work in self.start_works(changed):
+            in_flight.add(work, self._buckets[0][1].memory, staged=False)
+        return in_flight
+
+    @property
+    def messages(self) -> int:
+        """The number of buckets."""
+        return len(self._buckets)

@@ -39,7 +39,7 @@ def replicas_of(mesh: DeviceMesh, collectives: Collectives) -> Collectives:
         raise ValueError(
             "the optimizers must be on the mesh's second dimension: construct them with process_group=mesh.get_group(1)"
         )
-    return Collectives(mesh.get_group(0))
+    return Collectives(mesh.get_group(0), collectives.control_device)
 
 
 def check_mixed_precision(mixed_precision: object) -> None:

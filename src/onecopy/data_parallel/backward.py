@@ -9,13 +9,16 @@
    ``param.grad`` becomes a ``ShardGrad``.
 
 Hooks do not raise, because the other ranks wait for every reduction. The first failure is kept, and the flags at the
-end of the pass tell all ranks. On an accelerator, 1 and 2 are enqueued on a side stream. There the host reads the flags
-at once only if a parameter has no gradient on this rank; otherwise it reads them in the next pass.
+end of the pass tell all ranks. On an accelerator the host reads them when they have arrived, at the latest in the
+second ``step()`` after the pass. A rank that has no gradient for a parameter which is not frozen reads them at once,
+because it cannot know whether the parameter has a gradient on another rank (DDP with ``find_unused_parameters`` waits
+there, too).
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import weakref
 from collections import deque
@@ -26,18 +29,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onecopy.comm import limits
 from onecopy.comm.agreement import FirstFailure, raise_together
+from onecopy.comm.bucket_reduce_scatter import InFlightReduction
 from onecopy.comm.buffer_pool import BufferPool
-from onecopy.comm.side_stream import SideStream
+from onecopy.comm.side_stream import UsedStreams
 from onecopy.comm.status_flags import DeferredFlags, flags_on
+from onecopy.comm.work import Work
 from onecopy.common.profiler_ranges import profile_range
 from onecopy.common.torch_private import backward_number, when_backward_ends, will_accumulate
 from onecopy.data_parallel.gradient_buckets import GradientBucket, GradState, ReductionPolicy
-from onecopy.data_parallel.gradient_reduction import InFlightReduction
-from onecopy.data_parallel.pass_flags import PassFlags, failure_of_last_pass, frozen_on_some_ranks, local_flags
+from onecopy.data_parallel.pass_flags import PassFlags, check_row, frozen_on_some_ranks, local_flags
 from onecopy.data_parallel.sharded_gradients import ShardGrad
-from onecopy.errors import PeerFailedError
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +77,16 @@ class _BackwardPass:
 class BackwardReducer:
     """Reduces the gradients of all buckets, in order, in every backward pass that synchronises.
 
+    Args:
+        buckets: the buckets, in the order of their launch.
+        policy: the process groups and the data type of all reductions.
+        flags: the queue of status flags that the host reads later.
+
     Attributes:
         synchronises: whether backward passes reduce gradients; False under ``no_sync()``.
     """
 
-    def __init__(self, buckets: Sequence[GradientBucket], policy: ReductionPolicy) -> None:
+    def __init__(self, buckets: Sequence[GradientBucket], policy: ReductionPolicy, flags: DeferredFlags) -> None:
         self.synchronises = True
         self._buckets = list(buckets)
         self._policy = policy
@@ -87,8 +94,9 @@ class BackwardReducer:
         # Two modules in one backward pass may launch their buckets in another order on every rank, so each has tags of
         # its own.
         self._tags = policy.collectives.reserve_tags()
-        self._side_streams = {bucket.device: SideStream(bucket.device) for bucket in buckets}
-        self._deferred_flags = DeferredFlags()
+        # Autograd may run hooks on other streams than the one on which backward() was called.
+        self._streams = {bucket.device: UsedStreams(bucket.device) for bucket in buckets}
+        self._deferred_flags = flags
         self._pass: _BackwardPass | None = None
         self._no_sync_owners: dict[int, Tensor] = {}  # by address of a no_sync() gradient, its parameter
         self._accumulators: dict[int, Any] = {}  # autograd's nodes, which live only as long as a reference to them
@@ -120,9 +128,8 @@ class BackwardReducer:
                 "a backward pass began before another one ended: with activation checkpointing use "
                 "use_reentrant=False; after an exception in backward() run a forward pass first"
             )
-        last_flags = self._deferred_flags.take()
-        last_failure = None if last_flags is None else failure_of_last_pass(self._buckets, last_flags)
-        self._pass = _BackwardPass(number, FirstFailure(last_failure))
+        self._deferred_flags.check_arrived()
+        self._pass = _BackwardPass(number)
         self._no_sync_owners.clear()
         for bucket in self._buckets:
             bucket.begin_pass(self._pool)
@@ -180,7 +187,8 @@ class BackwardReducer:
             return
         with self._lock:
             try:  # not `with current.failure`, which takes longer: this runs for every parameter
-                self._put(bucket, position, param.grad)
+                bucket.put(position, param.grad, self._pool)
+                param.grad = None
                 while (
                     current.next_bucket < len(self._buckets) and self._buckets[current.next_bucket].pending_count == 0
                 ):
@@ -221,27 +229,18 @@ class BackwardReducer:
             bucket.shard.add_(new)
         self._set_shard_grads(flags.present)
 
-    def _put(self, bucket: GradientBucket, position: int, gradient: Tensor) -> None:
-        side_stream = self._side_streams[bucket.device]
-        if side_stream.is_cpu:
-            bucket.put(position, gradient, self._pool)
-        else:
-            with side_stream.use():
-                bucket.put(position, gradient, self._pool)
-                side_stream.record(gradient)
-        bucket.params[position].grad = None
-
     def _launch(self, current: _BackwardPass) -> None:
         """Start the reduction of the next bucket, when few enough bytes are in flight."""
         number = current.next_bucket
         bucket = self._buckets[number]
         current.next_bucket += 1
-        while sum(each.bucket.nbytes for each in current.in_flight) >= limits.GRADIENT_BYTES_IN_FLIGHT:
+        while sum(each.bucket.nbytes for each in current.in_flight) >= bucket.transport.gradient_bytes_in_flight:
             self._add_up_oldest(current)
         with current.failure:
             if not current.failure:  # after a failure nothing is reduced, and no_sync() gradients stay in param.grad
                 self._put_no_sync_grads(bucket)
-        with profile_range("onecopy.reduce"), self._side_streams[bucket.device].use():
+        with profile_range("onecopy.reduce"):
+            self._streams[bucket.device].note()
             reduction = bucket.launch(self._pool, self._tags + number, is_last=number == len(self._buckets) - 1)
         current.in_flight.append(_BucketInFlight(bucket, reduction))
 
@@ -252,17 +251,18 @@ class BackwardReducer:
                 continue
             if bucket.was_zeroed(position):
                 bucket.has_reduced_grad[position] = False
-            self._put(bucket, position, param.grad)
+            bucket.put(position, param.grad, self._pool)
+            param.grad = None
 
     def _add_up_oldest(self, current: _BackwardPass) -> None:
         """Add up the bucket that has been in flight for the longest time."""
         oldest = current.in_flight.popleft()
-        with self._side_streams[oldest.bucket.device].use():
-            oldest.bucket.add_up(oldest.reduction)
-            if not oldest.reduction.ends_with_pass:
-                oldest.end(self._pool)
+        self._streams[oldest.bucket.device].note()
+        oldest.bucket.add_up(oldest.reduction)
         if oldest.reduction.ends_with_pass:
             current.sending.append(oldest)
+        else:
+            oldest.end(self._pool)
 
     def end_pass(self) -> None:
         """End a backward pass: reduce the remaining buckets and set ``param.grad``."""
@@ -272,8 +272,10 @@ class BackwardReducer:
 
     def _reduce_remaining(self, current: _BackwardPass, active: bool) -> PassFlags:
         """Launch the remaining buckets, add all buckets up, and return the flags that are set on any rank."""
-        collectives = self._policy.collectives
+        collectives, replicas = self._policy.collectives, self._policy.replicas
         with collectives.explaining_timeouts("backward()"):
+            for streams in self._streams.values():
+                streams.join()
             while current.next_bucket < len(self._buckets):
                 self._launch(current)
             mine = local_flags(self._buckets, bool(current.failure), active)
@@ -283,12 +285,13 @@ class BackwardReducer:
                 self._add_up_oldest(current)
             for sending in current.sending:
                 sending.end(self._pool)
-            work.wait()
-            if self._policy.replicas is not None:
-                self._policy.replicas.all_reduce(row, largest=True).wait()
-        for side_stream in self._side_streams.values():
-            side_stream.join()
-        flags = self._read_flags(row, current.failure.error, mine)
+            if replicas is not None:
+                work = replicas.all_reduce_after(work, row, largest=True)
+            if not collectives.defers_host_reads:
+                work.wait()
+        if collectives.defers_host_reads:
+            return self._read_later(row, work, mine, current.failure.error)
+        flags = PassFlags.from_row(row.tolist(), mine.sizes)
         if flags.failed:
             raise_together(collectives, "backward()", current.failure.error)
         disagreement = frozen_on_some_ranks(self._buckets, flags)
@@ -296,21 +299,17 @@ class BackwardReducer:
             raise disagreement
         return flags
 
-    def _read_flags(self, row: Tensor, failure: Exception | None, mine: PassFlags) -> PassFlags:
-        """Read the flags of all ranks; on an accelerator only where this rank's own flags cannot replace them."""
-        if not self._policy.collectives.defers_host_reads:
-            return PassFlags.from_row(row.tolist(), mine.sizes)
+    def _read_later(self, row: Tensor, work: Work, mine: PassFlags, failure: Exception | None) -> PassFlags:
+        """Let the host read the flags of all ranks later; at once only where this rank's flags cannot replace them."""
+        found: list[PassFlags] = []
+        self._deferred_flags.put(row, work, functools.partial(check_row, self._buckets, found))
         if failure is not None:
+            self._deferred_flags.clear()
             raise failure
-        self._deferred_flags.put(row)
-        if all(map(all, mine.present)):
+        if mine.replaces_others:
             return mine
-        values = self._deferred_flags.take()
-        assert values is not None
-        flags = PassFlags.from_row(values, mine.sizes)
-        if flags.failed:
-            raise PeerFailedError("backward() failed on another rank; see its own error")
-        return flags
+        self._deferred_flags.check_all()
+        return found[0]
 
     def _set_shard_grads(self, present: Sequence[Sequence[bool]]) -> None:
         """Set ``param.grad`` for every parameter that has a gradient on any rank."""

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 
+from torch import Tensor
+
 from onecopy.data_parallel.gradient_buckets import GradientBucket, GradState
 from onecopy.errors import PeerFailedError, RanksDisagreeError
 
@@ -31,6 +33,18 @@ class PassFlags:
     has_reduced_grad: FlagsByBucket
     trainable: FlagsByBucket
     frozen: FlagsByBucket
+
+    @property
+    def replaces_others(self) -> bool:
+        """Whether this rank knows without the other ranks' flags which parameters have a gradient on any rank.
+
+        That is so if it has a gradient for each parameter that is not frozen: parameters are frozen on all ranks.
+        """
+        return all(
+            has or is_frozen
+            for present, frozen in zip(self.present, self.frozen, strict=True)
+            for has, is_frozen in zip(present, frozen, strict=True)
+        )
 
     @property
     def sizes(self) -> list[int]:
@@ -81,9 +95,16 @@ def frozen_on_some_ranks(buckets: Sequence[GradientBucket], flags: PassFlags) ->
     return None
 
 
-def failure_of_last_pass(buckets: Sequence[GradientBucket], row: Sequence[int]) -> Exception | None:
-    """The error that the flags of the last pass tell, which are read in this pass; None if it succeeded."""
-    flags = PassFlags.from_row(row, [len(bucket.params) for bucket in buckets])
+def check_row(buckets: Sequence[GradientBucket], found: list[PassFlags], row: Tensor) -> None:
+    """Raise if a row of all ranks' flags tells of a failure; else append the flags to ``found``."""
+    flags = PassFlags.from_row(row.tolist(), [len(bucket.params) for bucket in buckets])
     if flags.failed:
-        return PeerFailedError("the previous backward() failed on another rank; see its own error")
-    return frozen_on_some_ranks(buckets, flags)
+        here = buckets[0].policy.collectives.group_rank
+        raise PeerFailedError(
+            f"rank {here}: a backward() failed on another rank; see its own error, and load a checkpoint before going "
+            "on"
+        )
+    disagreement = frozen_on_some_ranks(buckets, flags)
+    if disagreement is not None:
+        raise disagreement
+    found.append(flags)

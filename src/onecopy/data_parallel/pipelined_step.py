@@ -4,28 +4,30 @@
 2. For each segment, in the order in which the next forward pass reads them: update, start sending.
 3. Exchange status flags and wait for all transfers. With ``overlap``, the next forward pass does both: each submodule
    waits for the parameters that it reads.
+
+On an accelerator 1 is a part of 3, in one exchange, which the host reads when it has arrived, at the latest in the next
+``step()``. Nothing there makes the stream of the computation wait for the flags.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from onecopy.comm import limits
 from onecopy.comm.agreement import FirstFailure, raise_together
 from onecopy.comm.collectives import Collectives
-from onecopy.comm.packing import InFlight
-from onecopy.comm.parameter_sharing import ParameterSharing
+from onecopy.comm.side_stream import current_stream
 from onecopy.comm.status_flags import DeferredFlags, flags_on
-from onecopy.comm.transports import SharingByDevice
+from onecopy.comm.transports import BucketSharing, transport_for
+from onecopy.comm.work import Work
 from onecopy.common.profiler_ranges import profile_range
 from onecopy.data_parallel.parameter_buckets import ParameterBuckets
 from onecopy.errors import PeerFailedError, RanksDisagreeError
-from onecopy.layout import BucketPlan
 from onecopy.step.engine import Engine
 from onecopy.step.group_options import OptionsSnapshot
 from onecopy.step.owned_shards import OwnedShard
@@ -38,7 +40,47 @@ class _UpdateSegment:
 
     params: frozenset[int]
     owned: tuple[OwnedShard, ...]
-    sharing: ParameterSharing
+    sharing: BucketSharing
+    devices: tuple[torch.device, ...]
+
+
+@dataclass(slots=True)
+class _Transfers:
+    """The transfers of one segment in one step.
+
+    On an accelerator they are kept until the next step, because every stream that reads the parameters must wait.
+
+    Attributes:
+        works: the transfers.
+        devices: the devices of the buckets.
+        changed: the parameters that the transfers change.
+        increment_versions: increments their version counters.
+        waiting: the current streams of all devices that have waited, by their ids.
+    """
+
+    works: list[Work]
+    devices: tuple[torch.device, ...]
+    changed: list[Tensor]
+    increment_versions: Callable[[list[Tensor]], None]
+    waiting: set[tuple[int, ...]] = field(default_factory=set)
+
+    @property
+    def for_all_streams(self) -> bool:
+        """Whether waiting once is enough, because the CPU has no streams."""
+        return all(device.type == "cpu" for device in self.devices)
+
+    def wait(self) -> None:
+        """Make the current stream wait, unless it has waited already."""
+        current = tuple(stream.stream_id for stream in map(current_stream, self.devices) if stream is not None)
+        if current in self.waiting:
+            return
+        for work in self.works:
+            work.wait()
+        if self.changed and not self.waiting:
+            # The values were written without autograd's knowledge. The version counter lets a backward pass that needs
+            # the old values raise.
+            self.increment_versions(self.changed)
+        self.waiting.add(current)
 
 
 class PipelinedStep:
@@ -46,39 +88,42 @@ class PipelinedStep:
 
     Args:
         engine: the engine.
-        plans: the buckets of its parameters.
         overlap: whether ``step()`` returns while parameters are in flight.
         is_only_optimizer: whether the module has no other optimizer.
         replicas: the ranks that own the same shards in other replicas (with a mesh), or None.
+        flags: the queue of status flags that the host reads later.
     """
 
     def __init__(
         self,
         engine: Engine,
-        plans: Sequence[BucketPlan],
         overlap: bool,
         is_only_optimizer: bool,
         replicas: Collectives | None,
+        flags: DeferredFlags,
     ) -> None:
         self._engine = engine
-        self._plans = list(plans)
         self._overlap = overlap
-        # If another optimizer steps next, the ranks must know of a failure before that.
-        self._defers_flags = overlap and is_only_optimizer and replicas is None
+        # On an accelerator the host must not wait. On the CPU, if another optimizer steps next, the ranks must know of
+        # a failure before that.
+        self._confirms_later = engine.collectives.defers_host_reads
+        self._defers_flags = self._confirms_later or (overlap and is_only_optimizer and replicas is None)
         self._storage: object = None
         self._segments: list[_UpdateSegment] = []
         self._segment_of: dict[int, int] = {}  # by parameter
-        # By segment, the transfers that have not ended, and the parameters that they change.
-        self._transfers: dict[int, tuple[InFlight, list[Tensor]]] = {}
+        self._transfers: dict[int, _Transfers] = {}  # by segment
         self._replicas = replicas
-        self._deferred_flags = DeferredFlags()
+        self._deferred_flags = flags
+        self._last_flags = 0  # the number in the queue of the flags of the last step
         self._plan_segments()
 
     def step(
         self, engine: Engine, groups: Sequence[Group], closure: Callable[[], Any] | None, kwargs: dict[str, Any]
     ) -> Any:
         """Make one step; return the loss of the closure, if there is one."""
-        self._raise_failure_of_last_step()
+        # The one place where the host waits for an accelerator: for flags that are a whole step old.
+        self._deferred_flags.check_through(self._last_flags)
+        self._deferred_flags.check_arrived()
         loss = None
         if callable(closure):
             with torch.enable_grad():
@@ -87,6 +132,7 @@ class PipelinedStep:
         gradient_shards: dict[int, Tensor] = {}
         failure = FirstFailure()
         self.wait()
+        self._transfers.clear()
         # 1. Confirm.
         with failure:
             engine.follow_moved_params()
@@ -96,12 +142,8 @@ class PipelinedStep:
             inner.master_weights.refresh_from_params()
             gradient_shards = dict(gradients.owned_shards() or {})
         has_gradient = gradients.has_gradient()
-        try:
-            engine.confirm(groups, has_gradient, failure.error)
-        except Exception as error:
-            if self._replicas is not None:
-                self._finish_step(error)  # ranks of other replicas have confirmed, and wait for these status flags
-            raise
+        if not self._confirms_later:
+            self._confirm(groups, has_gradient, failure.error)
         # 2. Update and send. A rank that fails goes on sending, because the other ranks receive.
         options = OptionsSnapshot.of(inner.optim.param_groups)
         for number, segment in enumerate(self._segments):
@@ -112,108 +154,104 @@ class PipelinedStep:
                         inner.step_part(segment.owned, gradient_shards, kwargs)
             self._start_sending(number, segment, has_gradient)
         # 3. Exchange status flags and wait.
-        digest = 0 if self._replicas is None else engine.step_digest(groups, has_gradient)
-        self._finish_step(failure.error, digest)
+        compares = self._confirms_later or self._replicas is not None
+        self._finish_step(failure.error, engine.step_digests(groups, has_gradient) if compares else [])
         inner.pull_options(groups)
         return loss
 
+    def _confirm(self, groups: Sequence[Group], has_gradient: Sequence[bool], failure: Exception | None) -> None:
+        """Compare the ranks of this replica, and raise on all of them if one has failed."""
+        try:
+            self._engine.confirm(groups, has_gradient, failure)
+        except Exception as error:
+            if self._replicas is not None:
+                # Ranks of other replicas have confirmed, and wait for these status flags.
+                self._finish_step(error, self._engine.step_digests(groups, has_gradient))
+            raise
+
     def _start_sending(self, number: int, segment: _UpdateSegment, has_gradient: Sequence[bool]) -> None:
         engine = self._engine
-        sends_all = engine.inner.updates_without_gradient or engine.defers_status
+        # Which buckets are sent may depend on the gradients only if the ranks have compared them.
+        sends_all = engine.inner.updates_without_gradient or self._confirms_later
         changed = [engine.params[index] for index in segment.params if sends_all or has_gradient[index]]
         with profile_range("onecopy.share"):
-            self._transfers[number] = (segment.sharing.start(None if sends_all else has_gradient), changed)
+            works = segment.sharing.start_works(None if sends_all else has_gradient)
+            self._transfers[number] = _Transfers(
+                works, segment.devices, changed, engine.inner.master_weights.increment_versions
+            )
 
-    def _finish_step(self, failure: Exception | None, digest: int = 0) -> None:
+    def _finish_step(self, failure: Exception | None, digests: Sequence[int]) -> None:
         """Exchange whether a rank has failed, and wait for all transfers, or leave both for later.
 
         Replicas compare options and gradients here: ``confirm`` is among the ranks of one replica.
 
         Args:
             failure: this rank's exception in the step.
-            digest: with replicas, a digest of the facts that must be equal in all replicas.
+            digests: digests of the facts that must be equal on all ranks and have not been compared yet.
         """
         collectives = self._engine.collectives
         failed = 0 if failure is None else 1 + collectives.global_rank
         # The largest digest, and the largest of the negated digests, differ where the digests do.
-        flags = flags_on(collectives.control_device, [failed, digest, -digest])
-        if self._defers_flags and not collectives.defers_host_reads:
-            # The flags arrive after the parameters, for which this step does not wait. The next forward reads them.
-            self._deferred_flags.put(flags, collectives.all_reduce(flags, largest=True))
+        values = [failed, *digests, *(-digest for digest in digests)]
+        with profile_range("onecopy.confirm"):
+            flags = flags_on(collectives.control_device, values)
+            work = collectives.all_reduce(flags, largest=True)
+            if self._replicas is not None:
+                work = self._replicas.all_reduce_after(work, flags, largest=True)
+        if self._defers_flags:
+            # The flags arrive after the parameters, for which this step does not wait with ``overlap``.
+            check = partial(_check_deferred_flags, collectives)
+            self._last_flags = self._deferred_flags.put(flags, work, check)
             if failure is not None:
                 self.wait()
+                self._deferred_flags.clear()
                 raise failure
-            return
-        collectives.all_reduce(flags, largest=True).wait()
-        if self._replicas is not None:
-            self._replicas.all_reduce(flags, largest=True).wait()
-        if collectives.defers_host_reads:
-            if failure is not None:
-                self.wait()
-                raise failure
-            self._deferred_flags.put(flags)
         else:
-            failed, highest, negated = flags.tolist()
-            if failed:
-                self.wait()
-                self._engine.clear_status()
-                raise_together(collectives, "step()", failure)
-            self._check_replicas(highest, negated)
+            work.wait()
+            self._check_flags(flags.tolist(), failure)
         if not self._overlap:
             self.wait()
+            self._transfers.clear()
 
-    def raise_deferred_failure(self) -> None:
-        """In a forward pass, before the ranks exchange anything: raise if the last step has failed on any rank."""
-        if self._deferred_flags.in_flight:
-            self._raise_failure_of_last_step()
-
-    def _raise_failure_of_last_step(self) -> None:
-        """Raise if the deferred flags tell that the update of the last step has failed on any rank."""
-        flags = self._deferred_flags.take()
-        if flags is None:
-            return
-        self._check_replicas(flags[1], flags[2])
-        if flags[0]:
-            raise PeerFailedError(
-                f"rank {self._engine.collectives.group_rank}: the previous step() failed on rank {flags[0] - 1}; see "
-                "its own error, and load a checkpoint before going on"
-            )
-
-    def _check_replicas(self, highest: int, negated: int) -> None:
-        """Raise if the digests of the replicas differ."""
-        if highest != -negated:
+    def _check_flags(self, values: Sequence[int], failure: Exception | None) -> None:
+        """Raise on all ranks if one has failed, or if the replicas of a mesh differ."""
+        collectives = self._engine.collectives
+        if values[0]:
+            self.wait()
+            self._engine.clear_status()
+            raise_together(collectives, "step()", failure)
+        difference = _difference(values)
+        if difference is not None:
             self.wait()
             raise RanksDisagreeError(
-                f"global rank {self._engine.collectives.global_rank}: the replicas of the mesh disagree in step(): "
-                "they have different options in param_groups, or gradients for different parameters. Parameters may "
-                "have been updated: load a checkpoint before going on"
+                f"global rank {collectives.global_rank}: the replicas of the mesh disagree in step(): they have "
+                f"{difference}. Parameters may have been updated: load a checkpoint before going on"
             )
 
     def wait(self) -> None:
-        """Wait for all transfers. The deferred flags have arrived then, but the next forward pass reads them."""
+        """Wait for all transfers; on an accelerator, make the current stream wait."""
         self._end_transfers(list(self._transfers))
-        self._deferred_flags.wait()
+        if not self._confirms_later:
+            # The flags have arrived then, but the next forward pass reads them.
+            self._deferred_flags.wait()
 
     @property
     def in_flight(self) -> bool:
-        """Whether parameters are in flight."""
-        return bool(self._transfers)
+        """Whether there are parameters in flight for which no stream has waited."""
+        return any(not transfers.waiting for transfers in self._transfers.values())
 
     def wait_for(self, params: Iterable[int]) -> None:
-        """Wait for the segments that hold these parameters."""
-        for param in params if self._transfers else ():
-            number = self._segment_of[param]
-            if number in self._transfers:
-                self._end_transfers([number])
+        """Wait for the segments that hold these parameters; on an accelerator, make the current stream wait."""
+        if self._transfers:
+            self._end_transfers(dict.fromkeys(self._segment_of[param] for param in params))
 
-    def _end_transfers(self, numbers: Sequence[int]) -> None:
+    def _end_transfers(self, numbers: Iterable[int]) -> None:
         for number in numbers:
-            transfers, changed = self._transfers.pop(number)
-            transfers.drain()
-            if changed:
-                # The values were written without autograd's knowledge. The version counter lets a backward pass that
-                # needs the old values raise.
-                self._engine.inner.master_weights.increment_versions(changed)
+            transfers = self._transfers.get(number)
+            if transfers is not None:
+                transfers.wait()
+                if transfers.for_all_streams:
+                    del self._transfers[number]
 
     def _plan_segments(self) -> None:
         """Divide the buckets into segments, again if the parameters have moved."""
@@ -221,24 +259,53 @@ class PipelinedStep:
         if storage is self._storage:
             return
         assert isinstance(storage, ParameterBuckets)
+        sizes = [each.memory.numel() * each.memory.element_size() for each in storage.buckets]
         buckets_of_segment: list[list[int]] = [[]]
         size = size_before = 0
-        for number in reversed(range(len(self._plans))):
-            is_full = size >= min(limits.SEGMENT_BYTES, size_before)
+        for number in reversed(range(len(sizes))):
+            transport = transport_for(engine.collectives, storage.buckets[number].memory.device)
+            is_full = size >= transport.segment_bytes(size_before, sum(sizes))
             if buckets_of_segment[-1] and is_full and not engine.inner.updates_without_gradient:
                 buckets_of_segment.append([])
                 size_before += size
                 size = 0
             buckets_of_segment[-1].append(number)
-            size += storage.buckets[number].numel() * storage.buckets[number].element_size()
+            size += sizes[number]
         segments = []
         for numbers in buckets_of_segment:
-            params = frozenset(index for number in numbers for index in self._plans[number].params)
+            buckets = [storage.buckets[number] for number in numbers]
+            params = frozenset(index for bucket in buckets for index in bucket.params)
             owned = tuple(entry for entry in engine.inner.owned if entry.shard.param in params)
-            ranges = [owned_range for number in numbers for owned_range in storage.ranges_by_bucket[number]]
-            segments.append(
-                _UpdateSegment(params, owned, SharingByDevice(engine.collectives, ranges, storage.direct_bytes))
-            )
+            devices = tuple(dict.fromkeys(bucket.memory.device for bucket in buckets))
+            segments.append(_UpdateSegment(params, owned, BucketSharing(engine.collectives, buckets), devices))
         # Assigned last, so that planning is repeated after a failure.
         self._storage, self._segments = storage, segments
         self._segment_of = {param: number for number, each in enumerate(self._segments) for param in each.params}
+
+
+_COMPARED = ("different layouts", "gradients for different parameters", "different options in param_groups")
+"""What it means if a digest of a step differs, in the order of the digests."""
+
+
+def _difference(values: Sequence[int]) -> str | None:
+    """What differs between ranks, by their flags; None if nothing does."""
+    count = (len(values) - 1) // 2
+    largest, negated = values[1 : 1 + count], values[1 + count :]
+    found = [name for name, high, low in zip(_COMPARED, largest, negated, strict=False) if high != -low]
+    return " and ".join(found) or None
+
+
+def _check_deferred_flags(collectives: Collectives, flags: Tensor) -> None:
+    """Raise if the flags of a step tell that it has failed on any rank, or that the ranks differ."""
+    here, values = collectives.group_rank, flags.tolist()
+    if values[0]:
+        raise PeerFailedError(
+            f"rank {here}: the previous step() failed on rank {values[0] - 1}; see its own error, and load a "
+            "checkpoint before going on"
+        )
+    difference = _difference(values)
+    if difference is not None:
+        raise RanksDisagreeError(
+            f"rank {here}: the ranks disagree in the previous step(): they had {difference}. Parameters have been "
+            "updated: load a checkpoint before going on"
+        )

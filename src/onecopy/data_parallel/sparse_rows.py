@@ -18,14 +18,21 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from onecopy.comm.bucket_reduce_scatter import (
+    BucketGradients,
+    BucketReduceScatter,
+    InFlightReduction,
+    across_replicas,
+)
 from onecopy.comm.buffer_pool import BufferPool
 from onecopy.comm.collectives import Collectives
+from onecopy.comm.pairwise_reduce_scatter import OwnerMessage, PairwiseReduceScatter
+from onecopy.comm.transports import transport_for
 from onecopy.comm.work import Work, WorkGroup
 from onecopy.common.flat_views import flat_view
 from onecopy.common.profiler_ranges import profile_range
 from onecopy.common.torch_private import embedding_backward, sparse_parts
 from onecopy.data_parallel.gradient_buckets import GradientBucket, GradState, ReductionPolicy
-from onecopy.data_parallel.gradient_reduction import InFlightReduction, OwnerMessage
 from onecopy.layout import BucketPlan
 
 SPARSE_BYTES = 1 << 20
@@ -39,7 +46,7 @@ def embeddings_to_send_by_rows(module: nn.Module, collectives: Collectives) -> l
     """The embeddings whose gradients can be sent by rows: large ones, whose weights no other module has.
 
     torch has no sparse gradients with ``scale_grad_by_freq``. Sparse gradients of ``nn.EmbeddingBag`` are rounded
-    otherwise than its dense ones, so they stay dense. Rows are sent between pairs of ranks only.
+    otherwise than its dense ones, so they stay dense. Not every transport sends rows.
     """
     users = Counter(id(param) for _, param in module.named_parameters(remove_duplicate=False))
     return [
@@ -51,7 +58,7 @@ def embeddings_to_send_by_rows(module: nn.Module, collectives: Collectives) -> l
         and part.weight.is_contiguous()
         and users[id(part.weight)] == 1
         and not part.scale_grad_by_freq
-        and collectives.uses_pairwise(part.weight.device)
+        and transport_for(collectives, part.weight.device).sends_rows
     ]
 
 
@@ -155,7 +162,11 @@ class RowBucket(GradientBucket):
     Attributes:
         width: the number of elements of a row.
         rows: the rows of the current pass; None if the gradient is dense or has not arrived.
+        dense: the reduction of a dense gradient. Rows are sent between pairs of ranks, and so are dense gradients here,
+            because ranks may have either.
     """
+
+    dense: PairwiseReduceScatter
 
     def __init__(
         self, plan: BucketPlan, params: Sequence[Tensor], names: Sequence[str], policy: ReductionPolicy
@@ -164,6 +175,11 @@ class RowBucket(GradientBucket):
         (param,) = params
         self._row_count, self.width = param.shape[0], param.numel() // param.shape[0]
         self.rows: EmbeddingRows | None = None
+
+    def plan_reduction(self, gradients: BucketGradients) -> BucketReduceScatter:
+        """Plan the reduction of a dense gradient."""
+        self.dense = PairwiseReduceScatter(self.policy.collectives, gradients)
+        return self.dense
 
     def put(self, position: int, gradient: Tensor, pool: BufferPool) -> None:
         """Take in the gradient, by rows if it is sparse and most of its rows are zero."""
@@ -209,11 +225,11 @@ class RowBucket(GradientBucket):
         """Start sending the rows, no rows if no gradient has arrived, or dense values."""
         del is_last  # rows are received in add_up, whichever bucket this is
         if self.rows is None and self.states[0] is GradState.ARRIVED:
-            self.pack(pool)
+            self.dense.pack(pool)
         elif self.rows is None:
             values = torch.empty(0, self.width, dtype=self.wire_dtype, device=self.device)
             self.rows = EmbeddingRows(torch.empty(0, dtype=torch.int64, device=self.device), values)
-        return RowReduction(self, self.policy.collectives, pool, tag)
+        return across_replicas(RowReduction(self, self.policy.collectives, pool, tag), self.policy.replicas)
 
     def range_of(self, group_rank: int) -> RowRange:
         """The range of the matrix that a rank owns."""
@@ -253,12 +269,14 @@ class RowReduction:
         bucket = self._bucket
         if bucket.rows is None:
             count = torch.tensor([DENSE], device=bucket.device)
-            return [count, *(message.values for message in bucket.messages[group_rank])]
+            return [count, *(message.values for message in bucket.dense.messages[group_rank])]
         rows = bucket.range_of(group_rank).part_of(bucket.rows)
         return [torch.tensor([len(rows.numbers)], device=bucket.device), *rows.tensors]
 
-    def add_up(self, target: Tensor, scale: float, keep: bool) -> None:
+    def add_up(self, target: Tensor, keep: bool) -> None:
         """Receive the other ranks' rows and add them up, rank by rank."""
+        # Rows in float16 are scaled when they are put.
+        scale = 1.0 if self._bucket.wire_dtype is torch.float16 else self._bucket.policy.scale
         with profile_range("onecopy.add"):
             self._add_up(target, scale, keep)
 
@@ -301,7 +319,7 @@ class RowReduction:
     def _dense_values(self, group_rank: int) -> Iterator[tuple[OwnerMessage, Tensor]]:
         """A rank's dense values, message by message: the next message arrives while one is added up."""
         bucket, here = self._bucket, self._collectives.group_rank
-        messages = bucket.messages[here]
+        messages = bucket.dense.messages[here]
         if group_rank == here:
             yield from ((message, message.values) for message in messages)
             return

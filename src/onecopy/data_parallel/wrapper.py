@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.distributed.device_mesh import DeviceMesh
 
-from onecopy.comm import limits
 from onecopy.comm.agreement import Fact, FailTogether
+from onecopy.comm.status_flags import DeferredFlags
+from onecopy.comm.transports import transport_for
 from onecopy.common.nested_tensors import cast_floating, tensors_in
 from onecopy.common.torch_private import accumulates_into_leaves, in_backward, in_join_context
 from onecopy.data_parallel.argument_checks import (
@@ -59,7 +60,8 @@ class ShardedDataParallel(nn.Module, Joinable):
         optimizer: a :class:`ZeroRedundancyOptimizer` that has not stepped yet, or several; together they must have
             every parameter of the module that needs a gradient.
         broadcast_buffers: broadcast the buffers of rank 0 before the forward passes before which DDP does.
-        bucket_bytes: the size from which a bucket is full; the last ones are smaller, one parameter may be larger.
+        bucket_bytes: the size from which a bucket is full; the last ones are smaller, one parameter may be larger. By
+            default 8 MB on gloo, and with other backends 64 MB or more, growing with the number of ranks.
         overlap_forward: let ``step()`` return while parameters are in flight; each submodule waits for its own
             parameters just before its forward. Read :attr:`uses` first.
         uses: with ``overlap_forward``, parameters or submodules that a submodule reads beside its own, by name, such as
@@ -88,7 +90,7 @@ class ShardedDataParallel(nn.Module, Joinable):
         optimizer: ZeroRedundancyOptimizer | Sequence[ZeroRedundancyOptimizer],
         *,
         broadcast_buffers: bool = True,
-        bucket_bytes: int = limits.BUCKET_BYTES,
+        bucket_bytes: int | None = None,
         overlap_forward: bool = False,
         uses: Mapping[str, Sequence[str]] | None = None,
         sparse_embeddings: bool = False,
@@ -110,6 +112,8 @@ class ShardedDataParallel(nn.Module, Joinable):
             check_optimizers(optimizers, collectives)
             check_mixed_precision(mixed_precision)
             check_module(module, optimizers)
+            if bucket_bytes is None:
+                bucket_bytes = transport_for(collectives, next(module.parameters()).device).bucket_bytes
             embeddings = embeddings_to_send_by_rows(module, collectives) if sparse_embeddings else []
             row_params = {id(embedding.weight) for embedding in embeddings}
             plans = [plan_optimizer(module, each, bucket_bytes, mixed_precision, row_params) for each in optimizers]
@@ -137,6 +141,7 @@ class ShardedDataParallel(nn.Module, Joinable):
         self._module_sync = ModuleSync(module, broadcast_buffers, collectives, replicas)
         self._module_sync.broadcast_all()
         self._pipelines: list[tuple[ZeroRedundancyOptimizer, PipelinedStep]] = []
+        self._deferred_flags = DeferredFlags()  # of backward passes and steps, in the order of their exchange
         self._reducer = self._take_over(plans, row_params, overlap_forward)
         # Embeddings that make sparse gradients only inside this module's forward pass.
         self._sparse_in_forward = [embedding for embedding in embeddings if not embedding.sparse]
@@ -147,7 +152,7 @@ class ShardedDataParallel(nn.Module, Joinable):
         self, plans: Sequence[OptimizerPlan], row_params: Collection[int], overlap_forward: bool
     ) -> BackwardReducer:
         """Take over the optimizers, make their step schedules, and return the reducer of all gradient buckets."""
-        module, policy = self.module, self._reduction_policy
+        module, policy, flags = self.module, self._reduction_policy, self._deferred_flags
         to_convert = params_to_convert(module, self.mixed_precision)
         names = {id(param): name for name, param in module.named_parameters()}
         order = {id(param): place for place, param in enumerate(reversed(list(module.parameters())))}
@@ -159,7 +164,8 @@ class ShardedDataParallel(nn.Module, Joinable):
             for plan in plans:
                 engine = plan.optimizer.engine
                 gradient_sources.append(take_over(plan, to_convert, self.mixed_precision))
-                pipeline = PipelinedStep(engine, plan.buckets, overlap_forward, len(plans) == 1, policy.replicas)
+                engine.share_flags(flags)
+                pipeline = PipelinedStep(engine, overlap_forward, len(plans) == 1, policy.replicas, flags)
                 self._pipelines.append((plan.optimizer, pipeline))
                 for bucket_plan in plan.buckets:
                     params = [engine.params[index] for index in bucket_plan.params]
@@ -171,7 +177,7 @@ class ShardedDataParallel(nn.Module, Joinable):
             optimizer.step_schedule, optimizer.wait_for_transfers = pipeline.step, pipeline.wait
             log_layout(optimizer.engine)
         buckets.sort(key=lambda entry: entry[0])
-        reducer = BackwardReducer([bucket for _, bucket in buckets], policy)
+        reducer = BackwardReducer([bucket for _, bucket in buckets], policy, flags)
         for plan, gradients in zip(plans, gradient_sources, strict=True):
             identities = frozenset(map(id, plan.optimizer.engine.params))
             gradients.on_zero = functools.partial(reducer.clear_accumulated, identities)
@@ -186,6 +192,7 @@ class ShardedDataParallel(nn.Module, Joinable):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module's forward, after buffers are broadcast and failures of the last step are raised."""
+        self._deferred_flags.check_arrived()
         if not in_backward():
             self._reducer.reset()
         if self._wait_hooks is not None:
@@ -235,9 +242,14 @@ class ShardedDataParallel(nn.Module, Joinable):
         self._module_sync.broadcast_buffers(buffers, source)
 
     def _raise_deferred_failures(self) -> None:
-        """Before the ranks exchange anything: raise if the last step has failed on any rank."""
-        for _, pipeline in self._pipelines:
-            pipeline.raise_deferred_failure()
+        """Before the ranks exchange anything: raise if the last step has failed on any rank.
+
+        An accelerator is not waited for: the host does not wait in the exchange either, and the next step raises.
+        """
+        if self._collectives.defers_host_reads and not in_join_context(self):
+            self._deferred_flags.check_arrived()
+        else:
+            self._deferred_flags.check_all()
 
     def _watch_backward(self, output: Any) -> None:
         """Begin the reducer's pass with every ``backward()`` from the output, even if it reaches no parameter."""

@@ -44,8 +44,21 @@ class BucketPlan:
 
     @property
     def equal(self) -> bool:
-        """Whether all ranges are equally long once the bucket is padded, as a backend's reduce-scatter requires."""
+        """Whether all ranges are equally long once a few elements are added at the bucket's end."""
+        ranks = len(self.bounds) - 1
+        if self.longest * ranks - self.numel >= CUT_MULTIPLE * ranks:
+            return False  # uneven by design: one rank may own everything
         return all(bound == min(rank * self.longest, self.numel) for rank, bound in enumerate(self.bounds))
+
+    @property
+    def padded_numel(self) -> int:
+        """The number of elements to allocate, so that an equal plan can be cut into parts of the same length."""
+        return self.longest * (len(self.bounds) - 1) if self.equal else self.numel
+
+    def padded_part(self, group_rank: int) -> int:
+        """The number of elements of a rank's part of the allocated bucket."""
+        start, stop = self.range_of(group_rank)
+        return self.longest if self.equal else stop - start
 
     def range_of(self, group_rank: int) -> tuple[int, int]:
         """The start and the end of the range that one rank owns."""

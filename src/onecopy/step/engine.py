@@ -20,7 +20,7 @@ from torch import Tensor
 
 from onecopy.comm.agreement import FirstFailure
 from onecopy.comm.collectives import Collectives
-from onecopy.comm.transports import SharingByDevice
+from onecopy.comm.status_flags import DeferredFlags
 from onecopy.common.flat_views import is_dense
 from onecopy.common.profiler_ranges import profiled
 from onecopy.common.torch_private import after_backward, in_backward
@@ -119,7 +119,7 @@ class Engine:
         """Take over these parameters and this layout, and plan storage and messages for them."""
         # Allocations come first: if they fail, parameters may have moved, and everything else is as it was.
         storage = self._storage_class(params, layout)
-        sharing = SharingByDevice(self.collectives, storage.ranges, storage.direct_bytes)
+        sharing = storage.plan_sharing(self.collectives)
         self.params[:] = params
         self.layout = layout
         self._layout_digest = layout.digest()
@@ -272,9 +272,13 @@ class Engine:
         """The facts that must be equal on all ranks in a step."""
         return StepFacts(self.layout, self._layout_digest, has_gradient, groups)
 
-    def step_digest(self, groups: Sequence[Group], has_gradient: Sequence[bool]) -> int:
-        """A digest of the facts that must be equal on all ranks in a step."""
-        return self.facts(groups, has_gradient).digest()
+    def step_digests(self, groups: Sequence[Group], has_gradient: Sequence[bool]) -> list[int]:
+        """Digests of the facts that must be equal on all ranks in a step: layout, gradients, options."""
+        return self.facts(groups, has_gradient).digests()
+
+    def share_flags(self, flags: DeferredFlags) -> None:
+        """Keep status flags that are read later in a queue that others use, too, in the order of exchange."""
+        self.status = make_status(self.collectives, flags)
 
     def allow_steps(self) -> None:
         """Allow steps again after a load that succeeded, and forget earlier failures."""

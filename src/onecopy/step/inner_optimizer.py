@@ -270,10 +270,9 @@ class InnerOptimizer:
                 )
 
     def _gradient_shard(self, owned: OwnedShard, layout: Layout) -> Tensor | None:
-        gradient = owned.param.grad
         if owned.is_cut:
-            gradient = gradient_range(owned.shard, owned.param, layout.params[owned.shard.param].name)
-        return gradient
+            return gradient_range(owned.shard, owned.param, layout.params[owned.shard.param].name)
+        return owned.param.grad
 
     def step_on(self, gradient_shards: Mapping[int, Tensor]) -> None:
         """Step only the shards for which there is a flat gradient, by parameter."""

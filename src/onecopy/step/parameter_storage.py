@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 from onecopy.comm import limits
-from onecopy.comm.parameter_sharing import OwnedMemory
+from onecopy.comm.collectives import Collectives
+from onecopy.comm.parameter_sharing import OwnedMemory, ParameterSharing
+from onecopy.comm.transports import SharingByDevice
 from onecopy.common.flat_views import as_bytes, flat_view
 from onecopy.layout import Layout
 
@@ -27,17 +29,18 @@ class Storage(Protocol):
     Attributes:
         flats: the flat memory of each parameter.
         ranges: the memory that each owner sends.
-        direct_bytes: memory ranges from this size on are sent in place.
         convertible: whether parameters may get another dtype or device while there is no state.
     """
 
     flats: list[Tensor]
     ranges: tuple[OwnedMemory, ...]
-    direct_bytes: int
     convertible: bool
 
     def moved(self) -> list[int]:
         """The indices of parameters that were moved."""
+
+    def plan_sharing(self, collectives: Collectives) -> ParameterSharing:
+        """Plan the messages that share all parameters."""
 
 
 class InPlaceStorage:
@@ -74,6 +77,10 @@ class InPlaceStorage:
             for index, param in enumerate(self._params)
             if addresses[index] != self._addresses[index] or id(param) in restrided
         ]
+
+    def plan_sharing(self, collectives: Collectives) -> ParameterSharing:
+        """Plan the messages that share all memory ranges."""
+        return SharingByDevice(collectives, self.ranges, self.direct_bytes)
 
 
 class BucketStorage(InPlaceStorage):

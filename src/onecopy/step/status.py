@@ -34,10 +34,6 @@ class StepFacts:
         options = repr([sorted(options_text(group).items()) for group in self.groups]).encode(errors="backslashreplace")
         return [self.layout_digest, flag_digest([bytes(self.has_gradient)]), flag_digest([options])]
 
-    def digest(self) -> int:
-        """One digest of all facts."""
-        return flag_digest([repr(self.digests()).encode()])
-
     def as_text(self) -> list[Fact]:
         """The same facts as text, for the error."""
         return [
@@ -85,11 +81,12 @@ class ImmediateStatus:
 
     is_deferred = False
 
-    def __init__(self, collectives: Collectives) -> None:
-        self._collectives = collectives
+    def __init__(self, collectives: Collectives, flags: DeferredFlags) -> None:
+        self._collectives, self._flags = collectives, flags
 
     def clear(self) -> None:
-        """Do nothing: all flags have been read."""
+        """Forget flags of others in the queue; the flags of this class have been read."""
+        self._flags.clear()
 
     def check_previous(self) -> None:
         """Do nothing: all flags have been read."""
@@ -123,9 +120,8 @@ class DeferredStatus:
 
     is_deferred = True
 
-    def __init__(self, collectives: Collectives) -> None:
-        self._collectives = collectives
-        self._flags = DeferredFlags()
+    def __init__(self, collectives: Collectives, flags: DeferredFlags) -> None:
+        self._collectives, self._flags = collectives, flags
 
     def clear(self) -> None:
         """Forget the flags of the last step."""
@@ -160,6 +156,7 @@ def _previous(call: str) -> str:
     return f"the previous {call.removeprefix('the ')}"
 
 
-def make_status(collectives: Collectives) -> StepStatus:
-    """The status for the device of the flags: deferred on an accelerator."""
-    return (DeferredStatus if collectives.defers_host_reads else ImmediateStatus)(collectives)
+def make_status(collectives: Collectives, flags: DeferredFlags | None = None) -> StepStatus:
+    """The status for the device of the flags: deferred on an accelerator, in a queue that others may use, too."""
+    status_class = DeferredStatus if collectives.defers_host_reads else ImmediateStatus
+    return status_class(collectives, DeferredFlags() if flags is None else flags)

@@ -1,0 +1,162 @@
+"""Mistakes of the kind that only an accelerator shows: a wait, a join or an event is missing, memory is reused too early.
+
+Each one replaces a function of onecopy in the worker processes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.futures import Future
+
+from onecopy.comm import collective_reduce_scatter, limits
+from onecopy.comm.buffer_pool import BufferPool
+from onecopy.comm.collectives import Collectives
+from onecopy.comm.packing import InFlight
+from onecopy.comm.parameter_sharing import PackBuffers
+from onecopy.comm.side_stream import SideStream, UsedStreams
+from onecopy.comm.status_flags import DeferredRead
+from onecopy.data_parallel import pipelined_step
+from onecopy.data_parallel.pipelined_step import PipelinedStep
+from onecopy.step import batched_copies, owned_shards
+
+Patch = pytest.MonkeyPatch
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """A mistake.
+
+    Attributes:
+        case: the name of the training program that shows it.
+        apply: makes the mistake.
+    """
+
+    case: str
+    apply: Callable[[Patch], None]
+
+
+class NoWait:
+    """A collective for which nobody waits."""
+
+    def __init__(self, work: Any) -> None:
+        self.work = work
+
+    def wait(self) -> None:
+        """Do not wait."""
+
+
+def _without_wait(name: str) -> Callable[[Patch], None]:
+    """No stream waits for the collectives of one method of ``Collectives``."""
+
+    def apply(patch: Patch) -> None:
+        original = getattr(Collectives, name)
+        patch.setattr(Collectives, name, lambda *args, **kwargs: NoWait(original(*args, **kwargs)))
+
+    return apply
+
+
+def _nothing(place: Any, name: str) -> Callable[[Patch], None]:
+    """A function does nothing."""
+    return lambda patch: patch.setattr(place, name, lambda *_args, **_kwargs: None)
+
+
+def _side_stream_does_not_wait(patch: Patch) -> None:
+    @contextlib.contextmanager
+    def on_stream(_self: Any, stream: torch.Stream) -> Iterator[None]:
+        with stream:
+            yield
+
+    patch.setattr(SideStream, "_on_stream", on_stream)
+
+
+def _future_without_devices(patch: Patch) -> None:
+    patch.setattr(SideStream, "future", lambda _self: Future())
+
+
+def _unpacks_before_waiting(patch: Patch) -> None:
+    def finish_oldest(self: Any) -> None:
+        work, _, staged, then = self._entries.popleft()
+        if then is not None:
+            then()
+        work.wait()
+        self._staged -= staged
+
+    patch.setattr(InFlight, "_finish_oldest", finish_oldest)
+
+
+def _one_pack_buffer(patch: Patch) -> None:
+    patch.setattr(PackBuffers, "next", lambda self, where: self._buffers[where][0])
+    patch.setattr(limits, "COLLECTIVES_IN_FLIGHT", 3)
+
+
+def _pool_gives_memory_in_use(patch: Patch) -> None:
+    take = BufferPool.take
+
+    def take_and_give_back(self: BufferPool, *args: Any) -> Tensor:
+        buffer = take(self, *args)
+        self.give_back(buffer)
+        return buffer
+
+    patch.setattr(BufferPool, "take", take_and_give_back)
+
+
+def _flags_copied_too_early(patch: Patch) -> None:
+    original = DeferredRead.__init__
+    patch.setattr(DeferredRead, "__init__", lambda self, tensor, work=None: original(self, tensor, work and NoWait(work)))
+
+
+def _first_stream_waits_for_all(patch: Patch) -> None:
+    patch.setattr(pipelined_step._Transfers, "for_all_streams", True)
+
+
+def _gradients_freed_too_early(patch: Patch) -> None:
+    patch.setattr(UsedStreams, "release", lambda self: self._streams.clear())
+
+
+def _gradients_of_other_streams(patch: Patch) -> None:
+    patch.setattr(UsedStreams, "join", lambda self: None)
+
+
+def _sum_read_too_early(patch: Patch) -> None:
+    add_up = collective_reduce_scatter.CollectiveReduction.add_up
+
+    def without_wait(self: Any, *args: Any) -> None:
+        self._work = NoWait(self._work)
+        add_up(self, *args)
+
+    patch.setattr(collective_reduce_scatter.CollectiveReduction, "add_up", without_wait)
+
+
+def _host_copies_read_too_early(patch: Patch) -> None:
+    for place in (batched_copies, owned_shards):
+        patch.setattr(place, "wait_for_host_copies", lambda _device: None)
+
+
+MUTATIONS = {
+    "level 1 does not wait for all-gathers": Mutation("level 1", _without_wait("all_gather_single")),
+    "level 1 does not wait for uneven all-gathers": Mutation("level 1 Muon", _without_wait("all_gather_parts")),
+    "level 1 unpacks before it waits": Mutation("level 1 by element", _unpacks_before_waiting),
+    "level 1 packs into a buffer in flight": Mutation("level 1", _one_pack_buffer),
+    "level 1 copies flags before they are exchanged": Mutation("level 1", _flags_copied_too_early),
+    "level 1 reads flags before they have arrived": Mutation("level 1", _nothing(DeferredRead, "wait")),
+    "level 1 reads offloaded gradients too early": Mutation("level 1 offload", _host_copies_read_too_early),
+    "the norm is read before it is summed": Mutation("level 1 clipped", _without_wait("all_reduce")),
+    "level 2 does not wait for reduce-scatters": Mutation("level 2", _without_wait("reduce_scatter_single")),
+    "level 2 reuses a buffer in flight": Mutation("level 2", _pool_gives_memory_in_use),
+    "level 2 packs on a side stream that does not wait": Mutation("level 2", _side_stream_does_not_wait),
+    "the update in backward does not wait for gradients": Mutation("interleaved", _side_stream_does_not_wait),
+    "backward does not wait for the update": Mutation("interleaved", _future_without_devices),
+    "level 3 reads a sum too early": Mutation("level 3", _sum_read_too_early),
+    "level 3 reuses a buffer in flight": Mutation("level 3", _pool_gives_memory_in_use),
+    "the next forward does not wait": Mutation("level 3 overlap", _nothing(PipelinedStep, "wait_for")),
+    "only the first stream waits": Mutation("level 3 two streams", _first_stream_waits_for_all),
+    "gradients of two streams are not joined": Mutation("level 3 two streams", _gradients_of_other_streams),
+    "gradients of two streams are freed too early": Mutation("level 3 two streams", _gradients_freed_too_early),
+}

@@ -1,20 +1,15 @@
-"""One rank of ``examples/check_gpu.py`` on the simulated accelerator, for torchrun: the exit code is 1 after a race."""
+"""One rank of examples/check_gpu.py on the simulated accelerator, for torchrun: the exit code is 1 after a race."""
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 
 from tests.accelerator import device
-from tests.support.paths import ROOT
+from tests.support.check_gpu import load
 
 
 def main() -> int:
-    spec = importlib.util.spec_from_file_location("check_gpu", ROOT / "examples" / "check_gpu.py")
-    assert spec is not None
-    assert spec.loader is not None
-    check_gpu = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(check_gpu)
+    check_gpu = load()
     with device.simulate(seed=1, host_ahead=6) as run:
         code: int = check_gpu.main(sys.argv[1:])
     print(*(f"race: {report}" for report in run.reports[:10]), sep="\n", file=sys.stderr, flush=True)

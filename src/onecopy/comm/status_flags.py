@@ -58,7 +58,7 @@ class DeferredRead:
     """A tensor that the host reads later: the copy to the host is enqueued now, on a stream of its own.
 
     So the stream that computes waits neither for the copy nor for the exchange that writes the tensor. The tensor is
-    referenced until it has been read, because its memory may not be reused before.
+    referenced until it has been copied, because its memory may not be reused before.
 
     Args:
         tensor: the tensor.
@@ -76,6 +76,10 @@ class DeferredRead:
             self._host.copy_(tensor, non_blocking=True)
             self._event = torch.Event(tensor.device.type)
             self._event.record()
+        for read in list(_copying):
+            if read.has_arrived:
+                _copying.discard(read)
+        _copying.add(self)
 
     @property
     def has_arrived(self) -> bool:
@@ -95,6 +99,10 @@ class DeferredRead:
         """The values, on the CPU. The host waits if they have not arrived yet."""
         self.wait()
         return self._host
+
+
+_copying: set[DeferredRead] = set()
+"""Reads whose copies may be unfinished: the optimizer that would read them may be freed before."""
 
 
 @lru_cache

@@ -143,7 +143,9 @@ def _update_before_gradients(patch: Patch) -> None:
 def _flags_copied_too_early(patch: Patch) -> None:
     _reporting_bad_flags(patch)
     original = DeferredRead.__init__
-    patch.setattr(DeferredRead, "__init__", lambda self, tensor, work=None: original(self, tensor, work and NoWait(work)))
+    patch.setattr(
+        DeferredRead, "__init__", lambda self, tensor, work=None: original(self, tensor, work and NoWait(work))
+    )
 
 
 def _first_stream_waits_for_all(patch: Patch) -> None:

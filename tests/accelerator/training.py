@@ -280,7 +280,11 @@ class Training:
 
 
 def ddp(training: Training) -> DistributedDataParallel:
-    options = {"bucket_cap_mb": training.case.bucket / (1 << 20), "process_group": training.place.group, **training.case.wrap}
+    options = {
+        "bucket_cap_mb": training.case.bucket / (1 << 20),
+        "process_group": training.place.group,
+        **training.case.wrap,
+    }
     return DistributedDataParallel(training.module, **options)
 
 

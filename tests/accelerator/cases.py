@@ -44,7 +44,9 @@ CASES = [
     Case("level 1 clipped", level_1, loop(programs.clipped), tolerance=CLIPPING),
     Case("level 1 scaled", level_1, loop(programs.scaled, 6), tolerance=CLIPPING),
     Case("level 1 master weights", level_1, parts=adamw(master_weights=True), dtype=HALF, tolerance=0.0),
-    Case("level 1 master weights by element", level_1, dtype=HALF, parts=adamw(master_weights=True, shard_by="element")),
+    Case(
+        "level 1 master weights by element", level_1, dtype=HALF, parts=adamw(master_weights=True, shard_by="element")
+    ),
     Case("level 1 offload", level_1, parts=adamw(offload="cpu")),
     Case("level 1 Join", level_1, programs.uneven),
     Case("level 1 frozen and unused", level_1, model=Partial, wrap=UNUSED),

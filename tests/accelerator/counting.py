@@ -75,7 +75,9 @@ LEVELS = {
     "interleaved": Case("interleaved", interleaved, parts=adamw(shard_by="element")),
     "level 3": Case("level 3", level_3),
     "level 3 overlap": Case("level 3 overlap", level_3, wrap=OVERLAP),
-    "level 3 bf16": Case("level 3 bf16", level_3, wrap={"mixed_precision": MixedPrecision(param_dtype=HALF), **OVERLAP}),
+    "level 3 bf16": Case(
+        "level 3 bf16", level_3, wrap={"mixed_precision": MixedPrecision(param_dtype=HALF), **OVERLAP}
+    ),
 }
 
 

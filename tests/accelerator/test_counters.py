@@ -42,9 +42,7 @@ def test_the_host_waits_at_most_once_and_for_flags_that_are_a_step_old(
 
 @pytest.mark.parametrize("level", ["level 3", "level 3 overlap", "level 3 bf16"])
 def test_sharded_data_parallel_has_two_collectives_per_bucket(level: str) -> None:
-    found = {
-        (ranks, blocks): counted(level, ranks, blocks=blocks) for ranks in (2, 3) for blocks in (6, 12)
-    }
+    found = {(ranks, blocks): counted(level, ranks, blocks=blocks) for ranks in (2, 3) for blocks in (6, 12)}
     assert found[2, 12].buckets > found[2, 6].buckets > 3
     assert {each.calls - 2 * each.buckets for each in found.values()} in ({1}, {2})
     assert all(each.operations == each.calls for each in found.values())

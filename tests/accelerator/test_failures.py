@@ -14,8 +14,9 @@ from onecopy import PeerFailedError
 from tests.accelerator import device
 from tests.accelerator.abandoning import abandoning_on_failure
 from tests.accelerator.cases import BY_NAME
+from tests.accelerator.comparing import on_device
 from tests.accelerator.harness import HYBRID, SIMCCL, meet, run
-from tests.accelerator.training import Place, Training, one_pass, small_sizes
+from tests.accelerator.training import Training, one_pass, small_sizes
 
 NO_MEMORY = "no memory is left"
 SECONDS = 20.0
@@ -44,7 +45,7 @@ def test_the_other_ranks_raise_soon(
 
 def fail(level: str, ahead: int | str, meeting: str) -> tuple[str, str, int, float]:
     """In a worker: the update fails on the last rank; return the error, and how many iterations and seconds later."""
-    place = Place(torch.device("sim", torch.accelerator.current_device_index()), None)
+    place = on_device()
     step = 0
     start = time.monotonic()
     seconds = 0.0

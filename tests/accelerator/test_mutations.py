@@ -2,49 +2,45 @@
 
 from __future__ import annotations
 
-import warnings
-
 import pytest
-import torch
 
-from tests.accelerator import device
 from tests.accelerator.abandoning import abandoning_on_failure
 from tests.accelerator.cases import BY_NAME
-from tests.accelerator.harness import SIMCCL, run
+from tests.accelerator.comparing import Setting, compare, on_cpu, on_device, simulated
+from tests.accelerator.harness import run
 from tests.accelerator.mutations import MUTATIONS
-from tests.accelerator.test_training import Setting, compare, on_cpu
-from tests.accelerator.training import Place
+from tests.support.harness import EVERYTHING
 
-SETTINGS: list[Setting] = [(0, "far"), (1, 6)]
+SETTINGS: list[Setting] = [(0, "far"), (1, 6), (2, 0)] if EVERYTHING else [(0, "far")]
 
 
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_a_mistake_is_found(name: str) -> None:
-    correct, wrong = (run(outcome, 2, {"name": name, "mutated": mutated}, SIMCCL) for mutated in (False, True))
-    assert correct == [[], []]
-    assert any(wrong)
+    for setting in SETTINGS:
+        assert any(run(outcome, 2, {"case": MUTATIONS[name].case, "mutation": name, "setting": setting})), setting
 
 
-def outcome(name: str, mutated: bool) -> list[str]:
-    """In a worker: train, with the mistake or without it, and return what was found."""
-    mutation = MUTATIONS[name]
-    case = BY_NAME[mutation.case]
-    expected = on_cpu(mutation.case)
+@pytest.mark.parametrize("case", sorted({mutation.case for mutation in MUTATIONS.values()}))
+def test_without_a_mistake_nothing_is_found(case: str) -> None:
+    for setting in SETTINGS:
+        assert run(outcome, 2, {"case": case, "mutation": None, "setting": setting}) == [[], []], setting
+
+
+def outcome(case: str, mutation: str | None, setting: Setting) -> list[str]:
+    """In a worker: train, with a mistake or without one, and return what was found."""
+    expected = on_cpu(case)
     found: list[str] = []
-    place = Place(torch.device("sim", torch.accelerator.current_device_index()), None)
-    for seed, ahead in SETTINGS:
-        with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="The AccumulateGrad node's stream does not match")
-            if mutated:
-                mutation.apply(patch)
-            try:
-                with abandoning_on_failure(), device.simulate(seed=seed, host_ahead=ahead) as simulation:
-                    actual = case.run(place)
-            except Exception as error:
-                return [*found, f"{type(error).__name__}: {error}"]
-        found += map(str, simulation.reports[:1])
+    with pytest.MonkeyPatch.context() as patch:
+        if mutation is not None:
+            MUTATIONS[mutation].apply(patch)
         try:
-            compare(case, actual, expected, "numbers")
-        except AssertionError as error:
-            found.append(str(error))
+            with abandoning_on_failure(), simulated(setting) as simulation:
+                actual = BY_NAME[case].run(on_device())
+        except Exception as error:
+            return [f"{type(error).__name__}: {error}"]
+    found += map(str, simulation.reports[:1])
+    try:
+        compare(BY_NAME[case], actual, expected, "numbers")
+    except AssertionError as error:
+        found.append(str(error))
     return found

@@ -1,0 +1,71 @@
+"""Compares a training program on the simulated accelerator with the same program on the CPU; used in workers."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import warnings
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.accelerator import device
+from tests.accelerator.cases import BY_NAME, HALF_ROUNDING
+from tests.accelerator.training import ROUNDING, Case, Place
+
+Setting = tuple[int, int | str]
+"""A seed of the order in which queued work runs, and how far the host runs ahead."""
+
+
+def on_device() -> Place:
+    """This rank's simulated accelerator, and the default group."""
+    return Place(torch.device("sim", torch.accelerator.current_device_index()), None)
+
+
+@functools.cache
+def on_cpu(name: str) -> list[Tensor]:
+    """The results of a program on the CPU, with gloo."""
+    return BY_NAME[name].run(Place(torch.device("cpu"), dist.new_group(backend="gloo")))
+
+
+@contextlib.contextmanager
+def simulated(setting: Setting) -> Iterator[device.Run]:
+    """Run a program on the device under a setting."""
+    seed, ahead = setting
+    with warnings.catch_warnings(), device.simulate(seed=seed, host_ahead=ahead) as run:
+        # Of torch itself: the model was made on another stream than it is trained on.
+        warnings.filterwarnings("ignore", message="The AccumulateGrad node's stream does not match")
+        yield run
+
+
+def check(name: str, settings: list[Setting]) -> None:
+    """Train on the CPU, then on the device under each setting, and compare."""
+    case = BY_NAME[name]
+    expected = on_cpu(name)
+    for setting in settings:
+        what = f"{name}, seed {setting[0]}, host ahead {setting[1]}"
+        with simulated(setting) as run:
+            actual = case.run(on_device())
+        assert run.reports == [], f"{what}:\n" + "\n".join(map(str, run.reports[:10]))
+        compare(case, actual, expected, what)
+
+
+def compare(case: Case, actual: list[Tensor], expected: list[Tensor], what: str) -> None:
+    """Bit by bit with two ranks, else within rounding."""
+    half = any(tensor.dtype is torch.bfloat16 for tensor in expected)
+    tolerance = case.tolerance
+    if dist.get_world_size() > 2:
+        tolerance = max(tolerance, HALF_ROUNDING if half else ROUNDING)
+    assert len(actual) == len(expected), what
+    for position, (left, right) in enumerate(zip(actual, expected, strict=True)):
+        if tolerance == 0.0:
+            difference = "" if left.shape != right.shape else (left.double() - right.double()).abs().max().item()
+            assert torch.equal(left, right), f"{what}: tensor {position} of {list(right.shape)} differs by {difference}"
+        else:
+            torch.testing.assert_close(left, right, rtol=tolerance, atol=tolerance, msg=_telling(f"{what}: {position}"))
+
+
+def _telling(what: str) -> Callable[[str], str]:
+    return lambda text: f"{what}: {text}"

@@ -127,9 +127,7 @@ class Run:
 
 
 @contextlib.contextmanager
-def simulate(
-    seed: int = 0, host_ahead: int | str = "far", poison: bool = True, idle: float = IDLE
-) -> Iterator[Run]:
+def simulate(seed: int = 0, host_ahead: int | str = "far", poison: bool = True, idle: float = IDLE) -> Iterator[Run]:
     """Run a program on the device.
 
     Args:

@@ -21,6 +21,7 @@ WRITE_ONLY = {"zero_", "fill_", "copy_", "normal_", "uniform_", "random_", "bern
 WRITE_ONLY |= {"_foreach_zero_", "_foreach_copy_", "log_normal_", "cauchy_", "geometric_", "trunc_normal_"}
 """Operators whose argument that is written is not read before."""
 
+
 def _convolution_backward(weight: Tensor, transposed: bool, groups: int, **rest: Any) -> Any:
     """Call the CPU's operator, which also asks for the size of the bias."""
     size = weight.shape[1] * groups if transposed else weight.shape[0]
@@ -70,7 +71,9 @@ def schema_of(op: Any) -> Schema:
     written = {a.name: a.alias_info for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write}
     returns = []
     for result in schema.returns:
-        same = [n for n, info in written.items() if result.alias_info and info.before_set == result.alias_info.before_set]
+        same = [
+            n for n, info in written.items() if result.alias_info and info.before_set == result.alias_info.before_set
+        ]
         returns.append(same[0] if same else None)
     out = any(a.is_out for a in schema.arguments)
     return Schema(
@@ -168,15 +171,27 @@ class Operators:
         where = counters.site()
         if schema.name == "_index_put_impl_" and _has_mask(kwargs):
             self.scheduler.wait_for("index_put_ with a mask", self.core.current_stream())
-        reads = [t for name, value in kwargs.items() for t in _tensors(value)
-                 if _is_sim(t) and not (schema.write_only and name in schema.written)]
+        reads = [
+            t
+            for name, value in kwargs.items()
+            for t in _tensors(value)
+            if _is_sim(t) and not (schema.write_only and name in schema.written)
+        ]
         written = [t for name in schema.written for t in _tensors(kwargs.get(name))]
-        fresh = [t for name, result in zip(schema.returns, results, strict=True) if name is None for t in _tensors(result)]
+        fresh = [
+            t for name, result in zip(schema.returns, results, strict=True) if name is None for t in _tensors(result)
+        ]
         run = self._prepare(schema, kwargs, [self.core.alias(t) for t in fresh])
-        self.scheduler.step.kernel(schema.name, where, max((len(v) for v in kwargs.values() if isinstance(v, list)), default=0))
+        self.scheduler.step.kernel(
+            schema.name, where, max((len(v) for v in kwargs.values() if isinstance(v, list)), default=0)
+        )
         about = next(iter(fresh or written or reads), None)
         self.scheduler.enqueue(
-            schema.name, run, map(shadow, reads), map(shadow, written + fresh), where=where,
+            schema.name,
+            run,
+            map(shadow, reads),
+            map(shadow, written + fresh),
+            where=where,
             shape="" if about is None else list(about.shape),
         )
         return results[0] if len(results) == 1 else tuple(results) if results else None
@@ -271,7 +286,10 @@ class Operators:
     def _run_now(self, schema: Schema, kwargs: dict[str, Any]) -> Any:
         """Run an operator whose result depends on data: the host waits for the device."""
         stream = self.core.current_stream()
-        inputs = {name: _map(value, lambda t: self.core.alias(t) if _is_sim(t) else t, "cpu") for name, value in kwargs.items()}
+        inputs = {
+            name: _map(value, lambda t: self.core.alias(t) if _is_sim(t) else t, "cpu")
+            for name, value in kwargs.items()
+        }
         reads = [shadow(t) for value in kwargs.values() for t in _tensors(value) if _is_sim(t)]
         self.scheduler.step.kernel(schema.name, counters.site())
         self.scheduler.enqueue(schema.name, lambda: None, reads)
@@ -338,9 +356,7 @@ class Operators:
             with torch.no_grad():
                 to.detach().copy_(alias)
 
-        self.scheduler.enqueue(
-            "copy to host", run, [shadow(source)], shape=list(source.shape), where=where
-        )
+        self.scheduler.enqueue("copy to host", run, [shadow(source)], shape=list(source.shape), where=where)
 
     def _to_device(self, source: Tensor, to: Tensor, where: str, *, late: bool) -> None:
         alias = self.core.alias(to)

@@ -111,7 +111,11 @@ class Call:
         self.site = counters.site()
         shapes = [list(t.shape) for t in outputs or inputs]
         text = f"{name} {about} {(outputs or inputs)[0].dtype if shapes else ''} of "
-        shown = str(shapes) if len(str(shapes)) < 100 else f"{len(shapes)} tensors, checksum {zlib.crc32(str(shapes).encode()):x}"
+        shown = (
+            str(shapes)
+            if len(str(shapes)) < 100
+            else f"{len(shapes)} tensors, checksum {zlib.crc32(str(shapes).encode()):x}"
+        )
         self.description = text + shown if in_order else ""
 
 
@@ -423,4 +427,3 @@ class Communicator:
             yield Message(self._gloo.recv([flat], peer, int(batched)))
 
         return self._issue(kept, Call("recv", [], [tensor], exchange, in_order=False), peer)
-

@@ -115,9 +115,7 @@ def test_collectives_give_the_right_numbers(world_size: int, host_ahead: Any) ->
         assert sent.tolist() == [2, 4, 6]
         assert gathered.tolist() == [i * (1 + r) for r in range(world_size) for i in (1, 2)]
         assert part.tolist() == [total * (2 * rank + 1), total * (2 * rank + 2)]
-        assert [u.tolist() for u in uneven] == [
-            [i * (1 + r) for i in range(1, r + 2)] for r in range(world_size)
-        ]
+        assert [u.tolist() for u in uneven] == [[i * (1 + r) for i in range(1, r + 2)] for r in range(world_size)]
         torch.testing.assert_close(own.cpu(), torch.arange(1.0, rank + 2) * total / world_size)
         assert swapped.tolist() == [(rank + 1) * (1 + r) for r in range(world_size)]
         if rows is not None:
@@ -265,7 +263,9 @@ def test_two_communicators_in_different_orders_do_not_block_each_other(world_siz
     groups = [dist.new_group(), dist.new_group()]
     with device.simulate(host_ahead="far") as run:
         values = [rank_values(3), rank_values(3)]
-        works = [dist.all_reduce(values[i], group=groups[i], async_op=True) for i in (dist.get_rank(), 1 - dist.get_rank())]
+        works = [
+            dist.all_reduce(values[i], group=groups[i], async_op=True) for i in (dist.get_rank(), 1 - dist.get_rank())
+        ]
         for work in works:
             work.wait()
         assert [t.tolist() for t in values] == [[3, 6, 9]] * 2

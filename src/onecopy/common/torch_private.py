@@ -76,6 +76,11 @@ def buffers_of(module: Module) -> list[Tensor]:
     return list(found.values())
 
 
+def zero_each(tensors: list[Tensor]) -> None:
+    """Set several tensors to zero, in one call."""
+    torch._foreach_zero_(tensors)
+
+
 def multiply_each(tensors: list[Tensor], factor: Tensor) -> None:
     """Multiply several tensors in place by one factor, in one call."""
     torch._foreach_mul_(tensors, factor)

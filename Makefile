@@ -36,8 +36,9 @@ demo: setup ## train a small model with plain DDP, with torch's class and with o
 test: setup ## run the test suite
 	$(BIN)/python -m pytest
 
-accelerator: setup ## run the tests on a simulated accelerator: streams, events, races, counters (needs g++)
-	$(BIN)/python -m pytest tests/accelerator
+accelerator: COUNT = 3
+accelerator: setup ## every training program on a simulated accelerator, with COUNT orders of its work from SEED on (needs g++; 20 minutes)
+	ONECOPY_ALL_CASES=1 ONECOPY_SEED=$(SEED) ONECOPY_SEEDS=$(COUNT) $(BIN)/python -m pytest tests/accelerator
 
 bench-consolidation: setup ## time gathering the state, torch's class and onecopy
 	OMP_NUM_THREADS=1 $(SAFELY) $(BIN)/torchrun --standalone --nproc-per-node 2 benchmarks/consolidation.py

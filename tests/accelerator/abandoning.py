@@ -19,9 +19,9 @@ def abandoning_on_failure() -> Iterator[None]:
     used: dict[int, Communicator] = {}
     launch = Communicator._launch
 
-    def noting(self: Communicator, *args: Any) -> int:
+    def noting(self: Communicator, kept: Any, calls: Any, peer: int | None = None) -> int:
         used[id(self)] = self
-        return launch(self, *args)
+        return launch(self, kept, calls, peer)
 
     Communicator._launch = noting  # type: ignore[method-assign]
     try:

@@ -91,7 +91,7 @@ class Counts:
         bytes: of all collectives.
         launches: kernels that the optimizer, or code of onecopy anywhere, has launched.
         synchronizations: where the host has waited: kind, source line, age in steps.
-        peak: transient device memory, with memory that other streams keep from being reused.
+        peak: device memory beyond the parameters and the state, with memory that other streams keep from being reused.
         buckets: number of DDP's or ShardedDataParallel's buckets.
         rounds: number of all-gathers that share parameters, at levels 1 and 2.
     """
@@ -111,15 +111,20 @@ def count(name: str, blocks: int, bucket: int = BUCKET, host_ahead: int | str = 
     """In a worker: train and count the iteration after the warm-up."""
     case = dataclasses.replace(LEVELS[name], model=functools.partial(Blocks, blocks), bucket=bucket)
     place = Place(torch.device("sim", torch.accelerator.current_device_index()), None)
-    with small_sizes(bucket), device.simulate(seed=dist.get_rank(), host_ahead=host_ahead) as run:
+    # Padded as in proportion a large model is, whose parameters are cut into equal parts.
+    with small_sizes(bucket, padding=bucket), device.simulate(seed=dist.get_rank(), host_ahead=host_ahead) as run:
         training = Training(case, place)
         for step in range(WARM_UP):
             with run.step():
                 one_pass(training, step)
         with run.step() as iteration, _optimizer_launches(training) as in_step:
             one_pass(training, WARM_UP)
+            peak = run.core.memory()[3]
         training.results()
         buckets, rounds = _buckets(training, iteration), _rounds(training)
+        training.zero_grad()
+        run.collect()
+        lasting = run.core.memory()[0]
     assert run.reports == [], run.reports[:3]
     names = [each.name for each in iteration.collectives]
     return Counts(
@@ -129,7 +134,7 @@ def count(name: str, blocks: int, bucket: int = BUCKET, host_ahead: int | str = 
         iteration.collective_bytes,
         sum(in_step),
         [(each.kind, each.site, each.age) for each in iteration.synchronizations],
-        iteration.peak_held,
+        peak - lasting,
         buckets,
         rounds,
     )
@@ -142,11 +147,11 @@ def _optimizer_launches(training: Training) -> Iterator[list[int]]:
     kernel = Step.kernel
     inside = [False]
 
-    def counting(step: Step, name: str, where: str, tensors: int = 0) -> None:
-        before = step.batched_launches
-        kernel(step, name, where, tensors)
+    def counting(self: Step, name: str, where: str, tensors: int = 0) -> None:
+        before = self.batched_launches
+        kernel(self, name, where, tensors)
         if inside[0] or (where.startswith("onecopy/") and not where.startswith(FORWARD)):
-            counted.append(step.batched_launches - before or 1)
+            counted.append(self.batched_launches - before or 1)
 
     def wrap(call: Callable[[], Any]) -> Callable[[], Any]:
         def inside_step() -> Any:
@@ -173,7 +178,8 @@ def _optimizer_launches(training: Training) -> Iterator[list[int]]:
 def _buckets(training: Training, iteration: Step) -> int:
     """Number of buckets of gradients: ShardedDataParallel's own, or DDP's by its reductions."""
     if training.case.setup is level_3:
-        return sum(len(optimizer.engine.storage.buckets) for optimizer in training.optimizers)  # type: ignore[attr-defined]
+        storages: list[Any] = [optimizer.engine.storage for optimizer in training.optimizers]
+        return sum(len(storage.buckets) for storage in storages)
     reductions = ("all_reduce", "reduce_scatter", "reduce_scatter_tensor")
     return sum(each.name in reductions for each in iteration.collectives)
 

@@ -94,7 +94,7 @@ def on_rank(module: str, name: str, kwargs: dict[str, Any], backend: str, store:
 
 def meet(path: str, world_size: int) -> None:
     """Wait for all ranks without the group, in which a test may have left collectives that never end."""
-    store = dist.FileStore(path, world_size)
+    store = torch._C._distributed_c10d.FileStore(path, world_size)
     store.add("ranks", 1)
     while store.add("ranks", 0) < world_size:
         time.sleep(0.002)

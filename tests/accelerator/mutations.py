@@ -1,4 +1,4 @@
-"""Mistakes of the kind that only an accelerator shows: a wait, a join or an event is missing, memory is reused too early.
+"""Mistakes that only an accelerator shows: a wait, a join or an event is missing, or memory is reused too early.
 
 Each one replaces a function of onecopy in the worker processes.
 """
@@ -135,7 +135,8 @@ def _update_before_gradients(patch: Patch) -> None:
 
     def without_wait(self: Any, bucket: Any, reduced: Future[Any], *rest: Any) -> Any:
         update = plan(self, bucket, reduced, *rest)
-        return dataclasses.replace(update, reduced=NoWait(reduced))
+        without: Any = NoWait(reduced)
+        return dataclasses.replace(update, reduced=without)
 
     patch.setattr(OverlappedStep, "_plan_update", without_wait)
 

@@ -1,7 +1,7 @@
 """Prints what an iteration of each level asks of an accelerator: ``python -m tests.accelerator.table``.
 
-For a model of 12 blocks at 2 and 3 ranks, counted on the simulated accelerator. Launches are those of the optimizer and of
-onecopy, not those of the model.
+For a model of 12 blocks at 2 and 3 ranks, counted on the simulated accelerator. Launches are those of the optimizer and
+of onecopy, not those of the model.
 """
 
 from __future__ import annotations
@@ -13,19 +13,10 @@ from tests.accelerator import counting
 from tests.accelerator.harness import HYBRID, SIMCCL, run, sim_pools
 
 BLOCKS = 12
-HEADERS = (
-    "level",
-    "ranks",
-    "group",
-    "buckets",
-    "calls",
-    "operations",
-    "KB sent",
-    "launches",
-    "host waits",
-    "age of flags",
+HEADERS: tuple[str, ...] = (
+    *("level", "ranks", "group", "buckets", "calls", "operations", "KB sent", "launches", "host waits", "age of flags"),
+    *("peak KB lockstep", "peak KB far ahead"),
 )
-HEADERS += ("peak KB lockstep", "peak KB far ahead")
 
 
 def rows(world_sizes: tuple[int, ...], backends: dict[str, str]) -> list[tuple[str, ...]]:

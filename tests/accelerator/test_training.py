@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import os
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -26,7 +27,10 @@ AHEAD: list[int | str] = ["far", 6, 0]
 """How far the host runs ahead."""
 
 BACKENDS = {"pure": SIMCCL, "hybrid": HYBRID}
-SEEDS = range(int(os.environ.get("ONECOPY_SEED", "0")), int(os.environ.get("ONECOPY_SEED", "0")) + 3)
+FIRST_SEED, NUMBER_OF_SEEDS = (
+    int(os.environ.get(name, usual)) for name, usual in (("ONECOPY_SEED", 0), ("ONECOPY_SEEDS", 3))
+)
+SEEDS = range(FIRST_SEED, FIRST_SEED + NUMBER_OF_SEEDS)
 Setting = tuple[int, int | str]
 
 
@@ -85,6 +89,8 @@ def compare(case: Case, actual: list[Tensor], expected: list[Tensor], what: str)
             difference = "" if left.shape != right.shape else (left.double() - right.double()).abs().max().item()
             assert torch.equal(left, right), f"{what}: tensor {position} of {list(right.shape)} differs by {difference}"
         else:
-            torch.testing.assert_close(
-                left, right, rtol=tolerance, atol=tolerance, msg=lambda text, at=position: f"{what}: {at}: {text}"
-            )
+            torch.testing.assert_close(left, right, rtol=tolerance, atol=tolerance, msg=_telling(f"{what}: {position}"))
+
+
+def _telling(what: str) -> Callable[[str], str]:
+    return lambda text: f"{what}: {text}"

@@ -70,12 +70,17 @@ class Place:
 
 
 @contextlib.contextmanager
-def small_sizes(bucket: int = BUCKET) -> Iterator[None]:
-    """Make a tiny model be treated as a large one: several rounds, segments and buckets are on their way at once."""
+def small_sizes(bucket: int = BUCKET, padding: int = 64) -> Iterator[None]:
+    """Make a tiny model be treated as a large one: several rounds, segments and buckets are on their way at once.
+
+    Args:
+        bucket: bytes of a bucket and of a round of all-gathers.
+        padding: bytes per rank up to which parts of different lengths are padded.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(limits, "COLLECTIVE_BUCKET_BYTES", bucket)
         patch.setattr(limits, "COLLECTIVE_BUCKET_BYTES_PER_RANK", 64)
-        patch.setattr(limits, "PADDING_BYTES_PER_RANK", 64)
+        patch.setattr(limits, "PADDING_BYTES_PER_RANK", padding)
         patch.setattr(limits, "SEGMENT_BYTES", 1)
         yield
 
@@ -177,8 +182,8 @@ class TwoStreams(nn.Module):
         for stream, side in zip(self._streams, sides, strict=True):
             main.wait_stream(stream)
             side.record_stream(main)
-        outputs = self.last(sides[0] + sides[1])
-        return outputs
+        joined: Tensor = self.last(sides[0] + sides[1])
+        return joined
 
 
 # Optimizers
@@ -369,7 +374,7 @@ class Case:
 
     name: str
     setup: Callable[[Training], None]
-    program: Callable[[Training], None] = loop()
+    program: Callable[[Training], None] = field(default_factory=lambda: loop())
     model: Callable[[], nn.Module] = field(default=Blocks, kw_only=True)
     dtype: torch.dtype | None = field(default=None, kw_only=True)
     parts: Sequence[Part] = field(default_factory=lambda: adamw(), kw_only=True)

@@ -246,7 +246,7 @@ def test_what_a_step_costs(world_size: int, backend: str, averages: bool, overla
     # Two phases are a step. Flags that have arrived already are read without waiting.
     assert {(each.kind, each.age) for each in update.synchronizations} <= {("event", 2)}
     assert len(update.synchronizations) <= 2
-    ours = dict({name: count for (name, where), count in backward.kernels.items() if where.startswith("onecopy/")})
+    ours = {name: count for (name, where), count in backward.kernels.items() if where.startswith("onecopy/")}
     assert ours == {"_foreach_copy_": buckets} | ({} if averages else {"mul": buckets}), backward.summary()
     assert sites(update) == {"onecopy/common/torch_private.py"}  # the inner optimizer
     assert update.kernels["_foreach_sqrt", next(where for name, where in update.kernels if name == "_foreach_sqrt")] < 5

@@ -17,7 +17,7 @@ VARIANTS ?=
 TESTS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all test-newest bench bench-setup bench-check bench-checkpoints bench-consolidation soak faults fuzz lint types clean
+.PHONY: help setup demo test accelerator test-all test-newest bench bench-setup bench-check bench-checkpoints bench-consolidation soak faults fuzz lint types clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -35,6 +35,9 @@ demo: setup ## train a small model with plain DDP, with torch's class and with o
 
 test: setup ## run the test suite
 	$(BIN)/python -m pytest
+
+accelerator: setup ## run the tests on a simulated accelerator: streams, events, races, counters (needs g++)
+	$(BIN)/python -m pytest tests/accelerator
 
 bench-consolidation: setup ## time gathering the state, torch's class and onecopy
 	OMP_NUM_THREADS=1 $(SAFELY) $(BIN)/torchrun --standalone --nproc-per-node 2 benchmarks/consolidation.py

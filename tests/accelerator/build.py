@@ -38,7 +38,7 @@ def _command(compiled: str) -> list[str]:
     includes = [*cpp_extension.include_paths(), sysconfig.get_paths()["include"]]
     libraries = pathlib.Path(torch.__file__).with_name("lib")
     return [
-        *(found, "-std=c++20", "-O1", "-fPIC", "-shared", "-w", str(SOURCE), "-o", compiled),
+        *(found, "-std=c++20", "-O0", "-fPIC", "-shared", "-w", str(SOURCE), "-o", compiled),
         *(f"-isystem{path}" for path in includes),
         *(f"-DTORCH_EXTENSION_NAME={NAME}", f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"),
         *("-DUSE_DISTRIBUTED", "-DUSE_C10D_GLOO"),
@@ -73,7 +73,8 @@ def load() -> Any:
     if NAME in sys.modules:
         return sys.modules[NAME]
     spec = importlib.util.spec_from_file_location(NAME, library())
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     sys.modules[NAME] = module

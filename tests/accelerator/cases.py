@@ -30,6 +30,8 @@ UNUSED = {"find_unused_parameters": True}
 BF16 = MixedPrecision(param_dtype=HALF)
 BF16_FP32 = MixedPrecision(param_dtype=HALF, reduce_dtype=torch.float32)
 HALF_ROUNDING = 2e-2
+LEFT_AND_RIGHT = 2000
+"""A size of buckets with which both layers of :class:`TwoStreams` are in one, and the first layer is in another."""
 
 CASES = [
     # Level 1
@@ -42,11 +44,13 @@ CASES = [
     Case("level 1 clipped", level_1, loop(programs.clipped), tolerance=CLIPPING),
     Case("level 1 scaled", level_1, loop(programs.scaled, 6), tolerance=CLIPPING),
     Case("level 1 master weights", level_1, parts=adamw(master_weights=True), dtype=HALF, tolerance=0.0),
-    Case("level 1 master weights by element", level_1, dtype=HALF, parts=adamw(master_weights=True, shard_by="element")),
+    Case(
+        "level 1 master weights by element", level_1, dtype=HALF, parts=adamw(master_weights=True, shard_by="element")
+    ),
     Case("level 1 offload", level_1, parts=adamw(offload="cpu")),
     Case("level 1 Join", level_1, programs.uneven),
     Case("level 1 frozen and unused", level_1, model=Partial, wrap=UNUSED),
-    Case("level 1 two streams", level_1, model=TwoStreams),
+    Case("level 1 two streams", level_1, model=TwoStreams, bucket=LEFT_AND_RIGHT),
     Case("level 1 side stream", level_1, programs.on_a_side_stream),
     Case("level 1 consolidated", level_1, programs.consolidated),
     Case("level 1 saved", level_1, programs.saving(blocking=True)),
@@ -60,7 +64,7 @@ CASES = [
     Case("after backward Join", after_backward, programs.uneven),
     Case("interleaved frozen and unused", interleaved, model=Partial, wrap=UNUSED),
     Case("after backward offload", after_backward, parts=adamw(offload="cpu")),
-    Case("interleaved two streams", interleaved, model=TwoStreams),
+    Case("interleaved two streams", interleaved, model=TwoStreams, bucket=LEFT_AND_RIGHT),
     Case("interleaved side stream", interleaved, programs.on_a_side_stream),
     Case("after backward consolidated", after_backward, programs.consolidated),
     Case("interleaved evaluation", interleaved, loop(programs.with_evaluation)),
@@ -75,7 +79,7 @@ CASES = [
     Case("level 2 offload", level_2, parts=adamw(offload="cpu")),
     Case("level 2 Join", level_2, programs.uneven),
     Case("level 2 frozen and unused", level_2, model=Partial, wrap=UNUSED),
-    Case("level 2 two streams", level_2, model=TwoStreams),
+    Case("level 2 two streams", level_2, model=TwoStreams, bucket=LEFT_AND_RIGHT),
     Case("level 2 side stream", level_2, programs.on_a_side_stream),
     Case("level 2 saved", level_2, programs.saving(blocking=True), parts=adamw(shard_by="element")),
     # Level 3
@@ -101,7 +105,7 @@ CASES = [
     Case("level 3 buffers", level_3, model=Batched),
     Case("level 3 frozen and unused", level_3, model=Partial),
     Case("level 3 frozen and unused overlap", level_3, model=Partial, wrap=OVERLAP),
-    Case("level 3 two streams", level_3, model=TwoStreams, wrap=OVERLAP),
+    Case("level 3 two streams", level_3, model=TwoStreams, bucket=LEFT_AND_RIGHT, wrap=OVERLAP),
     Case("level 3 side stream", level_3, programs.on_a_side_stream, wrap=OVERLAP),
     Case("level 3 evaluation", level_3, loop(programs.with_evaluation), wrap=OVERLAP),
     Case("level 3 consolidated", level_3, programs.consolidated, wrap=OVERLAP),

@@ -133,7 +133,8 @@ class Step:
         lines = [
             f"{self.launches} kernels, {sum(self.copies.values())} copies, {len(self.collectives)} collective calls "
             f"({self.operations} operations, {sum(c.launches for c in self.collectives)} launches, "
-            f"{self.collective_bytes} bytes), {len(self.synchronizations)} host synchronisations, peak {self.peak} bytes"
+            f"{self.collective_bytes} bytes), {len(self.synchronizations)} host synchronisations, "
+            f"peak {self.peak} bytes"
         ]
         lines += [f"  kernel {name} x{n} at {where}" for (name, where), n in sorted(self.kernels.items())]
         lines += [f"  copy {name} x{n} at {where}" for (name, where), n in sorted(self.copies.items())]

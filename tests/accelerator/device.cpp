@@ -123,9 +123,9 @@ struct PinnedAllocator final : Allocator {
 SimAllocator& device_memory = *new SimAllocator;
 PinnedAllocator& pinned_memory = *new PinnedAllocator;
 
-void synchronize(const char* kind, int64_t a, int64_t b) {
+void synchronize(const char* kind, int64_t which) {
   py::gil_scoped_acquire gil;
-  (*state.synchronize)(kind, a, b);
+  (*state.synchronize)(kind, which);
 }
 void use_on_stream(const void* ptr, const Stream& stream) {
   std::lock_guard<std::mutex> guard(state.lock);
@@ -183,15 +183,12 @@ struct SimGuard final : impl::DeviceGuardImplInterface {
   }
   bool queryStream(const Stream& s) const override {
     py::gil_scoped_acquire gil;
-    return (*state.synchronize)("query", key(s), 0).cast<bool>();
+    return (*state.synchronize)("query", key(s)).cast<bool>();
   }
-  void synchronizeStream(const Stream& s) const override { synchronize("stream", key(s), 0); }
-  void synchronizeDevice(const DeviceIndex d) const override { synchronize("device", d, 0); }
+  void synchronizeStream(const Stream& s) const override { synchronize("stream", key(s)); }
+  void synchronizeDevice(const DeviceIndex d) const override { synchronize("device", d); }
   void synchronizeEvent(void* event) const override {
-    if (!event) return;
-    int64_t version;
-    { std::lock_guard<std::mutex> guard(state.lock); version = state.events[address(event)].recorded; }
-    synchronize("event", address(event), version);
+    if (event) synchronize("event", address(event));
   }
   void recordDataPtrOnStream(const DataPtr& data, const Stream& s) const override { use_on_stream(data.get(), s); }
 };

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch._meta_registrations  # shapes of more operators
+from torch.utils import backend_registration
 
 from tests.accelerator import build, process_group
 from tests.accelerator.counters import Step
@@ -27,11 +28,13 @@ class Device:
         self.core = build.load()
         self.scheduler = Scheduler(self.core)
         self.core.on_synchronize(self.scheduler.synchronize)
-        torch.utils.rename_privateuse1_backend("sim")
+        backend_registration.rename_privateuse1_backend("sim")
         self.operators = Operators(self.core, self.scheduler)
         self.operators.register()
         torch._register_device_module("sim", _module(self.core, self.scheduler))
-        torch.utils.generate_methods_for_privateuse1_backend(for_tensor=True, for_module=True, for_storage=True)
+        backend_registration.generate_methods_for_privateuse1_backend(
+            for_tensor=True, for_module=True, for_storage=True
+        )
         process_group.register(self.core, self.scheduler)
 
 
@@ -72,12 +75,12 @@ def _module(core: Any, scheduler: Scheduler) -> Any:
     sim.get_rng_state = lambda device=None: generator(device).get_state()
     sim.set_rng_state = lambda state, device=None: generator(device).set_state(state)
     sim.get_amp_supported_dtype = lambda: [torch.float16, torch.bfloat16]
-    sim.synchronize = lambda device=None: torch.accelerator.synchronize()
+    sim.synchronize = lambda device=None: torch.accelerator.synchronize(device)
     sim.current_stream = lambda device=None: torch.accelerator.current_stream(device)
     sim.stream = lambda stream: stream
-    sim.memory_allocated = lambda device=None: core.memory()[0]
-    sim.max_memory_allocated = lambda device=None: core.memory()[1]
-    sim.reset_peak_memory_stats = lambda device=None: core.reset_peak()
+    sim.memory_allocated = lambda: core.memory()[0]
+    sim.max_memory_allocated = lambda: core.memory()[1]
+    sim.reset_peak_memory_stats = core.reset_peak
     sim.device = contextlib.nullcontext
     sim.scheduler = scheduler
     return sim
@@ -103,6 +106,7 @@ class Run:
     def step(self) -> Iterator[Step]:
         """Count what the calls inside ask for."""
         step = Step()
+        self.scheduler.read_log()  # what was recorded before belongs to the step before
         self.core.reset_peak()
         allocated, _, held, _ = self.core.memory()
         self.scheduler.step, self.scheduler.step_number = step, self.scheduler.step_number + 1

@@ -6,6 +6,7 @@ Each one replaces a function of onecopy in the worker processes.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -21,10 +22,12 @@ from onecopy.comm.collectives import Collectives
 from onecopy.comm.packing import InFlight
 from onecopy.comm.parameter_sharing import PackBuffers
 from onecopy.comm.side_stream import SideStream, UsedStreams
-from onecopy.comm.status_flags import DeferredRead
+from onecopy.comm.status_flags import DeferredFlags, DeferredRead
 from onecopy.data_parallel import pipelined_step
 from onecopy.data_parallel.pipelined_step import PipelinedStep
+from onecopy.ddp_hooks.overlapped_step import OverlappedStep
 from onecopy.step import batched_copies, owned_shards
+from tests.accelerator import device
 
 Patch = pytest.MonkeyPatch
 
@@ -48,8 +51,9 @@ class NoWait:
     def __init__(self, work: Any) -> None:
         self.work = work
 
-    def wait(self) -> None:
-        """Do not wait."""
+    def wait(self) -> Any:
+        """Do not wait; return the result of a future."""
+        return self.work.value() if isinstance(self.work, Future) else None
 
 
 def _without_wait(name: str) -> Callable[[Patch], None]:
@@ -107,9 +111,41 @@ def _pool_gives_memory_in_use(patch: Patch) -> None:
     patch.setattr(BufferPool, "take", take_and_give_back)
 
 
+def _reporting_bad_flags(patch: Patch) -> None:
+    """Flags that tell of a failure become a report: an exception on one rank only would leave the others waiting."""
+
+    def check_oldest(self: DeferredFlags) -> None:
+        read, check = self._unread.popleft()
+        self._older = max(0, self._older - 1)
+        try:
+            check(read.read())
+        except Exception as error:
+            device.load().scheduler.races.report("flags", str(error))
+
+    patch.setattr(DeferredFlags, "_check_oldest", check_oldest)
+
+
+def _flags_read_too_early(patch: Patch) -> None:
+    _reporting_bad_flags(patch)
+    patch.setattr(DeferredRead, "wait", lambda _self: None)
+
+
+def _update_before_gradients(patch: Patch) -> None:
+    plan = OverlappedStep._plan_update
+
+    def without_wait(self: Any, bucket: Any, reduced: Future[Any], *rest: Any) -> Any:
+        update = plan(self, bucket, reduced, *rest)
+        return dataclasses.replace(update, reduced=NoWait(reduced))
+
+    patch.setattr(OverlappedStep, "_plan_update", without_wait)
+
+
 def _flags_copied_too_early(patch: Patch) -> None:
+    _reporting_bad_flags(patch)
     original = DeferredRead.__init__
-    patch.setattr(DeferredRead, "__init__", lambda self, tensor, work=None: original(self, tensor, work and NoWait(work)))
+    patch.setattr(
+        DeferredRead, "__init__", lambda self, tensor, work=None: original(self, tensor, work and NoWait(work))
+    )
 
 
 def _first_stream_waits_for_all(patch: Patch) -> None:
@@ -145,13 +181,13 @@ MUTATIONS = {
     "level 1 unpacks before it waits": Mutation("level 1 by element", _unpacks_before_waiting),
     "level 1 packs into a buffer in flight": Mutation("level 1", _one_pack_buffer),
     "level 1 copies flags before they are exchanged": Mutation("level 1", _flags_copied_too_early),
-    "level 1 reads flags before they have arrived": Mutation("level 1", _nothing(DeferredRead, "wait")),
+    "level 1 reads flags before they have arrived": Mutation("level 1", _flags_read_too_early),
     "level 1 reads offloaded gradients too early": Mutation("level 1 offload", _host_copies_read_too_early),
     "the norm is read before it is summed": Mutation("level 1 clipped", _without_wait("all_reduce")),
     "level 2 does not wait for reduce-scatters": Mutation("level 2", _without_wait("reduce_scatter_single")),
     "level 2 reuses a buffer in flight": Mutation("level 2", _pool_gives_memory_in_use),
     "level 2 packs on a side stream that does not wait": Mutation("level 2", _side_stream_does_not_wait),
-    "the update in backward does not wait for gradients": Mutation("interleaved", _side_stream_does_not_wait),
+    "the update in backward does not wait for gradients": Mutation("interleaved", _update_before_gradients),
     "backward does not wait for the update": Mutation("interleaved", _future_without_devices),
     "level 3 reads a sum too early": Mutation("level 3", _sum_read_too_early),
     "level 3 reuses a buffer in flight": Mutation("level 3", _pool_gives_memory_in_use),

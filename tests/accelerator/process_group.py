@@ -37,7 +37,7 @@ Exchange = Iterator[Any]
 def register(core: Any, scheduler: Scheduler) -> None:
     """Make the backend known to torch.distributed."""
 
-    def create(store: dist.Store, rank: int, size: int, timeout: datetime.timedelta) -> Any:
+    def create(store: Any, rank: int, size: int, timeout: datetime.timedelta) -> Any:
         return core.Backend(rank, size, Communicator(core, scheduler, store, rank, size, timeout), timeout)
 
     dist.Backend.register_backend(NAME, create, devices=["sim"])
@@ -155,10 +155,10 @@ class Communicator:
     _number = 0
 
     def __init__(
-        self, core: Any, scheduler: Scheduler, store: dist.Store, rank: int, size: int, timeout: datetime.timedelta
+        self, core: Any, scheduler: Scheduler, store: Any, rank: int, size: int, timeout: datetime.timedelta
     ) -> None:
         self._core, self._scheduler, self._rank, self._size = core, scheduler, rank, size
-        self._gloo = dist.ProcessGroupGloo(store, rank, size, timeout)  # type: ignore[call-arg]
+        self._gloo: Any = dist.ProcessGroupGloo(store, rank, size, timeout)
         self._streams: dict[Any, int] = {}
         self._coalesced: list[Call] | None = None
         Communicator._number += 1
@@ -264,7 +264,7 @@ class Communicator:
         if op not in _OPS:
             raise RuntimeError(f"{NAME} does not have reduce operation {op}")
         if flat.numel():
-            options = dist.AllreduceOptions()
+            options: Any = dist.AllreduceOptions()
             options.reduceOp = _OPS[op]
             yield self._gloo.allreduce([flat], options)
             if op == AVG:

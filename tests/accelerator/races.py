@@ -69,7 +69,8 @@ def runs(offset: int, sizes: tuple[int, ...], strides: tuple[int, ...], itemsize
     if 0 in sizes:
         return []
     dims = sorted((stride * itemsize, size) for size, stride in zip(sizes, strides, strict=True) if size > 1 and stride)
-    start, run, outer = offset * itemsize, itemsize, []
+    start, run = offset * itemsize, itemsize
+    outer: list[tuple[int, int]] = []
     for stride, size in dims:
         if stride == run and not outer:
             run *= size

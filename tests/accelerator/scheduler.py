@@ -119,6 +119,11 @@ class Scheduler:
     def _is_done(self, place: Place) -> bool:
         return self._done[place[0]] >= place[1]
 
+    def read_log(self) -> None:
+        """Take over what the C++ part has noted, from a thread that does not have the lock."""
+        with self.lock:
+            self._read_log()
+
     def _read_log(self) -> None:
         """Take over what the C++ part has noted since the last call, in the host's order."""
         for kind, first, second, third in self.core.take_log():
@@ -273,19 +278,22 @@ class Scheduler:
 
     # Waiting
 
-    def synchronize(self, kind: str, first: int = 0, second: int = 0) -> bool:
+    def synchronize(self, kind: str, which: int) -> bool:
         """Let the host wait for a "stream", a "device" or an "event", or "query" whether a stream is done."""
         with self.lock:
             self._read_log()
             if kind == "query":
                 self._run_ahead()
-                return not self._queues.get(first)
+                done = not self._queues.get(which)
+                if done:
+                    self.races.merge(self.races.host, self.races.clock(which))
+                return done
             if kind == "event":
-                _, place, clock, step = self._events[first]
+                _, place, clock, step = self._events[which]
                 self._note(kind, [place], self.step_number - step)
                 places = [place]
             else:
-                streams = [first] if kind == "stream" else [s for s in self._queued if s >> 20 == first]
+                streams = [which] if kind == "stream" else [s for s in self._queued if s >> 20 == which]
                 places = [(s, self._queued[s]) for s in streams]
                 clock = {}
                 for stream in streams:

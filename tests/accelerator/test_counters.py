@@ -31,7 +31,9 @@ def test_the_host_waits_at_most_once_and_for_flags_that_are_a_step_old(
     level: str, world_size: int, backend: str
 ) -> None:
     waits = counted(level, world_size, backend).synchronizations
-    assert len(waits) <= 1, waits
+    # The flags of the last backward pass are waited for before those of the last step: a rank that fails in between
+    # takes no part in the second exchange.
+    assert len(waits) <= (2 if level.startswith("level 3") else 1), waits
     for kind, site, age in waits:
         assert kind == "event"
         assert site.startswith("onecopy/comm/status_flags.py")
@@ -40,9 +42,7 @@ def test_the_host_waits_at_most_once_and_for_flags_that_are_a_step_old(
 
 @pytest.mark.parametrize("level", ["level 3", "level 3 overlap", "level 3 bf16"])
 def test_sharded_data_parallel_has_two_collectives_per_bucket(level: str) -> None:
-    found = {
-        (ranks, blocks): counted(level, ranks, blocks=blocks) for ranks in (2, 3) for blocks in (6, 12)
-    }
+    found = {(ranks, blocks): counted(level, ranks, blocks=blocks) for ranks in (2, 3) for blocks in (6, 12)}
     assert found[2, 12].buckets > found[2, 6].buckets > 3
     assert {each.calls - 2 * each.buckets for each in found.values()} in ({1}, {2})
     assert all(each.operations == each.calls for each in found.values())

@@ -20,9 +20,7 @@ SETTINGS: list[Setting] = [(0, "far"), (1, 6)]
 
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_a_mistake_is_found(name: str) -> None:
-    correct, wrong = (
-        run(outcome, 2, {"name": name, "mutated": mutated}, SIMCCL) for mutated in (False, True)
-    )
+    correct, wrong = (run(outcome, 2, {"name": name, "mutated": mutated}, SIMCCL) for mutated in (False, True))
     assert correct == [[], []]
     assert any(wrong)
 

@@ -40,7 +40,9 @@ def _table() -> list[Any]:
                 settings = every if EVERYTHING else [every[(position + position // 9) % len(every)]]
                 chosen = number == position % len(case.worlds) and kind == position // 2 % len(BACKENDS)
                 if EVERYTHING or chosen:
-                    rows.append(pytest.param(case.name, world_size, group, settings, id=f"{case.name}-{world_size}-{group}"))
+                    rows.append(
+                        pytest.param(case.name, world_size, group, settings, id=f"{case.name}-{world_size}-{group}")
+                    )
     return rows
 
 

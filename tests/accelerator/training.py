@@ -75,6 +75,7 @@ def small_sizes(bucket: int = BUCKET) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(limits, "COLLECTIVE_BUCKET_BYTES", bucket)
         patch.setattr(limits, "COLLECTIVE_BUCKET_BYTES_PER_RANK", 64)
+        patch.setattr(limits, "PADDING_BYTES_PER_RANK", 64)
         patch.setattr(limits, "SEGMENT_BYTES", 1)
         yield
 
@@ -279,7 +280,11 @@ class Training:
 
 
 def ddp(training: Training) -> DistributedDataParallel:
-    options = {"bucket_cap_mb": training.case.bucket / (1 << 20), "process_group": training.place.group, **training.case.wrap}
+    options = {
+        "bucket_cap_mb": training.case.bucket / (1 << 20),
+        "process_group": training.place.group,
+        **training.case.wrap,
+    }
     return DistributedDataParallel(training.module, **options)
 
 

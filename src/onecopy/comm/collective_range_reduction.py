@@ -33,10 +33,9 @@ class CollectiveRangeReduction:
     ) -> None:
         self._collectives, self._dtype, self._pool = collectives, dtype, pool
         ranks, here = collectives.world_size, collectives.group_rank
-        self._by_owner = [
-            sorted((each for each in ranges if each.owner == owner), key=lambda each: each.optimizer)
-            for owner in range(ranks)
-        ]
+        self._by_owner: list[list[GradientRange]] = [[] for _ in range(ranks)]
+        for each in sorted(ranges, key=lambda each: each.optimizer):
+            self._by_owner[each.owner].append(each)
         self._sizes = [sum(each.numel for each in owned) for owned in self._by_owner]
         self._part = padded_part(self._sizes, dtype.itemsize)
         self._lengths = self._sizes if self._part is None else [self._part] * ranks

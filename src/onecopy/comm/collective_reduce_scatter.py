@@ -19,6 +19,7 @@ from onecopy.comm.side_stream import UsedStreams
 from onecopy.comm.work import Work
 from onecopy.common.flat_views import flat_like
 from onecopy.common.profiler_ranges import profile_range
+from onecopy.common.torch_private import zero_each
 
 
 class CollectiveReduceScatter:
@@ -87,7 +88,7 @@ class CollectiveReduceScatter:
                 [self._gradients[position] for position in present],
             )
         if missing:
-            torch._foreach_zero_(missing)
+            zero_each(missing)
         if self._scales_before:
             buffer.mul_(bucket.scale)
         self._streams.release()

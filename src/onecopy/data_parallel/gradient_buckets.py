@@ -22,7 +22,7 @@ from onecopy.comm.bucket_reduce_scatter import BucketGradients, BucketReduceScat
 from onecopy.comm.buffer_pool import BufferPool
 from onecopy.comm.collectives import Collectives
 from onecopy.comm.transports import transport_for
-from onecopy.common.torch_private import version_of
+from onecopy.common.torch_private import version_of, zero_each
 from onecopy.data_parallel.sharded_gradients import ShardGrad
 from onecopy.layout import BucketPlan
 
@@ -194,7 +194,7 @@ class GradientBucket:
         """Before the shard is added to: zero the ranges of parameters without a reduced gradient."""
         unused = [gradient.local for gradient, has in zip(self.shard_grads, has_reduced_grad, strict=True) if not has]
         if unused:
-            torch._foreach_zero_(unused)
+            zero_each(unused)
 
     def clear_accumulated(self) -> None:
         """Note that all gradients were zeroed: the next pass adds to none."""

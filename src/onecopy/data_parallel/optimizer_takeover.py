@@ -6,12 +6,14 @@ The inner optimizer is rebuilt for the new layout.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import nn
 
+from onecopy.comm.agreement import Fact
 from onecopy.common.flat_views import flat_view
+from onecopy.data_parallel.argument_checks import module_facts
 from onecopy.data_parallel.mixed_precision import MixedPrecision, convert_params, params_to_convert
 from onecopy.data_parallel.parameter_buckets import ParameterBuckets
 from onecopy.data_parallel.sharded_gradients import ShardedGradients
@@ -19,6 +21,7 @@ from onecopy.layout import BucketPlan, Layout, plan_buckets
 from onecopy.optimizer import ZeroRedundancyOptimizer
 from onecopy.step.master_weights import MasterWeightPolicy
 from onecopy.step.optimizer_classes import check_dtypes
+from onecopy.step.rank_comparison import layout_facts
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +83,22 @@ def plan_optimizer(
     master_policy = MasterWeightPolicy(fp32_copies, current.offload)
     check_dtypes(optimizer.optim, master_policy.stepped_dtypes(specs))
     return OptimizerPlan(optimizer, layout, buckets, master_policy)
+
+
+def construction_facts(
+    arguments: Mapping[str, object],
+    module: nn.Module,
+    embeddings: Sequence[nn.Embedding],
+    plans: Sequence[OptimizerPlan],
+) -> list[Fact]:
+    """The facts that must be equal on all ranks before ``ShardedDataParallel`` takes over optimizers."""
+    return [
+        *(Fact(name, str(value)) for name, value in arguments.items()),
+        *module_facts(module),
+        Fact("embeddings whose gradients are sent by rows", str(len(embeddings))),
+        *(fact for plan in plans for fact in layout_facts(plan.layout, "bucket")),
+        *(Fact("bucket", str(bucket)) for plan in plans for bucket in plan.buckets),
+    ]
 
 
 @contextlib.contextmanager

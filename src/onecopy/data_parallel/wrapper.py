@@ -22,7 +22,6 @@ from onecopy.data_parallel.argument_checks import (
     check_mixed_precision,
     check_module,
     check_optimizers,
-    module_facts,
     replicas_of,
 )
 from onecopy.data_parallel.backward import BackwardReducer
@@ -31,14 +30,19 @@ from onecopy.data_parallel.forward_wait import ForwardWaitHooks, check_uses
 from onecopy.data_parallel.gradient_buckets import GradientBucket, ReductionPolicy
 from onecopy.data_parallel.mixed_precision import MixedPrecision, convert_params, params_to_convert
 from onecopy.data_parallel.module_sync import ModuleSync
-from onecopy.data_parallel.optimizer_takeover import OptimizerPlan, plan_optimizer, restored_on_failure, take_over
+from onecopy.data_parallel.optimizer_takeover import (
+    OptimizerPlan,
+    construction_facts,
+    plan_optimizer,
+    restored_on_failure,
+    take_over,
+)
 from onecopy.data_parallel.pipelined_step import PipelinedStep
 from onecopy.data_parallel.sparse_rows import RowBucket, embeddings_to_send_by_rows
 from onecopy.optimizer import ZeroRedundancyOptimizer
 from onecopy.step.debug_log import log_layout
 from onecopy.step.engine import Engine, collectives_of
 from onecopy.step.gradient_norm import clip, total_norm
-from onecopy.step.rank_comparison import layout_facts
 
 _CONSTRUCTING = "constructing ShardedDataParallel"
 
@@ -126,7 +130,7 @@ class ShardedDataParallel(nn.Module, Joinable):
                 "sparse_embeddings": bool(sparse_embeddings),
                 "mixed_precision": mixed_precision,
             }
-            together.facts = across.facts = _facts(arguments, module, embeddings, plans)
+            together.facts = across.facts = construction_facts(arguments, module, embeddings, plans)
         self.module = module
         self.mixed_precision = mixed_precision
         self.require_backward_grad_sync = True
@@ -377,22 +381,6 @@ class ShardedDataParallel(nn.Module, Joinable):
         if buffers:
             self._raise_deferred_failures()
             self._module_sync.broadcast_buffers(buffers, highest_last_joiner(self._collectives, is_last_joiner))
-
-
-def _facts(
-    arguments: Mapping[str, object],
-    module: nn.Module,
-    embeddings: Sequence[nn.Embedding],
-    plans: Sequence[OptimizerPlan],
-) -> list[Fact]:
-    """The facts that must be equal on all ranks before the wrapper changes anything."""
-    return [
-        *(Fact(name, str(value)) for name, value in arguments.items()),
-        *module_facts(module),
-        Fact("embeddings whose gradients are sent by rows", str(len(embeddings))),
-        *(fact for plan in plans for fact in layout_facts(plan.layout, "bucket")),
-        *(Fact("bucket", str(bucket)) for plan in plans for bucket in plan.buckets),
-    ]
 
 
 def _waiting_hook(model: weakref.ref[ShardedDataParallel]) -> Callable[..., None]:

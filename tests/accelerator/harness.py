@@ -87,12 +87,12 @@ def on_rank(module: str, name: str, kwargs: dict[str, Any], backend: str, store:
     torch.manual_seed(0)
     function: Any = functools.reduce(getattr, name.split("."), importlib.import_module(module))
     answer = getattr(function, "__wrapped__", function)(**kwargs)
-    _meet(f"{store}.end", world_size)
+    meet(f"{store}.end", world_size)
     dist.destroy_process_group()
     return answer
 
 
-def _meet(path: str, world_size: int) -> None:
+def meet(path: str, world_size: int) -> None:
     """Wait for all ranks without the group, in which a test may have left collectives that never end."""
     store = dist.FileStore(path, world_size)
     store.add("ranks", 1)

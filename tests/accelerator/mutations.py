@@ -21,7 +21,7 @@ from onecopy.comm.buffer_pool import BufferPool
 from onecopy.comm.collectives import Collectives
 from onecopy.comm.packing import InFlight
 from onecopy.comm.parameter_sharing import PackBuffers
-from onecopy.comm.side_stream import SideStream, UsedStreams
+from onecopy.comm.side_stream import SideStream
 from onecopy.comm.status_flags import DeferredFlags, DeferredRead
 from onecopy.data_parallel import pipelined_step
 from onecopy.data_parallel.pipelined_step import PipelinedStep
@@ -152,14 +152,6 @@ def _first_stream_waits_for_all(patch: Patch) -> None:
     patch.setattr(pipelined_step._Transfers, "for_all_streams", True)
 
 
-def _gradients_freed_too_early(patch: Patch) -> None:
-    patch.setattr(UsedStreams, "release", lambda self: self._streams.clear())
-
-
-def _gradients_of_other_streams(patch: Patch) -> None:
-    patch.setattr(UsedStreams, "join", lambda self: None)
-
-
 def _sum_read_too_early(patch: Patch) -> None:
     add_up = collective_reduce_scatter.CollectiveReduction.add_up
 
@@ -193,6 +185,4 @@ MUTATIONS = {
     "level 3 reuses a buffer in flight": Mutation("level 3", _pool_gives_memory_in_use),
     "the next forward does not wait": Mutation("level 3 overlap", _nothing(PipelinedStep, "wait_for")),
     "only the first stream waits": Mutation("level 3 two streams", _first_stream_waits_for_all),
-    "gradients of two streams are not joined": Mutation("level 3 two streams", _gradients_of_other_streams),
-    "gradients of two streams are freed too early": Mutation("level 3 two streams", _gradients_freed_too_early),
 }

@@ -43,30 +43,6 @@ def register(core: Any, scheduler: Scheduler) -> None:
     dist.Backend.register_backend(NAME, create, devices=["sim"])
 
 
-class Message:
-    """A gloo message between two ranks, which ends only in ``wait()``: a thread calls it."""
-
-    def __init__(self, work: Any) -> None:
-        self._errors: list[Exception] = []
-        self._thread = threading.Thread(target=self._finish, args=(work,), daemon=True)
-        self._thread.start()
-
-    def _finish(self, work: Any) -> None:
-        try:
-            work.wait()
-        except Exception as error:
-            self._errors.append(error)
-
-    def is_completed(self) -> bool:
-        """Whether the message has been sent or received."""
-        return not self._thread.is_alive()
-
-    def wait(self) -> None:
-        """Raise the error of the message, if there is one."""
-        if self._errors:
-            raise self._errors[0]
-
-
 class Running:
     """A generator of gloo works as queued work of the device."""
 

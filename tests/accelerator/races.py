@@ -130,6 +130,22 @@ class Races:
                     stale[access.stream] = access
         self.blocks[address] = Block(size, stream, [Region(0, size)], stale)
 
+    def reuse(self, address: int, stream: int) -> None:
+        """A freed block may from now on belong to another tensor of its stream: report accesses that are not over."""
+        clock = dict(self.clock(stream))
+        self.merge(clock, self.host)
+        for region in self.blocks[address].regions:
+            accesses = [*region.reads.values(), *([region.write] if region.write else [])]
+            for access in accesses:
+                if not access.before(stream, clock):
+                    text = f"the memory that {access.work} uses was freed, and stream {stream & 0xFFFFF} may give it to"
+                    self.report(
+                        "use after free", f"{text} another tensor before that is done: record_stream is missing"
+                    )
+                    region.reads.pop(access.stream, None)
+                    if region.write is access:
+                        region.write = Access(-1, 0, access.work)
+
     def release(self, address: int, finished: Clock) -> None:
         """The allocator has seen that streams have finished with a freed block: these accesses are over."""
         block = self.blocks[address]

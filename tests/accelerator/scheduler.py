@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import functools
 import random
 import threading
 import time
@@ -62,6 +63,7 @@ class Scheduler:
         self._events: dict[int, tuple[int, Place, Clock, int]] = {}
         self._unsignalled: dict[int, collections.deque[tuple[int, int, int]]] = {}
         self._used: dict[int, list[int]] = {}
+        self._freed: dict[int, list[tuple[int, int]]] = {}
         self._releases: list[tuple[int, int, int, dict[int, int], Clock]] = []
         self._touched = time.monotonic()
         threading.Thread(target=self._work_when_idle, daemon=True, name="simulated device").start()
@@ -128,9 +130,10 @@ class Scheduler:
         """Take over what the C++ part has noted since the last call, in the host's order."""
         for kind, first, second, third in self.core.take_log():
             if kind == ALLOCATED:
+                self._reuse(third)
                 self.races.allocate(first, second, third)
             elif kind == FREED:
-                self._poison(first, second, third)
+                self._freed.setdefault(third, []).append((first, second))
             elif kind == USED_BY:
                 self._used.setdefault(first, []).append(second)
             elif kind == FREED_LATER:
@@ -149,9 +152,12 @@ class Scheduler:
                 self._move(first, second, third)
         self._release()
 
-    def _poison(self, address: int, size: int, stream: int) -> None:
-        if self.poison:
-            self._append(stream, Item("free", "", lambda: self.core.poison(address, size)))
+    def _reuse(self, stream: int) -> None:
+        """Treat all freed memory of a stream as reused: a real allocator may give any of it to the next tensor."""
+        for address, size in self._freed.pop(stream, ()):
+            self.races.reuse(address, stream)
+            if self.poison:
+                self._append(stream, Item("reuse", "", functools.partial(self.core.poison, address, size)))
 
     def _record(self, event: int, version: int, stream: int) -> None:
         place = (stream, self._queued[stream])
@@ -177,7 +183,7 @@ class Scheduler:
             address, size, stream, places, clock = each
             if all(self._done[s] >= position for s, position in places.items()):
                 self.races.release(address, clock)
-                self._poison(address, size, stream)
+                self._freed.setdefault(stream, []).append((address, size))
                 self.core.release(address)
             else:
                 waiting.append(each)

@@ -122,6 +122,25 @@ def test_memory_reused_while_another_stream_reads_it_is_a_use_after_free(world_s
     assert kinds(run) == {"use after free"}
 
 
+@pytest.mark.parametrize("waits", [False, True])
+@simulated(1)
+def test_freed_memory_may_go_to_any_tensor_that_is_allocated_next(world_size: int, waits: bool) -> None:
+    with device.simulate(host_ahead="far", idle=LATE) as run:
+        side = torch.Stream("sim")
+        values = torch.ones(4096, device="sim")
+        side.wait_stream(torch.accelerator.current_stream())
+        with side:
+            total = values.sum()
+        del values
+        if waits:
+            torch.accelerator.current_stream().wait_stream(side)
+        torch.ones(1, device="sim")  # of another size: this allocator would not take that memory
+        torch.accelerator.current_stream().synchronize()
+        side.synchronize()
+        assert (total.item() == 4096) == waits
+    assert kinds(run) == (set() if waits else {"use after free"})
+
+
 @AHEAD
 @simulated(1)
 def test_record_stream_keeps_memory_until_the_stream_is_done(world_size: int, host_ahead: Any) -> None:

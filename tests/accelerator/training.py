@@ -174,8 +174,9 @@ class TwoStreams(nn.Module):
             with stream:
                 hidden.record_stream(stream)
                 sides.append(layer(hidden))
+        for stream, side in zip(self._streams, sides, strict=True):
             main.wait_stream(stream)
-            sides[-1].record_stream(main)
+            side.record_stream(main)
         outputs = self.last(sides[0] + sides[1])
         return outputs
 

@@ -214,7 +214,7 @@ def consolidated(ranks: Ranks) -> GPT:
     train(ranks, (model, optimizer), steps=range(HALFWAY))
     module = ranks.module()
     module.load_state_dict(model.module.state_dict())
-    built, state = plain(ranks, module), {}
+    built, state = plain(ranks, module), dict[str, Any]()
     for to in range(ranks.world_size):  # each rank needs the whole state to load it
         optimizer.consolidate_state_dict(to=to)
         state = optimizer.state_dict() if ranks.rank == to else state

@@ -3,12 +3,41 @@
 from __future__ import annotations
 
 import pathlib
+from collections import defaultdict
 from collections.abc import Iterator
 
 import pytest
 
 from tests.accelerator import build
 from tests.accelerator.harness import sim_pools
+from tests.support.harness import EVERYTHING
+
+CASES = {
+    "test_training.py": 14,
+    "test_device.py": 12,
+    "test_mutations.py": 5,
+    "test_counters.py": 1,
+    "test_check_gpu.py": 0,
+}
+"""The most cases of one test in ``make test``, by file; ``make accelerator`` runs all."""
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Of a test with many cases, run a few at equal distances: the whole table takes minutes."""
+    if EVERYTHING or config.getoption("keyword") or any("::" in argument for argument in config.args):
+        return
+    tables = defaultdict(list)
+    for item in items:
+        if pathlib.Path(__file__).parent in item.path.parents:
+            tables[item.nodeid.partition("[")[0]].append(item)
+    left_out: set[int] = set()
+    for table in tables.values():
+        most = CASES.get(table[0].path.name, 2)
+        kept = {number * len(table) // most for number in range(most)}
+        left_out.update(id(item) for position, item in enumerate(table) if len(table) > most and position not in kept)
+    config.hook.pytest_deselected(items=[item for item in items if id(item) in left_out])
+    items[:] = [item for item in items if id(item) not in left_out]
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -6,10 +6,8 @@ import pytest
 
 from tests.accelerator import build
 from tests.support.check_gpu import start
-from tests.support.harness import EVERYTHING
 
 
-@pytest.mark.skipif(not EVERYTHING, reason="a minute; make accelerator and make test-all run it")
 @pytest.mark.timeout(600)
 def test_all_checks_pass_without_a_race() -> None:
     if build.compiler() is None:

@@ -113,8 +113,8 @@ def make(
 
 
 def compare(expected: list[Tensor], actual: list[Tensor], tolerance: float = ROUNDING) -> None:
-    for number, (ours, theirs) in enumerate(zip(actual, expected, strict=True)):
-        torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance, msg=lambda t, n=number: f"{n}: {t}")
+    for ours, theirs in zip(actual, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
 
 
 CASES: dict[str, dict[str, Any]] = {
@@ -243,15 +243,18 @@ def test_what_a_step_costs(world_size: int, backend: str, averages: bool, overla
     assert [each.name for each in backward.collectives] == ["reduce_scatter_tensor"] * buckets + ["all_reduce"]
     assert [each.name for each in update.collectives] == ["all_gather_into_tensor"] * buckets + ["all_reduce"]
     assert backward.synchronizations == []
-    assert [(each.kind, each.age) for each in update.synchronizations] == [("event", 2)] * 2  # two phases are a step
-    ours = {name: n for (name, where), n in backward.kernels.items() if where.startswith("onecopy/")}
-    assert ours == {"_foreach_copy_": buckets} | ({} if averages else {"mul_": buckets})
+    # Two phases are a step: these are the flags of the last backward pass and of the last step. Flags that have arrived
+    # already are read without waiting.
+    assert {(each.kind, each.age) for each in update.synchronizations} <= {("event", 3), ("event", 2)}, update.summary()
+    assert len(update.synchronizations) <= 2
+    ours = {name: count for (name, where), count in backward.kernels.items() if where.startswith("onecopy/")}
+    assert ours == {"_foreach_copy_": buckets} | ({} if averages else {"mul": buckets}), backward.summary()
     assert sites(update) == {"onecopy/common/torch_private.py"}  # the inner optimizer
     assert update.kernels["_foreach_sqrt", next(where for name, where in update.kernels if name == "_foreach_sqrt")] < 5
     assert sum(backward.copies.values()) == sum(update.copies.values()) == 2, "flags to the device and back"
     two_buckets = 2 * max(each.size for each in backward.collectives)
     gradients = 4 * (SIZE * SIZE + 64)  # of the layer that fills the next bucket
-    assert backward.peak <= two_buckets + 3 * gradients
+    assert backward.peak <= two_buckets + 3 * gradients, backward.summary()
 
 
 # Waiting
@@ -295,8 +298,8 @@ def test_a_submodule_waits_for_its_own_segment(world_size: int) -> None:
         )
         for step in range(4):
             iterate(model, zeros, "sim", step)
-        assert len(pipeline._segments) == 4
-        assert waited == [0, 4, 2, 2], "nothing, then everything, then the segments of what has run"
+        assert len(pipeline._segments) == 3
+        assert waited == [0, 2, 2, 2], "only the segments of submodules that have run"
 
 
 class FailsOnce(torch.optim.AdamW):
@@ -351,6 +354,7 @@ def test_a_failure_is_told_without_a_host_that_hangs(world_size: int, failing: s
         dist.barrier(meeting)  # no host hangs
         patch.undo()
         if here == 0:  # so that the simulation can end: the collectives that the others have enqueued
+            zero.zero_grad()
             for call in calls[done:3]:
                 call(9)
 
@@ -397,7 +401,7 @@ def test_gradients_from_several_streams_are_packed_and_released_in_order(
             mean = (1 + world_size) / 2
             expected = torch.zeros(plan.numel)
             for position in range(3):
-                offset = plan.offsets[plan.params.index(position)]
+                offset = plan.offsets[position]
                 expected[offset : offset + SIZE * SIZE] = mean * (number + position)
             torch.testing.assert_close(shard[: stop - start].cpu(), expected[start:stop])
     assert run.reports == []

@@ -259,20 +259,6 @@ def test_ranks_in_different_collectives_fail(world_size: int) -> None:
     assert {report.kind for report in run.reports} == {"collective order"}
 
 
-@simulated(2)
-def test_two_communicators_in_different_orders_do_not_block_each_other(world_size: int) -> None:
-    groups = [dist.new_group(), dist.new_group()]
-    with device.simulate(host_ahead="far") as run:
-        values = [rank_values(3), rank_values(3)]
-        works = [
-            dist.all_reduce(values[i], group=groups[i], async_op=True) for i in (dist.get_rank(), 1 - dist.get_rank())
-        ]
-        for work in works:
-            work.wait()
-        assert [t.tolist() for t in values] == [[3, 6, 9]] * 2
-    assert run.reports == []
-
-
 @simulated(3)
 def test_a_group_of_some_ranks(world_size: int) -> None:
     group = dist.new_group([0, 2])

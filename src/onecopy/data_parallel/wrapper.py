@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -26,7 +26,7 @@ from onecopy.data_parallel.argument_checks import (
 )
 from onecopy.data_parallel.backward import BackwardReducer
 from onecopy.data_parallel.backward_join import BackwardJoinHook, exchange_pass_flags, highest_last_joiner
-from onecopy.data_parallel.forward_wait import ForwardWaitHooks, check_uses
+from onecopy.data_parallel.forward_wait import ForwardWaitHooks, check_uses, waiting_hook
 from onecopy.data_parallel.gradient_buckets import GradientBucket, ReductionPolicy
 from onecopy.data_parallel.mixed_precision import MixedPrecision, convert_params, params_to_convert
 from onecopy.data_parallel.module_sync import ModuleSync
@@ -150,7 +150,7 @@ class ShardedDataParallel(nn.Module, Joinable):
         # Embeddings that make sparse gradients only inside this module's forward pass.
         self._sparse_in_forward = [embedding for embedding in embeddings if not embedding.sparse]
         self._wait_hooks = ForwardWaitHooks(module, self._pipelines_by_param(), uses) if overlap_forward else None
-        module.register_state_dict_pre_hook(_waiting_hook(weakref.ref(self)))
+        module.register_state_dict_pre_hook(waiting_hook(weakref.ref(self)))
 
     def _take_over(
         self, plans: Sequence[OptimizerPlan], row_params: Collection[int], overlap_forward: bool
@@ -381,14 +381,3 @@ class ShardedDataParallel(nn.Module, Joinable):
         if buffers:
             self._raise_deferred_failures()
             self._module_sync.broadcast_buffers(buffers, highest_last_joiner(self._collectives, is_last_joiner))
-
-
-def _waiting_hook(model: weakref.ref[ShardedDataParallel]) -> Callable[..., None]:
-    """A hook that waits for parameters in flight, and does not keep the wrapper alive."""
-
-    def wait(*_arguments: object) -> None:
-        live = model()
-        if live is not None:
-            live.wait()
-
-    return wait

@@ -1,7 +1,7 @@
 """Training on the simulated accelerator gives the numbers of the CPU, without a race, at every level.
 
-``make test`` runs a few programs, each with one number of ranks, kind of group, seed and distance of the host, which take
-turns. ``make accelerator`` runs every program with every combination.
+``make test`` runs a few programs, each with one number of ranks, kind of group, seed and distance of the host, which
+take turns. ``make accelerator`` runs every program with every combination.
 """
 
 from __future__ import annotations

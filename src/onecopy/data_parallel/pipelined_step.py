@@ -284,11 +284,11 @@ class PipelinedStep:
 
 
 _COMPARED = ("different layouts", "gradients for different parameters", "different options in param_groups")
-"""What it means if a digest of a step differs, in the order of the digests."""
+"""The meaning of a difference in each digest of a step, in the order of the digests."""
 
 
 def _difference(values: Sequence[int]) -> str | None:
-    """What differs between ranks, by their flags; None if nothing does."""
+    """A text that names the facts in which the ranks differ, from their flags; None if the ranks agree."""
     count = (len(values) - 1) // 2
     largest, negated = values[1 : 1 + count], values[1 + count :]
     found = [name for name, high, low in zip(_COMPARED, largest, negated, strict=False) if high != -low]

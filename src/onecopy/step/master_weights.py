@@ -158,7 +158,7 @@ def _refresh_where_different(master_weight: MasterWeight) -> None:
 
 
 def _refresh(copies: list[Tensor], params: list[Tensor]) -> None:
-    """Set elements of flat copies to those of the parameters, where the parameter is not the rounded copy."""
+    """Write parameters into their flat copies; an element that equals the rounded copy keeps the precise value."""
     if not copies:
         return
     kept = torch.cat(copies)

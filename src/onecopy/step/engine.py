@@ -289,11 +289,6 @@ class Engine:
         """Forget status flags that have not been read, because all ranks have raised."""
         self.status.clear()
 
-    @property
-    def defers_status(self) -> bool:
-        """Whether ranks read the status flags of a step in the next step."""
-        return self.status.is_deferred
-
     @profiled("onecopy.share")
     def share(self, has_gradient: Sequence[bool] | None = None) -> None:
         """Send the updated parameters from their owners to all ranks.

@@ -206,6 +206,78 @@ def test_a_mesh(world_size: int, overlap_forward: bool, seed: int, host_ahead: A
     compare(expected, actual)
 
 
+MIXED = {
+    "bfloat16": MixedPrecision(param_dtype=torch.bfloat16),
+    "bfloat16, sent as float32": MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+    "sent as float16": MixedPrecision(reduce_dtype=torch.float16),
+}
+
+
+@AHEAD
+@pytest.mark.parametrize("averages", [False, True])
+@pytest.mark.parametrize("mixed", MIXED)
+@simulated(2)
+def test_mixed_precision_and_clipping_equal_gloo(
+    world_size: int, mixed: str, averages: bool, seed: int, host_ahead: Any
+) -> None:
+    def train(where: str, group: Any) -> list[Tensor]:
+        module = module_on(where)
+        zero = ZeroRedundancyOptimizer(module.parameters(), torch.optim.AdamW, process_group=group, lr=0.01)
+        model = ShardedDataParallel(
+            module, zero, bucket_bytes=BUCKET, overlap_forward=True, mixed_precision=MIXED[mixed]
+        )
+        for step in range(4):
+            zero.zero_grad()
+            with model.no_sync():
+                model(inputs_for(where, 2 * step), step).backward()
+            model(inputs_for(where, 2 * step + 1), step).backward()
+            zero.clip_grad_norm_(0.5)
+            zero.step()
+        return [param.detach().cpu().float() for param in model.parameters()]
+
+    expected = train("cpu", dist.new_group(backend="gloo"))
+    with pytest.MonkeyPatch.context() as patch:
+        if averages:
+            patch.setattr(collectives, "AVERAGING_BACKENDS", {SIMCCL})
+        with device.simulate(seed=seed, host_ahead=host_ahead) as run:
+            actual = train("sim", None)
+    assert run.reports == []
+    # The backend adds up in float16; between pairs of ranks the sum is in float32.
+    compare(expected, actual, 1e-3 if mixed == "sent as float16" else 1e-5)
+
+
+class Normed(nn.Module):
+    """A layer with buffers of two types."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(SIZE, SIZE), nn.BatchNorm1d(SIZE)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs: Tensor = self.norm(self.layer(inputs)).pow(2).sum()
+        return outputs
+
+
+@simulated(2)
+def test_buffers_are_sent_by_one_broadcast(world_size: int) -> None:
+    with device.simulate(seed=9) as run:
+        torch.manual_seed(1)
+        module = Normed().to("sim")
+        zero = ZeroRedundancyOptimizer(module.parameters(), torch.optim.SGD, lr=0.1)
+        model = ShardedDataParallel(module, zero)
+        for step in range(3):
+            inputs = inputs_for("sim", step)
+            with run.step() as forward:
+                loss = model(inputs)
+            loss.backward()
+            zero.step()
+        buffers = [buffer.cpu() for buffer in model.module.buffers()]
+    assert run.reports == []
+    assert [each.name for each in forward.collectives] == ["broadcast"]
+    assert forward.synchronizations == []
+    assert int(buffers[-1]) == 3
+
+
 # Costs
 
 

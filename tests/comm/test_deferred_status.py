@@ -84,6 +84,32 @@ def test_different_options_are_told_one_step_later(world_size: int) -> None:
             zero.step()
 
 
+class WithNothing(nn.Module):
+    """Has a parameter without elements, of a type of its own, and so a bucket without elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.nothing = nn.Parameter(torch.zeros(0, dtype=torch.float64))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs: Tensor = self.layer(inputs).sum() + self.nothing.sum()
+        return outputs
+
+
+@distributed(2, 3)
+def test_a_bucket_without_elements(world_size: int) -> None:
+    with as_on_accelerators():
+        module = WithNothing()
+        before = module.layer.bias.detach().clone()
+        zero = ZeroRedundancyOptimizer(module.parameters(), torch.optim.SGD, lr=0.1)
+        model = ShardedDataParallel(module, zero)
+        model(torch.ones(2, 4)).backward()
+        zero.step()
+        assert_equal([module.layer.bias], [before - 0.2], "bias", 1e-6)
+        assert_replicas_equal(list(model.parameters()))
+
+
 class FailsOnRankZero(torch.optim.SGD):
     """An optimizer whose update raises on one rank."""
 

@@ -16,7 +16,7 @@ from onecopy.comm.bucket_reduce_scatter import BucketGradients, InFlightReductio
 from onecopy.comm.buffer_pool import BufferPool
 from onecopy.comm.collectives import Collectives
 from onecopy.comm.side_stream import UsedStreams
-from onecopy.comm.work import Work
+from onecopy.comm.work import Work, WorkGroup
 from onecopy.common.flat_views import flat_like
 from onecopy.common.profiler_ranges import profile_range
 from onecopy.common.torch_private import zero_each
@@ -64,9 +64,10 @@ class CollectiveReduceScatter:
         result = shard
         if result is None or bucket.replicas is not None:
             result = pool.take(plan.padded_part(collectives.group_rank), bucket.dtype, bucket.device)
-        if plan.equal:
+        work: Work = WorkGroup(())
+        if plan.equal and buffer.numel():
             work = collectives.reduce_scatter_single(result, buffer, self._averages)
-        else:
+        elif buffer.numel():
             parts = buffer.split([stop - start for start, stop in pairwise(plan.bounds)])
             work = collectives.reduce_scatter_parts(result, parts, self._averages)
         if bucket.replicas is not None:

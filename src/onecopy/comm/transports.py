@@ -146,6 +146,8 @@ class CollectiveTransport:
     def share_bucket(self, bucket: Tensor, bounds: Sequence[int]) -> Work:
         """Start one all-gather in place: of equal parts, or of parts with different lengths."""
         here, ranks = self._collectives.group_rank, self._collectives.world_size
+        if not bucket.numel():
+            return WorkGroup(())
         if bucket.numel() > bounds[-1] or are_equal(bounds):
             return self._collectives.all_gather_single(bucket, bucket.view(ranks, -1)[here])
         return self._collectives.all_gather_parts([bucket[bounds[owner] : bounds[owner + 1]] for owner in range(ranks)])

@@ -23,7 +23,7 @@ from onecopy.comm.agreement import FirstFailure, raise_together
 from onecopy.comm.collectives import Collectives
 from onecopy.comm.side_stream import current_stream
 from onecopy.comm.status_flags import DeferredFlags, flags_on
-from onecopy.comm.transports import BucketSharing, transport_for
+from onecopy.comm.transports import BucketSharing, Transport, transport_for
 from onecopy.comm.work import Work
 from onecopy.common.profiler_ranges import profile_range
 from onecopy.data_parallel.parameter_buckets import ParameterBuckets
@@ -260,17 +260,11 @@ class PipelinedStep:
             return
         assert isinstance(storage, ParameterBuckets)
         sizes = [each.memory.numel() * each.memory.element_size() for each in storage.buckets]
-        buckets_of_segment: list[list[int]] = [[]]
-        size = size_before = 0
-        for number in reversed(range(len(sizes))):
-            transport = transport_for(engine.collectives, storage.buckets[number].memory.device)
-            is_full = size >= transport.segment_bytes(size_before, sum(sizes))
-            if buckets_of_segment[-1] and is_full and not engine.inner.updates_without_gradient:
-                buckets_of_segment.append([])
-                size_before += size
-                size = 0
-            buckets_of_segment[-1].append(number)
-            size += sizes[number]
+        buckets_of_segment: list[Sequence[int]] = [range(len(sizes))[::-1]]
+        # An unknown class may change parameters that have no gradient, so it steps once only.
+        if sizes and not engine.inner.updates_without_gradient:
+            transport = transport_for(engine.collectives, storage.buckets[0].memory.device)
+            buckets_of_segment = divide_into_segments(sizes, transport)
         segments = []
         for numbers in buckets_of_segment:
             buckets = [storage.buckets[number] for number in numbers]
@@ -281,6 +275,20 @@ class PipelinedStep:
         # Assigned last, so that planning is repeated after a failure.
         self._storage, self._segments = storage, segments
         self._segment_of = {param: number for number, each in enumerate(self._segments) for param in each.params}
+
+
+def divide_into_segments(sizes: Sequence[int], transport: Transport) -> list[Sequence[int]]:
+    """The buckets of each segment, by their sizes in bytes. A forward pass reads the last buckets first."""
+    segments: list[list[int]] = [[]]
+    size = size_before = 0
+    for number in reversed(range(len(sizes))):
+        if segments[-1] and size >= transport.segment_bytes(size_before, sum(sizes)):
+            segments.append([])
+            size_before += size
+            size = 0
+        segments[-1].append(number)
+        size += sizes[number]
+    return [*segments]
 
 
 _COMPARED = ("different layouts", "gradients for different parameters", "different options in param_groups")

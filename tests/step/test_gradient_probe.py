@@ -111,7 +111,7 @@ def test_a_closure_is_no_obstacle(world_size: int) -> None:
         optimizer.zero_grad()
         loss = model(inputs(0)).square().sum()
         loss.backward()
-        return loss.item()
+        return float(loss.detach())
 
     step_with_alarm(optimizer, closure)
     step_with_alarm(optimizer, closure)
@@ -258,7 +258,7 @@ def none(param: Tensor, group_rank: int) -> Tensor | None:
 
 
 def sparse(param: Tensor, group_rank: int) -> Tensor | None:
-    return torch.sparse_coo_tensor([[group_rank]], torch.ones(1, *param.shape[1:]), param.shape)
+    return torch.sparse_coo_tensor(torch.tensor([[group_rank]]), torch.ones(1, *param.shape[1:]), param.shape)
 
 
 def infinite(param: Tensor, group_rank: int) -> Tensor | None:

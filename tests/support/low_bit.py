@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +40,12 @@ def values_of(model: nn.Module) -> list[Any]:
 def gathered(optimizer: ZeroRedundancyOptimizer, to: int) -> dict[str, Any]:
     """The consolidated state dict on every rank."""
     optimizer.consolidate_state_dict(to=to)
-    found: list[Any] = [optimizer.state_dict() if optimizer.rank == to else None]
+    buffer = io.BytesIO()  # torch's pickling between ranks cannot read fp8 tensors, torch.save can
+    if optimizer.rank == to:
+        torch.save(optimizer.state_dict(), buffer)
+    found = [buffer.getvalue()]
     dist.broadcast_object_list(found, src=to)
-    result: dict[str, Any] = found[0]
+    result: dict[str, Any] = torch.load(io.BytesIO(found[0]), weights_only=True)
     return result
 
 

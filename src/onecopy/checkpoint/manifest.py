@@ -22,7 +22,10 @@ from onecopy.errors import CheckpointError, CorruptCheckpointError
 
 FORMAT = "onecopy checkpoint"
 VERSION = 2
-"""The newest version of the format. It differs from version 1 in trees that have tensors of subclasses."""
+"""The newest version of the format. It is used for trees that have tensors of subclasses, dtypes or sizes."""
+
+_NEW_TAGS = (b'["subclass",', b'["dtype",', b'["Size",')
+"""Version 1 does not have these. They are not found inside a string, where quotation marks are escaped."""
 
 NAME = "manifest.json"
 BLOCK_BYTES = 4 << 20
@@ -142,7 +145,7 @@ def dump(manifest: Manifest) -> bytes:
     """Return the manifest as JSON that begins with its own checksum."""
     content = {"format": FORMAT, "version": 1, "block_bytes": BLOCK_BYTES, **asdict(manifest)}
     text = json.dumps(content, separators=(",", ":"), allow_nan=False).encode()
-    if b'["subclass",' in text:  # not in a string: there, quotation marks are escaped
+    if any(tag in text for tag in _NEW_TAGS):
         content["version"] = VERSION
         text = json.dumps(content, separators=(",", ":"), allow_nan=False).encode()
     blank = b'{"crc32":"' + _BLANK + b'",' + text[1:]

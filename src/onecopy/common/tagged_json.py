@@ -59,7 +59,7 @@ def encode(value: object, tensors: list[Tensor], where: str) -> Any:
         ]
     raise TypeError(
         f"{where} is of type {kind.__module__}.{kind.__qualname__}, which cannot be gathered or saved: only None, "
-        "bool, int, float, str, tensors, and tuples, lists, dicts and Counters of these can"
+        "bool, int, float, str, tensors, dtypes, and tuples, lists, dicts and Counters of these can"
     )
 
 

@@ -36,7 +36,7 @@ class Int8Blocks(Tensor):
         return cls(parts["codes"], parts["scale"], *context)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, *_: Any) -> Any:  # type: ignore[override]
+    def __torch_dispatch__(cls, func: Any, *_: Any) -> Any:
         raise NotImplementedError(f"{func} on {cls.__name__}")
 
     @classmethod
@@ -46,7 +46,7 @@ class Int8Blocks(Tensor):
         scale = blocks.abs().amax(1).clamp(min=1e-12) / 127
         return cls((blocks / scale[:, None]).round().to(torch.int8), scale, values.shape, values.dtype)
 
-    def values(self) -> Tensor:  # type: ignore[override]
+    def values(self) -> Tensor:
         """The values as an ordinary tensor."""
         return (self.codes.to(self.scale.dtype) * self.scale[:, None]).reshape(self.shape)
 

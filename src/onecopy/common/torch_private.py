@@ -12,6 +12,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.distributed.algorithms.join import Join, Joinable
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
@@ -52,7 +53,7 @@ def not_compiled(function: Callable[P, R]) -> Callable[P, R]:
 
     ``torch.compiler.disable`` does the same, but imports the compiler at once, and not at the first call.
     """
-    wrapped: Callable[P, R] = torch._disable_dynamo(function)
+    wrapped: Callable[P, R] = _disable_dynamo(function)
     return wrapped
 
 

@@ -59,7 +59,7 @@ def comparable(value: Any) -> Any:
             return type(tensor).__name__, repr(context), [as_lists(getattr(tensor, name)) for name in names]
         return str(tensor.dtype), tuple(tensor.shape), tensor.detach().float().tolist()
 
-    if "state" in value:
+    if isinstance(value, dict) and "state" in value:
         value = {**value, "state": {key: unwrapped(values) for key, values in value["state"].items()}}
     return map_tensors(value, as_lists)
 

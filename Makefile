@@ -65,8 +65,8 @@ bench: setup ## compare with every peer in one run (30 minutes and more): RANKS_
 bench-setup: setup ## install the peers that the benchmark can compare with
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt deepspeed fairscale
 
-bench-check: setup ## fail if a ratio to DDP is worse than the recorded one, beyond noise
-	$(BIN)/onecopy bench --ranks 2 --parts time --variants 'onecopy' --rounds $(ROUNDS) --out bench-check.jsonl
+bench-check: setup ## fail if a ratio to DDP is worse than the recorded one, beyond noise: RANKS=2 ROUNDS=20
+	$(BIN)/onecopy bench --ranks $(RANKS) --parts time --variants 'onecopy' --rounds $(ROUNDS) --out bench-check.jsonl
 	$(BIN)/onecopy bench check bench-check.jsonl benchmarks/recorded.json
 
 soak: setup ## train with every hook at random speeds, COUNT iterations each, beside plain DDP

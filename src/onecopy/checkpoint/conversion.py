@@ -23,7 +23,6 @@ from onecopy.checkpoint.save_plan import (
     add_extra,
     group_tree,
     model_trees,
-    name_of,
     state_tree,
     whole_piece,
 )
@@ -196,4 +195,4 @@ def _param_from(tree: Any, tensors: Mapping[str, Tensor]) -> SavedParam:
     found = [tensors[key] for key in keys_in(tree) if tensors[key].dim() > 0]
     if not found or any(tensor.shape != found[0].shape for tensor in found):
         return SavedParam(None, (), "")
-    return SavedParam(tuple(found[0].shape), tuple(found[0].stride()), name_of(found[0].dtype))
+    return SavedParam(tuple(found[0].shape), tuple(found[0].stride()), tagged_json.dtype_name(found[0].dtype))

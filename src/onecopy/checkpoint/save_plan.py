@@ -188,7 +188,7 @@ def _add_optimizer(plan: SavePlan, number: int, view: OptimizerView, writes: boo
     """Describe one optimizer; add the tensors that all ranks have to ``replicated``, and sharded ones as pieces."""
     view.check_state_keys()
     params = {
-        name: SavedParam(tuple(param.shape), tuple(param.stride()), name_of(param.dtype))
+        name: SavedParam(tuple(param.shape), tuple(param.stride()), tagged_json.dtype_name(param.dtype))
         for name, param in zip(view.names, view.params, strict=True)
     }
     groups = []
@@ -222,7 +222,7 @@ def _add_shard(plan: SavePlan, shard: StateShard, tensors: KeyedTensors) -> int:
     copies: list[Tensor] = []
     for key, tensor in tensors:
         if shard.is_cut and tensor.shape == shard.tensor.shape:
-            entry = Entry(name_of(tensor.dtype), tuple(shard.param.shape), tuple(shard.param.stride()))
+            entry = Entry(tagged_json.dtype_name(tensor.dtype), tuple(shard.param.shape), tuple(shard.param.stride()))
             plan.pieces.append(LivePiece(key, entry, shard.start, shard.stop, flat_view(dense_copy(tensor))))
             continue
         if shard.is_cut:
@@ -295,9 +295,4 @@ def divide(sizes: Sequence[tuple[int, int]], rank: int, world_size: int) -> list
 
 def entry_of(dense: Tensor) -> Entry:
     """Return the description of a dense tensor, without pieces yet."""
-    return Entry(name_of(dense.dtype), tuple(dense.shape), tuple(dense.stride()))
-
-
-def name_of(dtype: torch.dtype) -> str:
-    """Return the name of a dtype without ``torch.``."""
-    return str(dtype).removeprefix("torch.")
+    return Entry(tagged_json.dtype_name(dense.dtype), tuple(dense.shape), tuple(dense.stride()))

@@ -45,7 +45,7 @@ def encode(value: object, tensors: list[Tensor], where: str) -> Any:
         tensors.append(value.detach())
         return ["tensor", len(tensors) - 1]
     if isinstance(value, torch.dtype):
-        return ["dtype", [_name_of(value)]]
+        return ["dtype", [dtype_name(value)]]
     if isinstance(value, (tuple, list)) and kind in (tuple, list, torch.Size):
         items = [encode(item, tensors, f"{where}[{position}]") for position, item in enumerate(value)]
         return [kind.__name__, items]
@@ -95,7 +95,7 @@ def loads(text: bytes) -> Any:
 
 def describe_tensor(tensor: Tensor) -> list[Any]:
     """Return the data type, shape and strides of a tensor as JSON data, for :func:`empty_from`."""
-    return [_name_of(tensor.dtype), list(tensor.shape), list(tensor.stride())]
+    return [dtype_name(tensor.dtype), list(tensor.shape), list(tensor.stride())]
 
 
 def empty_from(description: list[Any]) -> Tensor:
@@ -104,7 +104,8 @@ def empty_from(description: list[Any]) -> Tensor:
     return torch.empty_strided(shape, stride, dtype=_dtype_of(name))
 
 
-def _name_of(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a dtype without ``torch.``."""
     return str(dtype).removeprefix("torch.")
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -101,3 +101,29 @@ def module_facts(module: nn.Module) -> list[Fact]:
 
 def _type_text(tensor: Tensor) -> str:
     return f"{tuple(tensor.shape)}, {tensor.dtype}"
+
+
+def check_uses(module: nn.Module, uses: Mapping[str, Sequence[str]], overlap_forward: bool) -> None:
+    """Raise if ``uses`` is given without ``overlap_forward``, or names something that the module does not have."""
+    if uses and not overlap_forward:
+        raise ValueError("uses says what to wait for with overlap_forward=True, and means nothing without it")
+    resolve_uses(module, uses)
+
+
+def resolve_uses(module: nn.Module, uses: Mapping[str, Sequence[str]]) -> dict[str, list[int]]:
+    """The identities of the parameters that ``uses`` names, by submodule; raise if a name is unknown."""
+    names = dict(module.named_parameters(remove_duplicate=False))
+    modules = dict(module.named_modules())
+    resolved: dict[str, list[int]] = {}
+    for name, used_names in uses.items():
+        if name not in modules:
+            raise ValueError(f"uses names a submodule {name!r} that the module does not have")
+        resolved[name] = []
+        for used in used_names:
+            if used in names:
+                resolved[name].append(id(names[used]))
+            elif used in modules:
+                resolved[name] += [id(param) for param in modules[used].parameters()]
+            else:
+                raise ValueError(f"uses[{name!r}] names {used!r}, which is neither a parameter nor a submodule")
+    return resolved

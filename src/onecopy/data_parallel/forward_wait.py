@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from torch import nn
 
+from onecopy.data_parallel.argument_checks import resolve_uses
 from onecopy.data_parallel.pipelined_step import PipelinedStep
 
 READ_THEIR_CHILDREN = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)
@@ -21,32 +22,6 @@ READ_THEIR_CHILDREN = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.Tra
 
 _ParamsOfStep = tuple[PipelinedStep, list[int]]
 """A pipelined step, and the indices of some of its parameters."""
-
-
-def check_uses(module: nn.Module, uses: Mapping[str, Sequence[str]], overlap_forward: bool) -> None:
-    """Raise if ``uses`` is given without ``overlap_forward``, or names something that the module does not have."""
-    if uses and not overlap_forward:
-        raise ValueError("uses says what to wait for with overlap_forward=True, and means nothing without it")
-    resolve_uses(module, uses)
-
-
-def resolve_uses(module: nn.Module, uses: Mapping[str, Sequence[str]]) -> dict[str, list[int]]:
-    """The identities of the parameters that ``uses`` names, by submodule; raise if a name is unknown."""
-    names = dict(module.named_parameters(remove_duplicate=False))
-    modules = dict(module.named_modules())
-    resolved: dict[str, list[int]] = {}
-    for name, used_names in uses.items():
-        if name not in modules:
-            raise ValueError(f"uses names a submodule {name!r} that the module does not have")
-        resolved[name] = []
-        for used in used_names:
-            if used in names:
-                resolved[name].append(id(names[used]))
-            elif used in modules:
-                resolved[name] += [id(param) for param in modules[used].parameters()]
-            else:
-                raise ValueError(f"uses[{name!r}] names {used!r}, which is neither a parameter nor a submodule")
-    return resolved
 
 
 class ForwardWaitHooks:

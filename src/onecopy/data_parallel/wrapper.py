@@ -22,11 +22,12 @@ from onecopy.data_parallel.argument_checks import (
     check_mixed_precision,
     check_module,
     check_optimizers,
+    check_uses,
     replicas_of,
 )
 from onecopy.data_parallel.backward import BackwardReducer
 from onecopy.data_parallel.backward_join import BackwardJoinHook, exchange_pass_flags, highest_last_joiner
-from onecopy.data_parallel.forward_wait import ForwardWaitHooks, check_uses, waiting_hook
+from onecopy.data_parallel.forward_wait import ForwardWaitHooks, waiting_hook
 from onecopy.data_parallel.gradient_buckets import GradientBucket, ReductionPolicy
 from onecopy.data_parallel.mixed_precision import MixedPrecision, convert_params, params_to_convert
 from onecopy.data_parallel.module_sync import ModuleSync

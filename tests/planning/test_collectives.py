@@ -27,7 +27,7 @@ from onecopy.planning.collectives import (
     sharing_rounds,
     summary,
 )
-from onecopy.planning.models import Model, gpt2_small, gpt_xl, llama_70b, specs_of, wrapped_units
+from onecopy.planning.model_shapes import Model, gpt2_small, gpt_xl, llama_70b, specs_of, wrapped_units
 from onecopy.planning.ownership import even_lengths, owned_bytes
 from onecopy.planning.peers import fsdp2_collectives, megatron_collectives
 

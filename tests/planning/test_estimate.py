@@ -7,7 +7,7 @@ import pytest
 from onecopy.planning import estimate
 from onecopy.planning.collectives import Way, collectives_of
 from onecopy.planning.estimate import Job, Machine
-from onecopy.planning.models import Model, gpt_xl, specs_of, wrapped_units
+from onecopy.planning.model_shapes import Model, gpt_xl, specs_of, wrapped_units
 from onecopy.planning.peers import fsdp2_collectives
 
 

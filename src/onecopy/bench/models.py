@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from onecopy.planning.models import gpt_shapes, llama_shapes
+from onecopy.planning.model_shapes import gpt_shapes, llama_shapes
 
 
 class Block(nn.Module):

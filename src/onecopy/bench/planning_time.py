@@ -8,7 +8,7 @@ from typing import Any
 
 from onecopy.comm import limits
 from onecopy.layout import ParamSpec, extend, plan_buckets
-from onecopy.planning.models import specs_of
+from onecopy.planning.model_shapes import specs_of
 
 PARAMETERS = (10, 100, 1000, 10_000, 100_000)
 RANKS = (1, 16, 256, 4096, 16_384)

@@ -14,7 +14,7 @@ from onecopy.bench.models import elements_of
 from onecopy.bench.variants import ALONE, THEIRS, YARDSTICK
 from onecopy.planning.collectives import Way
 from onecopy.planning.estimate import Job, Machine, step_seconds
-from onecopy.planning.models import Model, specs_of
+from onecopy.planning.model_shapes import Model, specs_of
 
 Row = dict[str, Any]
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from onecopy.comm import limits
 from onecopy.comm.pairwise_exchange import message_length
 from onecopy.layout import ParamSpec, bucket_sizes
-from onecopy.planning.models import Model
+from onecopy.planning.model_shapes import Model
 from onecopy.planning.ownership import owned_bytes
 
 DDP_FIRST_BUCKET_BYTES, DDP_BUCKET_BYTES = 1 << 20, 25 << 20

@@ -9,7 +9,7 @@ import torch
 
 from onecopy.planning.collectives import Collective, Way, collectives_of
 from onecopy.planning.estimate import Job, Machine, communication_seconds, memory_bytes, step_seconds
-from onecopy.planning.models import Model, specs_of, wrapped_units
+from onecopy.planning.model_shapes import Model, specs_of, wrapped_units
 from onecopy.planning.optimizers import PlannedOptimizer
 from onecopy.planning.peers import fsdp2_collectives, fsdp2_memory
 from onecopy.planning.sources import Source

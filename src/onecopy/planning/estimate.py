@@ -16,7 +16,7 @@ from math import log
 
 from onecopy.comm import limits
 from onecopy.planning.collectives import Collective, Kind, Way, collectives_of
-from onecopy.planning.models import Model
+from onecopy.planning.model_shapes import Model
 from onecopy.planning.ownership import owned_bytes
 
 CONTENTION = 1.12

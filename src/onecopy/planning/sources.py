@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from onecopy.planning.models import Shapes
+from onecopy.planning.model_shapes import Shapes
 
 PIECES = 96
 """The number of parameters besides the largest one, if only the number of elements is known."""

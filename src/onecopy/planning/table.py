@@ -9,7 +9,7 @@ from pathlib import Path
 
 from onecopy.planning.collectives import Collective, Way, collectives_of
 from onecopy.planning.estimate import accelerators, communication_seconds
-from onecopy.planning.models import Model, gpt2_small, gpt_xl, wrapped_units
+from onecopy.planning.model_shapes import Model, gpt2_small, gpt_xl, wrapped_units
 from onecopy.planning.peers import fsdp2_collectives, megatron_collectives
 
 RANKS = (2, 3, 8, 64, 512, 4096)

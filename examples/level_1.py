@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from common import loss_of, make_model, run
+from shared_parts import loss_of, make_model, run
 from torch.nn.parallel import DistributedDataParallel
 
 from onecopy import ZeroRedundancyOptimizer

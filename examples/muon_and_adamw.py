@@ -8,7 +8,7 @@ Start it with one process per device, or on the CPU::
 from __future__ import annotations
 
 import torch
-from common import loss_of, make_model, run
+from shared_parts import loss_of, make_model, run
 
 from onecopy import ShardedDataParallel, ZeroRedundancyOptimizer
 

@@ -17,7 +17,7 @@ import os
 
 import torch
 import torch.distributed as dist
-from common import loss_of, make_model, run
+from shared_parts import loss_of, make_model, run
 from torch.distributed.device_mesh import init_device_mesh
 
 from onecopy import ShardedDataParallel, ZeroRedundancyOptimizer

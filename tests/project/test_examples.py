@@ -42,14 +42,14 @@ def example(name: str) -> ModuleType:
 
 def plain_losses(scheduled: bool, clipped: bool) -> list[float]:
     """Train the model of the examples with DDP and AdamW."""
-    common = example("common")
-    model = DistributedDataParallel(common.make_model(CPU))
+    shared = example("shared_parts")
+    model = DistributedDataParallel(shared.make_model(CPU))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=STEPS)
     losses = []
     for step in range(STEPS):
         optimizer.zero_grad()
-        loss = common.loss_of(model, step, CPU)
+        loss = shared.loss_of(model, step, CPU)
         loss.backward()
         if clipped:
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -78,7 +78,7 @@ def test_an_example_learns(world_size: int, name: str) -> None:
 
 
 def test_every_example_that_uses_the_common_parts_is_tested() -> None:
-    using = {file.stem for file in EXAMPLES.glob("*.py") if "from common import" in file.read_text()}
+    using = {file.stem for file in EXAMPLES.glob("*.py") if "from shared_parts import" in file.read_text()}
     assert using == {*EQUAL_TO_DDP, *LEARNING}
 
 

@@ -1,8 +1,9 @@
 """Loads a checkpoint: every rank checks all bytes it needs, and only then copies them into place.
 
 1. All ranks compare their arguments, and take the checkpoint that rank 0 found.
-2. Each rank matches the manifest with its model and optimizers, and reads and checks every byte it needs. All ranks
-   raise if a rank failed, or go on to an older checkpoint if this one is damaged. Nothing has changed yet.
+2. Each rank matches the manifest with its model and optimizers, compares frozen parameters with their digests if the
+   checkpoint does not have their values, and reads and checks every byte it needs. All ranks raise if a rank failed, or
+   go on to an older checkpoint if this one is damaged. Nothing has changed yet.
 3. Each rank reads again, from the same open files, straight into place. This takes no more memory than one block, or
    one tensor whose strides differ. If a rank fails here, all ranks raise, and the optimizers refuse to step until a
    load succeeds.
@@ -27,6 +28,7 @@ from torch.utils.hooks import RemovableHandle
 from onecopy.checkpoint.argument_comparison import argument_facts, tensor_facts
 from onecopy.checkpoint.directories import candidates_in, read_manifest
 from onecopy.checkpoint.files import Reader, whole_tensor
+from onecopy.checkpoint.frozen_base import compare_base
 from onecopy.checkpoint.load_plan import Copy, ModelPlan, OptimizerPlan, decoded_options, plan_model, plan_optimizer
 from onecopy.checkpoint.manifest import Manifest, keys_in
 from onecopy.checkpoint.optimizer_view import (
@@ -124,6 +126,7 @@ def load(
     optimizer: Optimizers,
     strict: bool,
     missing_ok: bool,
+    check_base: bool,
     process_group: Any,
 ) -> Loaded | None:
     """Load on all ranks together; see :func:`onecopy.checkpoint.load`."""
@@ -133,11 +136,12 @@ def load(
         wait_for_parameters(views, model)
         together.facts = argument_facts(model, views)
         together.facts += [Fact("strict", str(bool(strict))), Fact("missing_ok", str(bool(missing_ok)))]
+        together.facts += [Fact("check_base", str(bool(check_base)))]
         together.facts += tensor_facts(model, views)
         paths = _candidate_paths(source, missing_ok) if ranks.rank == 0 else []
     paths = ranks.gather_json(CALL, tagged_json.dumps(paths))[0]
     for path in paths:
-        loaded = _load_from(Path(path), model, views, strict, ranks, is_last=path == paths[-1])
+        loaded = _load_from(Path(path), model, views, strict, check_base, ranks, is_last=path == paths[-1])
         if loaded is not None:
             return loaded
     return None
@@ -154,7 +158,13 @@ def _candidate_paths(source: str | os.PathLike[str], missing_ok: bool) -> list[s
 
 
 def _load_from(
-    folder: Path, model: nn.Module | None, views: Sequence[OptimizerView], strict: bool, ranks: Ranks, is_last: bool
+    folder: Path,
+    model: nn.Module | None,
+    views: Sequence[OptimizerView],
+    strict: bool,
+    check_base: bool,
+    ranks: Ranks,
+    is_last: bool,
 ) -> Loaded | None:
     """Load from one directory; return None on all ranks if it is damaged and there is an older one."""
     damage = ""
@@ -163,7 +173,7 @@ def _load_from(
             try:
                 manifest = read_manifest(folder)
                 reader = stack.enter_context(Reader(folder, manifest.files))
-                plan = _match(manifest, model, views, strict)
+                plan = _match(manifest, model, views, strict, check_base)
                 with bar("checking", plan.nbytes, ranks.rank) as advance:
                     for copy in plan.copies:
                         copy.check(reader)
@@ -180,16 +190,23 @@ def _load_from(
         return _fill(plan, reader, tensors, folder, model, ranks)
 
 
-def _match(manifest: Manifest, model: nn.Module | None, views: Sequence[OptimizerView], strict: bool) -> _LoadPlan:
+def _match(
+    manifest: Manifest,
+    model: nn.Module | None,
+    views: Sequence[OptimizerView],
+    strict: bool,
+    check_base: bool,
+) -> _LoadPlan:
     """Match a checkpoint with the model and the optimizers; raise if it does not fit."""
     if views and len(manifest.optimizers) != len(views):
         raise CheckpointMismatchError(
             f"the checkpoint has {len(manifest.optimizers)} optimizers, and {len(views)} were given to load into"
         )
+    model_plan = plan_model(manifest, model, views, strict) if model is not None else ModelPlan()
+    if model is not None and manifest.base is not None and check_base:
+        compare_base(manifest, model)
     return _LoadPlan(
-        manifest,
-        plan_model(manifest, model, views, strict) if model is not None else ModelPlan(),
-        [plan_optimizer(manifest, number, view) for number, view in enumerate(views)],
+        manifest, model_plan, [plan_optimizer(manifest, number, view) for number, view in enumerate(views)]
     )
 
 

@@ -21,11 +21,12 @@ import torch
 from onecopy.errors import CheckpointError, CorruptCheckpointError
 
 FORMAT = "onecopy checkpoint"
-VERSION = 2
-"""The newest version of the format. It is used for trees that have tensors of subclasses, dtypes or sizes."""
+VERSION = 3
+"""The newest version of the format. A checkpoint has the lowest version that can describe it."""
 
-_NEW_TAGS = (b'["subclass",', b'["dtype",', b'["Size",')
-"""Version 1 does not have these. They are not found inside a string, where quotation marks are escaped."""
+_TAGS_OF_2 = (b'["subclass",', b'["dtype",', b'["Size",')
+"""Tensors of subclasses, dtypes and sizes are not in version 1. The tags are not found inside a string, where quotation
+marks are escaped. Version 3 has the field ``base``."""
 
 NAME = "manifest.json"
 BLOCK_BYTES = 4 << 20
@@ -113,6 +114,15 @@ class SavedOptimizer:
 
 
 @dataclass(frozen=True, slots=True)
+class FrozenParam:
+    """A parameter that a checkpoint with ``trainable_only`` does not have: its dtype, shape and ``tensor_digest``."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
 class Manifest:
     """The description of a whole checkpoint.
 
@@ -127,6 +137,7 @@ class Manifest:
         optimizers: the optimizers, in the order in which they were saved.
         extra: the tree of ``extra``.
         per_rank: the tree of each rank's ``PerRank`` values.
+        base: the frozen parameters by name, if only the trainable ones were saved; else None.
     """
 
     step: int
@@ -139,14 +150,18 @@ class Manifest:
     optimizers: tuple[SavedOptimizer, ...]
     extra: Any
     per_rank: tuple[Any, ...]
+    base: dict[str, FrozenParam] | None = None
 
 
 def dump(manifest: Manifest) -> bytes:
     """Return the manifest as JSON that begins with its own checksum."""
     content = {"format": FORMAT, "version": 1, "block_bytes": BLOCK_BYTES, **asdict(manifest)}
+    if manifest.base is None:
+        del content["base"]
     text = json.dumps(content, separators=(",", ":"), allow_nan=False).encode()
-    if any(tag in text for tag in _NEW_TAGS):
-        content["version"] = VERSION
+    version = 3 if manifest.base is not None else 2 if any(tag in text for tag in _TAGS_OF_2) else 1
+    if version > 1:
+        content["version"] = version
         text = json.dumps(content, separators=(",", ":"), allow_nan=False).encode()
     blank = b'{"crc32":"' + _BLANK + b'",' + text[1:]
     return blank.replace(_BLANK, b"%08x" % zlib.crc32(blank), 1)
@@ -183,6 +198,7 @@ def parse(text: bytes, where: str) -> Manifest:
         optimizers=tuple(_optimizer(fields) for fields in content["optimizers"]),
         extra=content["extra"],
         per_rank=tuple(content["per_rank"]),
+        base=_base(content.get("base")),
     )
     check_cover(manifest, where)
     return manifest
@@ -191,6 +207,12 @@ def parse(text: bytes, where: str) -> Manifest:
 def _entry(fields: Mapping[str, Any]) -> Entry:
     pieces = tuple(Piece(**{**piece, "crc32": tuple(piece["crc32"])}) for piece in fields["pieces"])
     return Entry(fields["dtype"], tuple(fields["shape"]), tuple(fields["stride"]), pieces)
+
+
+def _base(fields: Mapping[str, Any] | None) -> dict[str, FrozenParam] | None:
+    if fields is None:
+        return None
+    return {name: FrozenParam(each["dtype"], tuple(each["shape"]), each["digest"]) for name, each in fields.items()}
 
 
 def _optimizer(fields: Mapping[str, Any]) -> SavedOptimizer:

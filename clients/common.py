@@ -43,7 +43,7 @@ class Run:
         self.mode: str = arguments.mode
         self.out: Path = arguments.out
         self.variant: str = arguments.variant
-        self.checkpoints = self.out / "checkpoints"
+        self.checkpoints = self.out / ("whole" if self.mode == "straight" else "halves")
         self.checkpoints.mkdir(parents=True, exist_ok=True)
         self.is_first_half = self.mode == "first-half"
         self.is_resumed = self.mode == "resume"
@@ -86,12 +86,13 @@ class Run:
             text.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
         self.path("result").write_text(json.dumps({"digest": text.hexdigest()}))
 
-    def _write_error(
-        self, kind: type[BaseException], error: BaseException, where: TracebackType | None
-    ) -> None:
+    def _write_error(self, kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
         traceback.print_exception(kind, error, where)
         lines = str(error).strip().splitlines() or [""]
-        self.path("error").write_text(json.dumps({"error": f"{kind.__name__}: {lines[0]}"}))
+        functions = [frame.name for frame in traceback.extract_tb(where)]
+        is_saving = any("save" in name or name in ("state_dict", "consolidate_state_dict") for name in functions)
+        what = {"error": f"{kind.__name__}: {lines[0]}", "when": "saving" if is_saving else "training"}
+        self.path("error").write_text(json.dumps(what))
         sys.stderr.flush()
         os._exit(1)  # the other rank may wait for this one: torchrun ends it
 

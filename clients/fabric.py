@@ -18,13 +18,12 @@ def main() -> None:
     fabric.launch()
     net = make_model()
     model, optimizer = fabric.setup(net, run.make_optimizer(net.parameters(), lr=1e-2))
-    loader = fabric.setup_dataloaders(DataLoader(make_samples(), batch_size=BATCH, shuffle=True))
+    loader = fabric.setup_dataloaders(DataLoader(make_samples(), batch_size=BATCH))
     state: dict[str, Any] = {"model": model, "optimizer": optimizer, "epoch": 0}
     file = run.checkpoints / "checkpoint.ckpt"
     if run.is_resumed:
         fabric.load(file, state)
     for epoch in range(state["epoch"], EPOCHS):
-        loader.sampler.set_epoch(epoch)
         for inputs, targets in loader:
             optimizer.zero_grad()
             fabric.backward(nn.functional.mse_loss(model(inputs), targets))

@@ -21,6 +21,7 @@ import launching
 from common import MODES, OPTIMIZERS
 
 HERE = Path(__file__).parent
+EXAMPLES = HERE.parent / "examples/frameworks"
 PAGE = HERE.parent / "docs/frameworks.md"
 MARKS = "<!-- clients: made by make clients -->", "<!-- end of clients -->"
 
@@ -68,6 +69,8 @@ PACKAGES = (
     "torchao",
 )
 
+GOOD = "trains, saves and resumes"
+
 Launch = Callable[[Path, list[str], Path], bool]
 
 
@@ -77,14 +80,18 @@ def results(out: Path, mode: str, kind: str) -> list[dict[str, str]]:
     return [json.loads(file.read_text()) for file in files]
 
 
-def failure(out: Path, mode: str, kind: str, in_time: bool) -> str:
-    """The first line of the first error of a run, or an empty string if every rank left the result."""
-    if len(results(out, mode, kind)) == launching.RANKS and not results(out, mode, "error"):
-        return ""
+def failure(out: Path, mode: str, in_time: bool) -> str:
+    """Why a run failed, with the first line of its first error, or an empty string if it did not."""
     errors = results(out, mode, "error")
-    if errors:
-        return errors[0]["error"]
-    return "no reason given" if in_time else "it hangs"
+    kind = "saved" if mode == "first-half" else "result"
+    if len(results(out, mode, kind)) == launching.RANKS and not errors:
+        return ""
+    stage = {"straight": "does not train", "first-half": "trains, cannot save", "resume": "saves, cannot resume"}[mode]
+    if not errors:
+        return f"{stage}: {'it ended without a reason' if in_time else 'it hangs'}"
+    if errors[0]["when"] == "saving":
+        stage = "trains, cannot save"  # each epoch ends with a save
+    return f"{stage}: {errors[0]['error']}"
 
 
 def run_client(client: Client, optimizer: str, launch: Launch, out: Path) -> tuple[str, str]:
@@ -95,19 +102,14 @@ def run_client(client: Client, optimizer: str, launch: Launch, out: Path) -> tup
         if client.variant:
             arguments += ["--variant", client.variant]
         in_time = launch(HERE / client.script, arguments, out / f"{mode}.log")
-        kind = "saved" if mode == "first-half" else "result"
-        if error := failure(out, mode, kind, in_time):
-            before = {"straight": "does not train", "first-half": "trains, cannot save", "resume": "cannot resume"}
-            saw = before[mode]
-            if mode == "straight" and (out / "checkpoints").is_dir() and "state" in error.lower():
-                saw = "trains, cannot save"  # every epoch ends with a save
-            return f"{saw}: {error}", ""
+        if why := failure(out, mode, in_time):
+            return why, ""
         digests[mode] = {result["digest"] for result in results(out, mode, "result")}
     if any(len(digests[mode]) != 1 for mode in ("straight", "resume")):
         return "ranks end with different parameters", ""
     if digests["straight"] != digests["resume"]:
         return "resumes to other parameters", min(digests["straight"])
-    return "trains, saves and resumes", min(digests["straight"])
+    return GOOD, min(digests["straight"])
 
 
 def cells_of(client: Client, optimizers: list[str], preload: bool, keep: Path | None) -> dict[str, str]:
@@ -146,6 +148,29 @@ def in_a_fork(client: Client, optimizers: list[str], keep: Path | None) -> dict[
         cells = json.loads(pipe.read() or "{}")
     os.waitpid(child, 0)
     return dict(cells)
+
+
+def run_examples(only: str, launch: Launch) -> list[str]:
+    """Run each example twice, so that it resumes; return the failures."""
+    failures = []
+    for script in sorted(EXAMPLES.glob("*.py")):
+        if not re.search(only, script.stem):
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            for _ in range(2):
+                log = Path(folder) / "log"
+                if not launch(script, [folder], log) or not succeeded(log):
+                    failures.append(script.name)
+                    print(f"example {script.name} failed:\n{log.read_text()[-2000:]}", flush=True)
+                    break
+            else:
+                print(f"example {script.name}: runs and resumes", flush=True)
+    return failures
+
+
+def succeeded(log: Path) -> bool:
+    """Whether no rank of an example raised."""
+    return "Traceback (most recent call last)" not in log.read_text()
 
 
 def versions() -> str:
@@ -203,9 +228,11 @@ def main() -> None:
     print(f"\n{text}")
     if arguments.write:
         write(text)
-    failed = [name for name, cells in rows.items() if cells.get("onecopy", "") != "trains, saves and resumes"]
-    if "onecopy" in optimizers and failed:
-        raise SystemExit(f"onecopy fails in: {', '.join(failed)}")
+    failed = [name for name, cells in rows.items() if cells.get("onecopy", GOOD) != GOOD]
+    if not arguments.preload:
+        failed += run_examples(arguments.only, launching.with_torchrun)
+    if failed:
+        raise SystemExit(f"failed with onecopy: {', '.join(failed)}")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ import socket
 import subprocess
 import sys
 import time
-import traceback
 from pathlib import Path
 
 RANKS = 2
@@ -105,11 +104,8 @@ def _fork(script: Path, arguments: list[str], log: Path, rank: int, port: int) -
         runpy.run_path(str(script), run_name="__main__")
         sys.stdout.flush()
         os._exit(0)
-    except SystemExit as error:
-        os._exit(int(error.code or 0))
+    except SystemExit as ending:
+        os._exit(int(ending.code or 0))
     except BaseException:
-        kind, error, where = sys.exc_info()
-        assert kind is not None and error is not None
-        sys.excepthook(kind, error, where)
-        traceback.print_exc()
+        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
         os._exit(1)

@@ -175,20 +175,15 @@ def succeeded(log: Path) -> bool:
 
 def versions() -> str:
     """The versions that were run."""
-    found = []
-    for package in PACKAGES:
-        try:
-            found.append(f"{package} {importlib.metadata.version(package)}")
-        except importlib.metadata.PackageNotFoundError:
-            found.append(f"{package} not installed")
-    return ", ".join(found)
+    installed = {each.name.lower(): each.version for each in importlib.metadata.distributions()}
+    return ", ".join(f"{package} {installed.get(package, 'not installed')}" for package in PACKAGES)
 
 
 def table(rows: dict[str, dict[str, str]]) -> str:
     """The rows as Markdown."""
     lines = ["| client | plain AdamW | torch's class | onecopy |", "|---|---|---|---|"]
     for name, cells in rows.items():
-        shown = [re.sub(r"([|<>])", r"\\\1", cells.get(optimizer, "–")) for optimizer in OPTIMIZERS]
+        shown = [re.sub(r"([|<>])", r"\\\1", cells.get(optimizer, "-")) for optimizer in OPTIMIZERS]
         lines.append(f"| {name} | {' | '.join(shown)} |")
     return f"Run with {versions()}.\n\n" + "\n".join(lines)
 

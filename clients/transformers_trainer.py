@@ -32,7 +32,7 @@ class Die(TrainerCallback):
     def __init__(self, run: Run) -> None:
         self.run = run
 
-    def on_save(self, *arguments: Any, **others: Any) -> None:
+    def on_save(self, *arguments: Any, **others: Any) -> None:  # noqa: ARG002
         self.run.die()
 
 

@@ -285,3 +285,14 @@ def uncompiled(module: torch.nn.Module) -> torch.nn.Module:
     """Return the module that was given to ``torch.compile``, or the module itself if it is not compiled."""
     inner = getattr(module, "_orig_mod", None)
     return inner if isinstance(inner, torch.nn.Module) else module
+
+
+def has_state_dict_hooks(optimizer: Optimizer) -> bool:
+    """Return whether hooks of ``Optimizer.register_state_dict_post_hook`` will read the state dict."""
+    return bool(optimizer._optimizer_state_dict_post_hooks)
+
+
+def default_store() -> dist.Store:
+    """Return the store with which the default process group was initialised."""
+    store: dist.Store = dist.distributed_c10d._get_default_store()
+    return store

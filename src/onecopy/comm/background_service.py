@@ -1,0 +1,268 @@
+"""One waiting thread in each process that answers requests of other ranks, wherever the main threads are.
+
+Requests go through the store of the default process group. Each process has an *inbox* there: a sequence of keys. The
+thread waits for the next one, on a connection of its own, a clone of the store. An answer is one more key. Data go over a
+:class:`Link`, a gloo group of two ranks that lives for one request.
+
+The thread ends when the default process group is freed, and at the latest before the interpreter ends. Global rank 0,
+whose process may be the host of the store, ends the threads of all processes before its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import logging
+import multiprocessing.util
+import os
+import secrets
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, ClassVar
+
+import torch.distributed as dist
+from torch import Tensor
+
+from onecopy.comm.work import Work
+from onecopy.common.torch_private import default_store
+from onecopy.errors import PeerFailedError
+
+logger = logging.getLogger(__name__)
+
+Message = dict[str, Any]
+
+STOP = "stop"
+"""The kind of the request that ends a thread."""
+
+ALL_SERVICES = "onecopy/services"
+"""The key under which the store counts the inboxes of all processes."""
+
+LONG_WAIT = timedelta(days=10)
+"""One wait for a request; the thread then waits again."""
+
+SECONDS_TO_END = 5.0
+"""How long a process waits at its end for its thread, and global rank 0 for the threads of all others."""
+
+
+class Link:
+    """A gloo group of the rank that asks and one rank that answers, made by both for one request."""
+
+    def __init__(self, store: dist.Store, name: str, is_caller: bool, timeout: timedelta) -> None:
+        group_rank = 0 if is_caller else 1
+        self._other = 1 - group_rank
+        self._group = dist.ProcessGroupGloo(dist.PrefixStore(f"{name}/link", store), group_rank, 2, timeout)
+
+    def send(self, tensor: Tensor) -> Work:
+        """Start sending contiguous CPU memory to the other rank."""
+        work: Work = self._group.send([tensor], self._other, 0)
+        return work
+
+    def receive(self, tensor: Tensor) -> Work:
+        """Start receiving into contiguous CPU memory; messages arrive in the order they were sent."""
+        work: Work = self._group.recv([tensor], self._other, 0)
+        return work
+
+
+class Answering:
+    """A request, seen by the thread that answers it.
+
+    Attributes:
+        request: the entries of the request.
+    """
+
+    def __init__(self, request: Message, store: dist.Store) -> None:
+        self.request = request
+        self._store = store
+
+    def answer(self, message: Message) -> None:
+        """Send the answer, once."""
+        self._store.set(self.request["reply"], json.dumps(message))
+
+    def link(self) -> Link:
+        """Connect to the rank that asks, which connects after it has read the answer."""
+        timeout = timedelta(seconds=self.request["seconds"])
+        return Link(self._store, self.request["reply"], is_caller=False, timeout=timeout)
+
+
+Handler = Callable[[Answering], None]
+
+handlers: dict[str, Handler] = {}
+"""The functions that answer requests, by kind; they run on the service's thread."""
+
+
+class BackgroundService:
+    """The waiting thread of this process, for one default process group.
+
+    Attributes:
+        inbox: a number that names this process's inbox in the store, positive and unique.
+    """
+
+    _by_group: ClassVar[weakref.WeakKeyDictionary[dist.ProcessGroup, BackgroundService]] = weakref.WeakKeyDictionary()
+
+    def __init__(self, store: dist.Store, ends_all: bool) -> None:
+        self.inbox = secrets.randbits(62) + 1
+        # With the store itself, the host's server lives until stop() has ended all threads.
+        self._store: dist.Store | None = store
+        self._ends_all = ends_all
+        self._process = os.getpid()
+        self._numbers = itertools.count()
+        self._lock = threading.Lock()
+        thread_store = store.clone()  # waiting on the store itself would block the main thread's calls
+        thread_store.set(f"{ALL_SERVICES}/{thread_store.add(ALL_SERVICES, 1)}", str(self.inbox))
+        # The thread refers to its connection only: the service is freed with the process group.
+        self._thread = threading.Thread(
+            target=_serve, args=(thread_store, self.inbox), name="onecopy-service", daemon=True
+        )
+        self._thread.start()
+        # A child of multiprocessing ends without the interpreter's exit functions, but with these.
+        self._at_exit = multiprocessing.util.Finalize(None, self.stop, exitpriority=0)
+
+    @classmethod
+    def of_process(cls) -> BackgroundService:
+        """The service of this process, started if there is none yet."""
+        group = dist.group.WORLD
+        assert group is not None
+        service = cls._by_group.get(group)
+        if service is None:
+            service = cls._by_group[group] = cls(default_store(), ends_all=dist.get_rank() == 0)
+            weakref.finalize(group, service.stop)  # Python calls it before the interpreter ends, too
+        return service
+
+    def ask(self, inbox: int, request: Message, timeout: timedelta) -> Asking:
+        """Send a request to the thread of another process, or of this one.
+
+        Args:
+            inbox: the inbox of that process.
+            request: the kind of the request and its entries.
+            timeout: how long the answer, a connection and each message may take.
+        """
+        if self._store is None:
+            raise PeerFailedError(
+                "cannot be asked any more: this process is ending, or has destroyed its process group"
+            )
+        # A connection of its own, because another thread may use the store: it is closed after the request.
+        store, reply = self._store.clone(), f"onecopy/{self.inbox}/reply/{next(self._numbers)}"
+        _post(store, inbox, {**request, "reply": reply, "seconds": timeout.total_seconds()})
+        return Asking(store, inbox, reply, timeout)
+
+    def stop(self) -> None:
+        """End the thread and wait for its end; on global rank 0, end the threads of all processes first."""
+        with self._lock:
+            store, self._store = self._store, None
+        if store is None or os.getpid() != self._process:
+            return
+        self._at_exit.cancel()
+        with contextlib.suppress(RuntimeError):  # the store's host has ended, and with it this thread
+            if self._thread.is_alive():
+                inboxes = _living(store) if self._ends_all else [self.inbox]
+                for inbox in inboxes:
+                    _post(store, inbox, {"kind": STOP})
+                _wait_for_ends(store, [inbox for inbox in inboxes if inbox != self.inbox])
+        if threading.current_thread() is not self._thread:
+            self._thread.join(SECONDS_TO_END)
+
+
+class Asking:
+    """A request, seen by the rank that asks."""
+
+    def __init__(self, store: dist.Store, inbox: int, reply: str, timeout: timedelta) -> None:
+        self._store = store
+        self._inbox = inbox
+        self._reply = reply
+        self._timeout = timeout
+
+    def answer(self) -> Message:
+        """Wait for the answer; raise ``PeerFailedError`` if there is none. Its text continues a sentence."""
+        if self._store.check([_ended(self._inbox)]) and not self._store.check([self._reply]):
+            raise PeerFailedError("has ended, or has destroyed its process group")
+        try:
+            self._store.wait([self._reply], self._timeout)
+        except RuntimeError as error:
+            raise PeerFailedError(
+                f"has not answered within {self._timeout.total_seconds():.0f} s: its process has died or is stopped "
+                f"({error})"
+            ) from error
+        message: Message = json.loads(self._store.get(self._reply))
+        self._store.delete_key(self._reply)
+        return message
+
+    def link(self) -> Link:
+        """Connect to the rank that answers."""
+        return Link(self._store, self._reply, is_caller=True, timeout=self._timeout)
+
+
+def _post(store: dist.Store, inbox: int, request: Message) -> None:
+    number = store.add(f"onecopy/{inbox}/count", 1)
+    store.set(f"onecopy/{inbox}/{number}", json.dumps(request))
+
+
+def _living(store: dist.Store) -> list[int]:
+    """The inboxes of all processes whose threads have not ended."""
+    keys = [f"{ALL_SERVICES}/{number + 1}" for number in range(store.add(ALL_SERVICES, 0))]
+    inboxes = [int(store.get(key)) for key in keys if store.check([key])]
+    return [inbox for inbox in inboxes if not store.check([_ended(inbox)])]
+
+
+def _wait_for_ends(store: dist.Store, inboxes: list[int]) -> None:
+    limit = time.monotonic() + SECONDS_TO_END
+    keys = [_ended(inbox) for inbox in inboxes]
+    # A wait of the store's own would print a warning if a process was killed.
+    while keys and not store.check(keys) and time.monotonic() < limit:
+        time.sleep(0.01)
+
+
+def _ended(inbox: int) -> str:
+    return f"onecopy/{inbox}/ended"
+
+
+def _serve(store: dist.Store, inbox: int) -> None:
+    """Answer requests until one of them is ``STOP``, or until the store is gone."""
+    number = 0
+    try:
+        while True:
+            number += 1
+            key = f"onecopy/{inbox}/{number}"
+            _wait_long(store, key)
+            request = json.loads(store.get(key))
+            store.delete_key(key)
+            if request["kind"] == STOP:
+                break
+            _handle(Answering(request, store))
+        # From now on a rank that asks finds this key. Those that have asked before get an answer.
+        store.set(_ended(inbox), "1")
+        _refuse_rest(store, inbox, number)
+    except RuntimeError as error:  # the host of the store has ended
+        logger.debug("the background service has ended: %s", error)
+
+
+def _wait_long(store: dist.Store, key: str) -> None:
+    while True:
+        begun = time.monotonic()
+        try:
+            return store.wait([key], LONG_WAIT)
+        except dist.DistStoreError:
+            if time.monotonic() - begun < LONG_WAIT.total_seconds() / 2:
+                raise
+
+
+def _handle(answering: Answering) -> None:
+    """Run the handler of a request. An exception goes to the rank that asks, if it has no answer yet."""
+    try:
+        handlers[answering.request["kind"]](answering)
+    except Exception as error:
+        logger.debug("a request of another rank has failed", exc_info=True)
+        answering.answer({"error": f"{type(error).__name__}: {error}"})
+
+
+def _refuse_rest(store: dist.Store, inbox: int, number: int) -> None:
+    """Answer the requests after the last one that was handled: this process ends."""
+    for later in range(number + 1, store.add(f"onecopy/{inbox}/count", 0) + 1):
+        key = f"onecopy/{inbox}/{later}"
+        if store.check([key]):
+            request = json.loads(store.get(key))
+            if request["kind"] != STOP:
+                Answering(request, store).answer({"error": "its process is ending"})

@@ -1,4 +1,8 @@
-"""mmengine's Runner with its OptimWrapper; the variant ``subclass`` consolidates as mmengine's own subclass does."""
+"""mmengine's Runner with its OptimWrapper; the variant ``subclass`` consolidates as mmengine's own subclass does.
+
+mmengine's launcher calls ``torch.cuda.set_device``, so that on CPUs the script makes the process group and wraps the
+model.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +10,10 @@ import warnings
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from common import BATCH, EPOCHS, Run, make_model, make_samples
 from mmengine.hooks import Hook
-from mmengine.model import BaseModel
+from mmengine.model import BaseModel, MMDistributedDataParallel
 from mmengine.runner import Runner
 from torch import Tensor, nn
 
@@ -59,8 +64,9 @@ def optimizer_of(run: Run) -> dict[str, Any]:
 def main() -> None:
     run = Run("class", "subclass")
     warnings.simplefilter("ignore")
+    dist.init_process_group("gloo")
     runner = Runner(
-        model=Model(),
+        model=MMDistributedDataParallel(Model()),
         work_dir=str(run.checkpoints),
         train_dataloader={
             "batch_size": BATCH,
@@ -73,8 +79,6 @@ def main() -> None:
         param_scheduler={"type": "StepLR", "step_size": 1, "gamma": 0.5},
         default_hooks={"checkpoint": {"type": "CheckpointHook", "interval": 1}},
         custom_hooks=[Die(run)] if run.is_first_half else None,
-        launcher="pytorch",
-        env_cfg={"dist_cfg": {"backend": "gloo"}},
         randomness={"seed": 0},
         resume=run.is_resumed,
         log_level="ERROR",

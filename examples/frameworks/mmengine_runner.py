@@ -4,7 +4,8 @@ import sys
 from pathlib import Path
 
 import torch
-from mmengine.model import BaseModel
+import torch.distributed as dist
+from mmengine.model import BaseModel, MMDistributedDataParallel
 from mmengine.runner import Runner
 from torch import Tensor, nn
 
@@ -26,8 +27,9 @@ class Model(BaseModel):
 resumes = (Path(sys.argv[1]) / "last_checkpoint").is_file()
 samples = [(row, row.sum().reshape(1)) for row in torch.randn(64, 16)]
 optimizer = {"type": ZeroRedundancyOptimizer, "optimizer_class": torch.optim.AdamW, "lr": 1e-2}
+dist.init_process_group("gloo")  # with GPUs, launcher="pytorch" does this and the next line's wrapping
 runner = Runner(
-    model=Model(),
+    model=MMDistributedDataParallel(Model()),
     work_dir=sys.argv[1],
     train_dataloader={
         "batch_size": 8,
@@ -38,8 +40,6 @@ runner = Runner(
     train_cfg={"by_epoch": True, "max_epochs": 2 if resumes else 1},
     optim_wrapper={"type": "OptimWrapper", "optimizer": optimizer},
     default_hooks={"checkpoint": {"type": "CheckpointHook", "interval": 1}},
-    launcher="pytorch",
-    env_cfg={"dist_cfg": {"backend": "gloo"}},
     resume=resumes,
 )
 runner.train()

@@ -6,6 +6,7 @@ forks make a table several times faster.
 
 from __future__ import annotations
 
+import atexit
 import importlib
 import os
 import runpy
@@ -82,6 +83,7 @@ def _fork(script: Path, arguments: list[str], log: Path, rank: int, port: int) -
     child = os.fork()
     if child:
         return child
+    atexit._clear()
     try:
         file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(file, 1)
@@ -102,10 +104,11 @@ def _fork(script: Path, arguments: list[str], log: Path, rank: int, port: int) -
         )
         sys.argv = [str(script), *arguments]
         runpy.run_path(str(script), run_name="__main__")
+        atexit._run_exitfuncs()  # as at the end of an interpreter, but not the functions of the process it is a fork of
         sys.stdout.flush()
         os._exit(0)
     except SystemExit as ending:
         os._exit(int(ending.code or 0))
     except BaseException:
-        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+        sys.excepthook(*sys.exc_info())
         os._exit(1)

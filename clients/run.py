@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import itertools
 import json
 import os
 import re
@@ -131,23 +132,24 @@ def cells_of(client: Client, optimizers: list[str], preload: bool, keep: Path | 
     return cells
 
 
-def in_a_fork(client: Client, optimizers: list[str], keep: Path | None) -> dict[str, str]:
-    """The cells of a row, from a process of its own that imports the framework once."""
+def in_a_fork(clients: list[Client], optimizers: list[str], keep: Path | None) -> dict[str, dict[str, str]]:
+    """The rows of the clients of one script, from a process of its own that imports the framework once."""
     read, write = os.pipe()
     child = os.fork()
     if not child:
         try:
-            launching.preload(HERE / client.script)
-            cells = cells_of(client, optimizers, True, keep)
+            launching.preload(HERE / clients[0].script)
+            rows = {client.name: cells_of(client, optimizers, True, keep) for client in clients}
         except Exception as error:
-            cells = {name: f"cannot run here: {type(error).__name__}: {error}" for name in optimizers}
-        os.write(write, json.dumps(cells).encode())
+            why = f"cannot run here: {type(error).__name__}: {error}"
+            rows = {client.name: dict.fromkeys(optimizers, why) for client in clients}
+        os.write(write, json.dumps(rows).encode())
         os._exit(0)
     os.close(write)
     with os.fdopen(read) as pipe:
-        cells = json.loads(pipe.read() or "{}")
+        found: dict[str, dict[str, str]] = json.loads(pipe.read() or "{}")
     os.waitpid(child, 0)
-    return dict(cells)
+    return found
 
 
 def run_examples(only: str, launch: Launch) -> list[str]:
@@ -209,14 +211,15 @@ def main() -> None:
     rows: dict[str, dict[str, str]] = {}
     if arguments.rows and arguments.rows.is_file():
         rows = json.loads(arguments.rows.read_text())
-    for client in CLIENTS:
-        if not re.search(arguments.only, client.name):
-            continue
+    chosen = [client for client in CLIENTS if re.search(arguments.only, client.name)]
+    for _, group in itertools.groupby(chosen, key=lambda client: client.script):
+        clients = list(group)
         if arguments.preload:
-            cells = in_a_fork(client, optimizers, arguments.keep)
+            found = in_a_fork(clients, optimizers, arguments.keep)
         else:
-            cells = cells_of(client, optimizers, False, arguments.keep)
-        rows.setdefault(client.name, {}).update(cells)
+            found = {client.name: cells_of(client, optimizers, False, arguments.keep) for client in clients}
+        for name, cells in found.items():
+            rows.setdefault(name, {}).update(cells)
         if arguments.rows:
             arguments.rows.write_text(json.dumps(rows, indent=1))
     text = table({client.name: rows[client.name] for client in CLIENTS if client.name in rows})

@@ -136,7 +136,9 @@ class ShardedStrategy(DDPStrategy):
         if self._loaded_folder is None:
             super().load_optimizer_state_dict(checkpoint)
         else:
-            checkpoints.load(self._loaded_folder, optimizer=self.optimizers)
+            # With the model, because the state is saved under the names of the model.
+            module = self.lightning_module
+            checkpoints.load(self._loaded_folder, model=module, optimizer=self.optimizers, strict=module.strict_loading)
 
     def teardown(self) -> None:
         """Wait for parameters in flight and unwrap the module."""

@@ -5,11 +5,13 @@ thread waits for the next one, on a connection of its own, a clone of the store.
 :class:`Link`, a gloo group of two ranks that lives for one request.
 
 The thread ends when the default process group is freed, and at the latest before the interpreter ends. Global rank 0,
-whose process may be the host of the store, ends the threads of all processes before its own.
+whose process may be the host of the store, ends the threads of all processes before its own. A process that ends in
+order keeps its thread until then, for a while: rank 0 often saves when the others have nothing left to do.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import itertools
 import json
@@ -17,6 +19,7 @@ import logging
 import multiprocessing.util
 import os
 import secrets
+import sys
 import threading
 import time
 import weakref
@@ -43,6 +46,9 @@ ALL_SERVICES = "onecopy/services"
 
 LONG_WAIT = timedelta(days=10)
 """One wait for a request; the thread then waits again."""
+
+SECONDS_FOR_RANK_0 = 60.0
+"""How long a process that ends in order goes on answering, so that rank 0 can save."""
 
 SECONDS_TO_END = 5.0
 """How long a process waits at its end for its thread, and global rank 0 for the threads of all others."""
@@ -118,6 +124,7 @@ class BackgroundService:
             target=_serve, args=(thread_store, self.inbox), name="onecopy-service", daemon=True
         )
         self._thread.start()
+        atexit.register(self.end)
         # A child of multiprocessing ends without the interpreter's exit functions, but with these.
         self._at_exit = multiprocessing.util.Finalize(None, self.stop, exitpriority=0)
 
@@ -129,7 +136,7 @@ class BackgroundService:
         service = cls._by_group.get(group)
         if service is None:
             service = cls._by_group[group] = cls(default_store(), ends_all=dist.get_rank() == 0)
-            weakref.finalize(group, service.stop)  # Python calls it before the interpreter ends, too
+            weakref.finalize(group, service.stop).atexit = False
         return service
 
     def ask(self, inbox: int, request: Message, timeout: timedelta) -> Asking:
@@ -149,6 +156,14 @@ class BackgroundService:
         _post(store, inbox, {**request, "reply": reply, "seconds": timeout.total_seconds()})
         return Asking(store, inbox, reply, timeout)
 
+    def end(self) -> None:
+        """Stop before the interpreter ends. After a normal end of the program, wait for global rank 0 first."""
+        failed = hasattr(sys, "last_type")  # of an exception that has ended the program
+        is_child = multiprocessing.parent_process() is not None  # which ends so after an exception, too
+        if not (failed or is_child or self._ends_all or os.getpid() != self._process):
+            self._thread.join(SECONDS_FOR_RANK_0)
+        self.stop()
+
     def stop(self) -> None:
         """End the thread and wait for its end; on global rank 0, end the threads of all processes first."""
         with self._lock:
@@ -156,6 +171,7 @@ class BackgroundService:
         if store is None or os.getpid() != self._process:
             return
         self._at_exit.cancel()
+        atexit.unregister(self.end)
         with contextlib.suppress(RuntimeError):  # the store's host has ended, and with it this thread
             if self._thread.is_alive():
                 inboxes = _living(store) if self._ends_all else [self.inbox]
@@ -178,7 +194,9 @@ class Asking:
     def answer(self) -> Message:
         """Wait for the answer; raise ``PeerFailedError`` if there is none. Its text continues a sentence."""
         if self._store.check([_ended(self._inbox)]) and not self._store.check([self._reply]):
-            raise PeerFailedError("has ended, or has destroyed its process group")
+            raise PeerFailedError(
+                "has ended, or has destroyed its process group (let it wait, for example with a barrier after the save)"
+            )
         try:
             self._store.wait([self._reply], self._timeout)
         except RuntimeError as error:

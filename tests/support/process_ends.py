@@ -1,0 +1,238 @@
+"""Ends processes that have a background service in every way, and checks that none of them hangs or aborts.
+
+Run as ``python -m tests.support.process_ends COUNT [tcp] [file]``: at least COUNT processes are ended, two in each group,
+with a store that rank 0 hosts or with a file. The parent has imported everything, and each rank is a fork of it that ends
+as any Python program does.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from onecopy import ZeroRedundancyOptimizer
+from onecopy.comm import background_service
+
+LIMIT = 60.0
+"""Seconds after which a process counts as hanging."""
+
+BAD_WORDS = ("terminate called", "Fatal Python error", "Segmentation fault", "Aborted", "core dumped")
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way to end: what each rank does last, and the exit statuses that this must give.
+
+    Attributes:
+        end: called with the rank, as the last thing that the rank does.
+        statuses: the exit status of ranks 0 and 1; a negative number is a signal.
+    """
+
+    end: Callable[[int], object]
+    statuses: tuple[int, int] = (0, 0)
+
+
+def fail(rank: int) -> NoReturn:
+    raise ValueError(f"rank {rank} fails")
+
+
+def leave(rank: int) -> NoReturn:
+    sys.exit(3)
+
+
+def interrupt(rank: int) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(10)
+
+
+def terminate(rank: int) -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(10)
+
+
+def kill_host(rank: int) -> None:
+    if rank == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(0.3)
+
+
+def kill_other(rank: int) -> None:
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(0.3)
+
+
+def destroy(rank: int) -> None:
+    dist.destroy_process_group()
+
+
+def destroy_host_first(rank: int) -> None:
+    if rank == 1:
+        time.sleep(0.3)
+    dist.destroy_process_group()
+
+
+def drop_and_destroy(rank: int) -> None:
+    kept.clear()
+    dist.destroy_process_group()
+
+
+def end_in_order(first: int) -> Callable[[int], None]:
+    def end(rank: int) -> None:
+        time.sleep(0.3 if rank != first else 0)
+
+    return end
+
+
+def end_after_other_fails(rank: int) -> None:
+    if rank == 0:
+        fail(rank)
+    time.sleep(0.3)
+
+
+def end_as_multiprocessing_does(rank: int) -> NoReturn:
+    import multiprocessing.util
+
+    multiprocessing.util._exit_function()  # type: ignore[attr-defined]
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def save_after_others_end(rank: int) -> None:
+    if rank == 0:
+        time.sleep(0.5)
+        optimizer = kept[0]
+        assert isinstance(optimizer, ZeroRedundancyOptimizer)
+        assert optimizer.state_dict()["state"][0]["exp_avg"].numel() == 2000
+
+
+def fork_and_end(rank: int) -> None:
+    child = os.fork()
+    if child == 0:
+        return  # the child ends as the parent does, and must end no other thread
+    assert os.waitpid(child, 0)[1] == 0
+
+
+WAYS: dict[str, Way] = {
+    "normal": Way(lambda rank: None),
+    "exception": Way(fail, (1, 1)),
+    "exception on the host alone": Way(end_after_other_fails, (1, 0)),
+    "sys.exit": Way(leave, (3, 3)),
+    "the host first": Way(end_in_order(0)),
+    "the host last": Way(end_in_order(1)),
+    "destroy_process_group": Way(destroy),
+    "destroy_process_group, the host first": Way(destroy_host_first),
+    "optimizer dropped, destroy_process_group": Way(drop_and_destroy),
+    "SIGINT": Way(interrupt, (1, 1)),
+    "SIGTERM": Way(terminate, (-signal.SIGTERM, -signal.SIGTERM)),
+    "the host killed": Way(kill_host, (-signal.SIGKILL, 0)),
+    "the other killed": Way(kill_other, (0, -signal.SIGKILL)),
+    "child of multiprocessing": Way(end_as_multiprocessing_does),
+    "fork": Way(fork_and_end),
+    "rank 0 saves when rank 1 has nothing left to do": Way(save_after_others_end),
+}
+
+kept: list[object] = []
+"""The optimizer of this process, which lives until the interpreter ends."""
+
+
+def run_rank(rank: int, store: str, end: Callable[[int], object]) -> None:
+    """Train one step, read the state dict on one rank, and end."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2, timeout=timedelta(seconds=LIMIT / 2))
+    param = nn.Parameter(torch.ones(2000))
+    optimizer = ZeroRedundancyOptimizer([param], torch.optim.Adam, shard_by="element")
+    kept.append(optimizer)
+    param.grad = torch.ones_like(param)
+    optimizer.step()
+    if rank == 0:
+        assert optimizer.state_dict()["state"][0]["exp_avg"].numel() == 2000
+    dist.barrier()
+    del optimizer, param
+    end(rank)
+
+
+def start(rank: int, store: str, way: Way, errors: str) -> int:
+    """Start one rank, and return its process id."""
+    child = os.fork()
+    if child:
+        return child
+    opened = os.open(errors, os.O_WRONLY | os.O_CREAT)
+    os.dup2(opened, 1)
+    os.dup2(opened, 2)
+    background_service.SECONDS_FOR_RANK_0 = 3.0
+    run_rank(rank, store, way.end)
+    sys.exit(0)
+
+
+def wait_for(child: int, deadline: float) -> int | None:
+    """Return the exit status of a process, or None if it was still there at the deadline."""
+    while time.monotonic() < deadline:
+        found, status = os.waitpid(child, os.WNOHANG)
+        if found:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.01)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return None
+
+
+def end_once(name: str, scheme: str, port: int) -> list[str]:
+    """End one group of two processes; return what was wrong."""
+    way, problems = WAYS[name], []
+    folder = tempfile.mkdtemp()  # not a context manager, which a forked rank would leave, too
+    store = f"file://{folder}/store" if scheme == "file" else f"tcp://127.0.0.1:{port}"
+    errors = [f"{folder}/{rank}" for rank in range(2)]
+    begun = time.monotonic()
+    children = [start(rank, store, way, errors[rank]) for rank in range(2)]
+    for rank, child in enumerate(children):
+        status = wait_for(child, begun + LIMIT)
+        text = Path(errors[rank]).read_text(errors="replace")
+        if status != way.statuses[rank] or any(word in text for word in BAD_WORDS):
+            problems.append(f"{scheme}, {name}, rank {rank}: status {status}\n{text}")
+    shutil.rmtree(folder)
+    return problems
+
+
+def free_port() -> int:
+    """Return a port of this machine on which nothing listens."""
+    import socket
+
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port: int = found.getsockname()[1]
+        return port
+
+
+def main(count: int, schemes: Sequence[str]) -> int:
+    """End processes until there were ``count``, with stores of some kinds; return the number of problems."""
+    ended, problems = 0, []
+    while ended < count:
+        for scheme in schemes:
+            for name in WAYS:
+                begun = time.monotonic()
+                found = end_once(name, scheme, free_port())
+                problems += found
+                ended += 2
+                print(f"{scheme} {name}: {'BAD' if found else 'good'}, {time.monotonic() - begun:.1f} s", flush=True)
+    print("\n".join(problems))
+    print(f"{ended} processes ended, {len(problems)} of them badly")
+    return len(problems)
+
+
+if __name__ == "__main__":
+    sys.exit(min(1, main(int(sys.argv[1]), sys.argv[2:] or ["tcp", "file"])))

@@ -17,14 +17,13 @@ def main() -> None:
     net = make_model()
     optimizer = run.make_optimizer(net.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
-    loader = DataLoader(make_samples(), batch_size=BATCH, shuffle=True)
+    loader = DataLoader(make_samples(), batch_size=BATCH)  # Accelerate does not save the order of a shuffled one
     model, optimizer, loader, scheduler = accelerator.prepare(net, optimizer, loader, scheduler)
     folder, first = run.checkpoints / "state", 0
     if run.is_resumed:
         accelerator.load_state(str(folder))
         first = 1
-    for epoch in range(first, EPOCHS):
-        loader.set_epoch(epoch)
+    for _ in range(first, EPOCHS):
         for inputs, targets in loader:
             with accelerator.accumulate(model):
                 accelerator.backward(nn.functional.mse_loss(model(inputs), targets))

@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 
 RANKS = 2
-LIMIT = 600.0
+LIMIT = 240.0
 """Seconds after which a run counts as a hang."""
 
 GRACE = 5.0

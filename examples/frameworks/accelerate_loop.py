@@ -22,5 +22,6 @@ for inputs in loader:
     accelerator.backward((model(inputs) - inputs.sum(1, keepdim=True)).square().mean())
     optimizer.step()
 accelerator.save_state(str(folder))
+accelerator.wait_for_everyone()  # the other ranks must not end before rank 0 has gathered their state
 accelerator.print("saved")
 accelerator.end_training()

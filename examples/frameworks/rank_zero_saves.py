@@ -29,4 +29,5 @@ for step in range(first, first + 10):
 if dist.get_rank() == 0:
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": first + 10}, file)
     print(f"steps {first} to {first + 10}")
+dist.barrier()  # the other ranks must not end before rank 0 has gathered their state
 dist.destroy_process_group()

@@ -17,7 +17,7 @@ def main() -> None:
     net = make_model()
     optimizer = run.make_optimizer(net.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
-    loader = DataLoader(make_samples(), batch_size=BATCH)  # Accelerate does not save the order of a shuffled one
+    loader = DataLoader(make_samples(), batch_size=BATCH)
     model, optimizer, loader, scheduler = accelerator.prepare(net, optimizer, loader, scheduler)
     folder, first = run.checkpoints / "state", 0
     if run.is_resumed:

@@ -87,7 +87,7 @@ class ZeroRedundancyOptimizer(OwnedStateOptimizer, Joinable):
     def __init__(
         self,
         params: Any,
-        optimizer_class: type[Optimizer],
+        optimizer_class: type[Optimizer] = Optimizer,  # refused, with the line to write
         process_group: Any | None = None,
         parameters_as_bucket_view: bool = False,
         overlap_with_ddp: bool = False,

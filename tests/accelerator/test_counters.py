@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
-from tests.accelerator import counting, device
+from tests.accelerator import counting, device, table
 from tests.accelerator.comparing import on_device
 from tests.accelerator.counting import LARGE, LEVELS, Counts, Launch, noted_launches, waited_for
 from tests.accelerator.harness import HYBRID, SIMCCL, run
 from tests.accelerator.training import Training, one_pass, small_sizes
+from tests.support import paths
 from tests.support.harness import EVERYTHING
 
 FEW = ["level 1", "level 1 master weights", "level 2", "interleaved", "level 3 overlap", "level 3 bf16"]
@@ -76,6 +77,13 @@ def test_launches_do_not_grow_with_the_number_of_parameters(level: str) -> None:
 def test_a_host_far_ahead_needs_no_more_memory(level: str, world_size: int) -> None:
     lockstep, far = (counted(level, world_size, host_ahead=ahead).peak for ahead in (0, "far"))
     assert far <= 1.2 * lockstep
+
+
+@pytest.mark.parametrize("level", list(LEVELS))
+def test_the_docs_have_these_counts(level: str) -> None:
+    lines = (paths.ROOT / "docs/accelerators.md").read_text().splitlines()
+    without_peaks = table.row(level).rsplit("|", 3)[0]  # a peak depends a little on the other ranks' progress
+    assert any(line.startswith(without_peaks) for line in lines)
 
 
 @GROUP

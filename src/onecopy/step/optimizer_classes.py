@@ -56,16 +56,28 @@ CLIPS_GLOBALLY = {"Lamb", "LAMB"}
 """Names of classes that clip by the norm of all gradients, unless ``max_grad_norm`` turns it off."""
 
 
+EXAMPLE = "ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3)"
+"""The line to write, for errors."""
+
+
 def check_class(optimizer_class: object, wrapper: type) -> None:
     """Raise unless ``optimizer_class`` can be sharded."""
-    if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
+    if optimizer_class is Optimizer:  # the default of the argument
+        raise TypeError(f"optimizer_class must be the class to shard, and it is missing: write {EXAMPLE}")
+    if isinstance(optimizer_class, Optimizer):
+        name = type(optimizer_class).__qualname__
         raise TypeError(
-            f"optimizer_class must be a subclass of torch.optim.Optimizer, such as torch.optim.AdamW, "
-            f"got {optimizer_class!r}"
+            f"optimizer_class must be a class, got an instance of {name}: pass the class itself, and its options as "
+            f"keyword arguments, as in {EXAMPLE}"
         )
-    if optimizer_class is Optimizer or issubclass(optimizer_class, wrapper):
+    if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
+        name = getattr(optimizer_class, "__qualname__", f"an instance of {type(optimizer_class).__qualname__}")
         raise TypeError(
-            f"optimizer_class must be the class to shard, such as torch.optim.AdamW, got {optimizer_class!r}"
+            f"optimizer_class must be a subclass of torch.optim.Optimizer, got {name}: write, for example, {EXAMPLE}"
+        )
+    if issubclass(optimizer_class, wrapper):
+        raise TypeError(
+            f"optimizer_class must be the class to shard, such as torch.optim.AdamW, got {optimizer_class.__qualname__}"
         )
     for base in optimizer_class.__mro__:
         if base.__name__ in COMBINING:

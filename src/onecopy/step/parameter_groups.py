@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -29,7 +29,7 @@ def normalise(params: object) -> list[Group]:
         raise TypeError("params must be ordered, got a set: its order differs between ranks; pass a list")
     items = list(params)
     if not items:
-        raise ValueError("params is empty: there is nothing to optimize")
+        raise ValueError(f"params is empty: there is nothing to optimize{_consumed(params)}")
     if any(isinstance(item, dict) for item in items):
         for position, item in enumerate(items):
             if not isinstance(item, dict):
@@ -41,8 +41,19 @@ def normalise(params: object) -> list[Group]:
     else:
         groups = [normalise_group({"params": items}, 0)]
     if not any(group["params"] for group in groups):
-        raise ValueError("params has groups but no parameter: there is nothing to optimize")
+        consumed = next((hint for item in items if (hint := _consumed(item.get("params")))), "")
+        raise ValueError(f"params has groups but no parameter: there is nothing to optimize{consumed}")
     return groups
+
+
+def _consumed(params: object) -> str:
+    """What probably happened to an iterator in which nothing is left."""
+    if not isinstance(params, Iterator):
+        return ""
+    return (
+        ". It is a generator, which can be read once, and something has probably read it before: call "
+        "model.parameters() again, or keep list(model.parameters())"
+    )
 
 
 def device_of(groups: Sequence[Group]) -> torch.device | None:

@@ -50,7 +50,7 @@ def test_the_host_waits_at_most_once_and_for_flags_that_are_a_step_old(
 @pytest.mark.parametrize("level", [level for level in OURS if level.startswith("level 3")])
 def test_sharded_data_parallel_has_two_collectives_per_bucket(level: str) -> None:
     found = {(ranks, blocks): counted(level, ranks, blocks=blocks) for ranks in (2, 3) for blocks in (3, 6)}
-    assert found[2, 6].buckets > found[2, 3].buckets > 2
+    assert found[2, 6].buckets > found[2, 3].buckets > 1
     assert {each.calls - 2 * each.buckets for each in found.values()} in ({1}, {2})
     assert all(each.operations == each.calls for each in found.values())
     for blocks in (3, 6):

@@ -119,7 +119,7 @@ class GradientProbe:
                 "Wrap the model in DistributedDataParallel and call the wrapped model, not the module inside. If you "
                 "average gradients yourself, do it before optimizer.step().",
                 GradientsNotReducedWarning,
-                stacklevel=5,  # the caller of optimizer.step(), which torch wraps
+                stacklevel=7,  # the caller of optimizer.step(), which torch and not_compiled() wrap
             )
 
 

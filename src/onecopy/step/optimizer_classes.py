@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
 import torch
@@ -54,6 +55,9 @@ COMBINING = {
 
 CLIPS_GLOBALLY = {"Lamb", "LAMB"}
 """Names of classes that clip by the norm of all gradients, unless ``max_grad_norm`` turns it off."""
+
+QUANTISED_STATE = re.compile(r"(8bit|4bit|Fp8)$")
+"""Names of classes, or base classes, whose state is quantised in blocks (bitsandbytes, torchao)."""
 
 
 EXAMPLE = "ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3)"
@@ -127,5 +131,14 @@ def check_dtypes(optimizer: Optimizer, dtypes: Iterable[tuple[int, torch.dtype]]
 
 
 def is_elementwise(optimizer_class: type[Optimizer], declared: bool | None) -> bool:
-    """Whether a parameter may be cut: as the user declared, or as the class is known, and otherwise not."""
+    """Whether a parameter may be cut: as the user declared, or as the class is known, and otherwise not.
+
+    Raises:
+        ValueError: if the state of a class that was declared to be elementwise is quantised in blocks.
+    """
+    if declared and any(QUANTISED_STATE.search(base.__name__) for base in optimizer_class.__mro__):
+        raise ValueError(
+            f"{optimizer_class.__qualname__} is not elementwise: it quantises its state in blocks of a parameter, and "
+            "keeps small parameters in 32 bit, so that a cut would change the result; leave elementwise=True out"
+        )
     return optimizer_class in ELEMENTWISE if declared is None else declared

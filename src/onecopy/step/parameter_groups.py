@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from onecopy.common.flat_views import is_dense
+from onecopy.common.tensor_subclasses import is_composed
 from onecopy.common.torch_private import is_managed_by_fsdp
 from onecopy.layout import ParamSpec
 
@@ -121,6 +122,8 @@ def check_tensor(tensor: Tensor, name: str) -> None:
         problem = "is a DTensor (FSDP2 or tensor parallelism), which is sharded already"
     elif is_managed_by_fsdp(tensor):
         problem = "is managed by FSDP, which shards optimizer state itself; use one or the other"
+    elif is_composed(tensor):
+        problem = f"is a {type(tensor).__qualname__}, which consists of other tensors and cannot be sharded"
     elif tensor.is_meta:
         problem = "is on the meta device and has no memory; materialise the model first"
     elif tensor.layout is not torch.strided or tensor.is_nested:

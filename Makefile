@@ -51,8 +51,8 @@ bench-checkpoints: setup ## time saving and loading, beside torch's class, torch
 faults: setup ## kill ranks at COUNT points of a save, and check that the newest checkpoint always loads
 	$(SAFELY) $(BIN)/python benchmarks/faults.py $(COUNT)
 
-test-all: setup ## the test suite with every case of its tables on every number of ranks
-	ONECOPY_ALL_CASES=1 $(BIN)/python -m pytest
+test-all: setup ## the test suite with every case of its tables on every number of ranks; those of the simulated accelerator are in make accelerator
+	ONECOPY_ALL_CASES=1 $(BIN)/python -m pytest --ignore tests/accelerator
 
 test-newest: ## the test suite with the newest torch that the package allows, in .venv-newest (a download of several GB; not part of make test): TESTS=
 	$(PYTHON) -m venv $(NEWEST)

@@ -1,4 +1,4 @@
-"""The error classes for failures that concern several ranks, and for checkpoints.
+"""The error and warning classes for failures that concern several ranks, and for checkpoints.
 
 A mistake in the arguments is a ``TypeError`` or a ``ValueError``, as in torch. Every message names the rank, the
 parameter and a remedy where there is one.
@@ -17,6 +17,10 @@ class RanksDisagreeError(OnecopyError):
 
 class PeerFailedError(OnecopyError):
     """Another rank failed, and this rank raises too instead of waiting for it forever."""
+
+
+class GradientsNotReducedWarning(UserWarning):
+    """Nothing averages the gradients of the ranks: probably the model is not in DistributedDataParallel."""
 
 
 class CheckpointError(OnecopyError):

@@ -15,7 +15,7 @@ from onecopy.comm.agreement import FailTogether, FirstFailure
 from onecopy.comm.collectives import Collectives
 from onecopy.common.flat_views import flat_views
 from onecopy.common.nested_tensors import copy_tree
-from onecopy.common.torch_private import has_state_dict_hooks, in_join_context, register_as_torch_zero
+from onecopy.common.torch_private import has_state_dict_hooks, in_join_context, not_compiled, register_as_torch_zero
 from onecopy.ddp_hooks.overlapped_step import OverlappedStep, check_step_arguments
 from onecopy.layout import Layout, ShardBy, extend
 from onecopy.state_dict.gather import Consolidated, consolidated
@@ -87,7 +87,7 @@ class ZeroRedundancyOptimizer(OwnedStateOptimizer, Joinable):
     def __init__(
         self,
         params: Any,
-        optimizer_class: type[Optimizer],
+        optimizer_class: type[Optimizer] = Optimizer,  # refused, with the line to write
         process_group: Any | None = None,
         parameters_as_bucket_view: bool = False,
         overlap_with_ddp: bool = False,
@@ -144,8 +144,7 @@ class ZeroRedundancyOptimizer(OwnedStateOptimizer, Joinable):
         storage_class = BucketStorage if parameters_as_bucket_view and not overlap_with_ddp else InPlaceStorage
         with FailTogether(collectives, "constructing the optimizer"):
             self.engine = Engine(collectives, tensors, layout, inner, storage_class)
-        self.parameters_as_bucket_view = parameters_as_bucket_view
-        self.overlap_with_ddp = overlap_with_ddp
+        self.parameters_as_bucket_view, self.overlap_with_ddp = parameters_as_bucket_view, overlap_with_ddp
         self._server = StateDictServer(self.engine, serve_state_dict)
         self._set_attributes(self.engine)
         self.initialized = True
@@ -183,6 +182,7 @@ class ZeroRedundancyOptimizer(OwnedStateOptimizer, Joinable):
     @overload
     def step(self, closure: Callable[[], float], **kwargs: Any) -> float: ...
 
+    @not_compiled
     def step(self, closure: Callable[[], float] | None = None, **kwargs: Any) -> float | None:
         """Update this rank's shards and send the updated parameters to all ranks.
 

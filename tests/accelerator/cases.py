@@ -10,10 +10,12 @@ from tests.accelerator.training import (
     MUON,
     Batched,
     Case,
+    OneAfterAnother,
     Partial,
     TwoStreams,
     adamw,
     after_backward,
+    half_frozen,
     interleaved,
     level_1,
     level_2,
@@ -30,6 +32,7 @@ UNUSED = {"find_unused_parameters": True}
 BF16 = MixedPrecision(param_dtype=HALF)
 BF16_FP32 = MixedPrecision(param_dtype=HALF, reduce_dtype=torch.float32)
 HALF_ROUNDING = 2e-2
+UNFROZEN = programs.unfrozen_on_another_stream
 LEFT_AND_RIGHT = 2000
 """A size of buckets with which both layers of :class:`TwoStreams` are in one, and the first layer is in another."""
 
@@ -106,6 +109,8 @@ CASES = [
     Case("level 3 frozen and unused", level_3, model=Partial),
     Case("level 3 frozen and unused overlap", level_3, model=Partial, wrap=OVERLAP),
     Case("level 3 two streams", level_3, model=TwoStreams, bucket=LEFT_AND_RIGHT, wrap=OVERLAP),
+    Case("level 3 unfrozen two streams", level_3, UNFROZEN, model=half_frozen(TwoStreams), bucket=LEFT_AND_RIGHT),
+    Case("level 3 unfrozen", level_3, UNFROZEN, model=half_frozen(OneAfterAnother), bucket=LEFT_AND_RIGHT),
     Case("level 3 side stream", level_3, programs.on_a_side_stream, wrap=OVERLAP),
     Case("level 3 evaluation", level_3, loop(programs.with_evaluation), wrap=OVERLAP),
     Case("level 3 consolidated", level_3, programs.consolidated, wrap=OVERLAP),

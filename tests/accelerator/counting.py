@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -111,6 +112,7 @@ def count(name: str, blocks: int, bucket: int = BUCKET, host_ahead: int | str = 
     """In a worker: train and count the iteration after the warm-up."""
     case = dataclasses.replace(LEVELS[name], model=functools.partial(Blocks, blocks), bucket=bucket)
     place = Place(torch.device("sim", torch.accelerator.current_device_index()), None)
+    gc.collect()  # the memory of an earlier training would count as long as nobody has collected it
     # Padded as in proportion a large model is, whose parameters are cut into equal parts.
     with small_sizes(bucket, padding=bucket), device.simulate(seed=dist.get_rank(), host_ahead=host_ahead) as run:
         training = Training(case, place)

@@ -87,6 +87,24 @@ def on_a_side_stream(training: Training) -> None:
         torch.accelerator.current_stream().wait_stream(stream)
 
 
+def unfrozen_on_another_stream(training: Training) -> None:
+    """A layer is trained from the third step on: autograd accumulates its gradients on the stream of that step."""
+    for step in range(2):
+        one_pass(training, step)
+    training.module.requires_grad_(True)
+    stream = torch.Stream(training.place.device) if training.place.simulated else None
+    for step in range(2, 5):
+        training.zero_grad()
+        if stream is not None:
+            stream.wait_stream(torch.accelerator.current_stream())
+        with stream or contextlib.nullcontext():
+            loss = training.loss(step)
+        if stream is not None:
+            torch.accelerator.current_stream().wait_stream(stream)
+        loss.backward()
+        training.step()
+
+
 def with_evaluation(training: Training, step: int) -> None:
     """After every step a forward pass without gradients."""
     one_pass(training, step)

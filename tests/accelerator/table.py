@@ -1,53 +1,58 @@
-"""Prints what an iteration of each level asks of an accelerator: ``python -m tests.accelerator.table``.
+"""Writes the counts of docs/accelerators.md: ``python -m tests.accelerator.table docs/accelerators.md``.
 
-For a model of 12 blocks at 2 and 3 ranks, counted on the simulated accelerator. Launches are those of the optimizer and
-of onecopy, not those of the model.
+They are those of a model of 12 blocks at 2 and 3 ranks, counted on the simulated accelerator. Launches are those of the
+optimizer and of onecopy, not those of the model.
 """
 
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 from onecopy.bench import bf16_probe
+from onecopy.planning.table import write
 from tests.accelerator import counting
-from tests.accelerator.harness import HYBRID, SIMCCL, run, sim_pools
+from tests.accelerator.counting import Counts
+from tests.accelerator.harness import run, sim_pools
 
 BLOCKS = 12
-HEADERS: tuple[str, ...] = (
-    *("level", "ranks", "group", "buckets", "calls", "operations", "KB sent", "launches", "host waits", "age of flags"),
-    *("peak KB lockstep", "peak KB far ahead"),
+WORLD_SIZES = (2, 3)
+HEADERS = (
+    *("level", "buckets", "calls", "operations", "launches", "waits of the host"),
+    *("peak KB, host in lockstep", "peak KB, host far ahead"),
 )
 
 
-def rows(world_sizes: tuple[int, ...], backends: dict[str, str]) -> list[tuple[str, ...]]:
-    """Count every level."""
-    found = []
-    for name in counting.LEVELS:
-        for world_size in world_sizes:
-            for group, backend in backends.items():
-                lockstep, far = (
-                    run(counting.count, world_size, {"name": name, "blocks": BLOCKS, "host_ahead": ahead}, backend)[0]
-                    for ahead in (0, "far")
-                )
-                ages = sorted({age for _, _, age in far.synchronizations})
-                numbers = (world_size, group, far.buckets, far.calls, far.operations, far.bytes // 1000, far.launches)
-                waits = (len(far.synchronizations), ages or "", lockstep.peak // 1000, far.peak // 1000)
-                found.append((name, *map(str, (*numbers, *waits))))
+def row(level: str) -> str:
+    """Count one level; numbers that differ between 2 and 3 ranks are separated by a slash."""
+    columns = []
+    for world_size in WORLD_SIZES:
+        lockstep, far = (_counts(level, world_size, ahead) for ahead in (0, "far"))
+        counts = (far.buckets, far.calls, far.operations, far.launches, len(far.synchronizations))
+        columns.append((*counts, lockstep.peak // 1000, far.peak // 1000))
+    return _line([level, *(" / ".join(map(str, dict.fromkeys(each))) for each in zip(*columns, strict=True))])
+
+
+def _counts(level: str, world_size: int, host_ahead: int | str) -> Counts:
+    """The counts of group rank 0."""
+    found: Counts = run(counting.count, world_size, {"name": level, "blocks": BLOCKS, "host_ahead": host_ahead})[0]
     return found
 
 
-def as_markdown(table: list[tuple[str, ...]]) -> str:
-    """The rows as a table in Markdown."""
-    lines = [HEADERS, ("---",) * len(HEADERS), *table]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+def table() -> str:
+    """Count all levels."""
+    return "\n".join([_line(HEADERS), _line(["---", *["---:"] * (len(HEADERS) - 1)]), *map(row, counting.LEVELS)])
+
+
+def _line(cells: tuple[str, ...] | list[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
 
 
 def main() -> None:
-    """Count and print."""
+    """Count and write."""
     bf16_probe.protect()
-    backends = {"pure": SIMCCL, "hybrid": HYBRID} if "--hybrid" in sys.argv else {"pure": SIMCCL}
     try:
-        print(as_markdown(rows((2, 3), backends)))
+        write(Path(sys.argv[1]), "counts", table())
     finally:
         sim_pools.close()
 

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
-from tests.accelerator import counting, device
+from tests.accelerator import counting, device, table
 from tests.accelerator.comparing import on_device
 from tests.accelerator.counting import LARGE, LEVELS, Counts, Launch, noted_launches, waited_for
 from tests.accelerator.harness import HYBRID, SIMCCL, run
 from tests.accelerator.training import Training, one_pass, small_sizes
+from tests.support import paths
 from tests.support.harness import EVERYTHING
 
 FEW = ["level 1", "level 1 master weights", "level 2", "interleaved", "level 3 overlap", "level 3 bf16"]
@@ -49,7 +50,7 @@ def test_the_host_waits_at_most_once_and_for_flags_that_are_a_step_old(
 @pytest.mark.parametrize("level", [level for level in OURS if level.startswith("level 3")])
 def test_sharded_data_parallel_has_two_collectives_per_bucket(level: str) -> None:
     found = {(ranks, blocks): counted(level, ranks, blocks=blocks) for ranks in (2, 3) for blocks in (3, 6)}
-    assert found[2, 6].buckets > found[2, 3].buckets > 2
+    assert found[2, 6].buckets > found[2, 3].buckets > 1
     assert {each.calls - 2 * each.buckets for each in found.values()} in ({1}, {2})
     assert all(each.operations == each.calls for each in found.values())
     for blocks in (3, 6):
@@ -76,6 +77,13 @@ def test_launches_do_not_grow_with_the_number_of_parameters(level: str) -> None:
 def test_a_host_far_ahead_needs_no_more_memory(level: str, world_size: int) -> None:
     lockstep, far = (counted(level, world_size, host_ahead=ahead).peak for ahead in (0, "far"))
     assert far <= 1.2 * lockstep
+
+
+@pytest.mark.parametrize("level", list(LEVELS))
+def test_the_docs_have_these_counts(level: str) -> None:
+    lines = (paths.ROOT / "docs/accelerators.md").read_text().splitlines()
+    without_peaks = table.row(level).rsplit("|", 3)[0]  # a peak depends a little on the other ranks' progress
+    assert any(line.startswith(without_peaks) for line in lines)
 
 
 @GROUP

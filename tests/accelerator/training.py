@@ -186,6 +186,25 @@ class TwoStreams(nn.Module):
         return joined
 
 
+class OneAfterAnother(TwoStreams):
+    """The layers of :class:`TwoStreams` in a row, on the current stream."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs: Tensor = self.last(self.right(self.left(torch.tanh(self.first(inputs)))))
+        return outputs
+
+
+def half_frozen(model: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    """A model whose layer ``right`` is frozen at first."""
+
+    def make() -> nn.Module:
+        made = model()
+        made.get_submodule("right").requires_grad_(False)
+        return made
+
+    return make
+
+
 # Optimizers
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -234,8 +235,12 @@ def test_one_process_without_torch_distributed(tmp_path: Path) -> None:
     train(side, [2], rank=0)
     assert latest(tmp_path) == path == tmp_path / "step-00000002"
     assert verify(path) == sum(file.stat().st_size for file in path.iterdir())
-    step, extra = load_side(tmp_path, other)
-    assert (step, extra) == (2, {"a": 1})
+    loaded = load_side(tmp_path, other)
+    step, extra = loaded
+    assert (step, extra) == (loaded[0], loaded[1]) == (loaded.step, loaded.extra) == (2, {"a": 1})
+    for same in (loaded, copy.deepcopy(loaded)):
+        assert same == (2, {"a": 1})
+        assert (same.path, same.per_rank, same.missing, same.unexpected) == (path, [{}], [], [])
     train(other, [2], rank=0)
     assert_same_tree(model_of(other), model_of(side), "continued")
 

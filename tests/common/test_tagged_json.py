@@ -21,7 +21,7 @@ LEAVES = st.one_of(
     st.integers(),
     st.floats(),
     st.text(st.characters()),
-    st.sampled_from([-0.0, 5e-324, 2**70, "tensor", "dict"]),
+    st.sampled_from([-0.0, 5e-324, 2**70, "tensor", "dict", torch.bfloat16, torch.Size([2, 3])]),
 )
 PLAIN_KEYS = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.text())
 KEYS = st.one_of(PLAIN_KEYS, st.tuples(PLAIN_KEYS, PLAIN_KEYS))
@@ -87,7 +87,7 @@ REFUSED: dict[str, tuple[object, str]] = {
     "a named tuple inside a dict": ({"a": {2: Pair(1)}}, r"state of 'w'\['a'\]\[2\] is of type .*Pair"),
     "a default dict": ((collections.defaultdict(int),), r"state of 'w'\[0\] is of type collections\.defaultdict"),
     "a generator": ({"g": torch.Generator()}, r"state of 'w'\['g'\] is of type torch.*Generator"),
-    "a dtype": ({"d": torch.float32}, r"state of 'w'\['d'\] is of type torch\.dtype"),
+    "a device": ({"d": torch.device("cpu")}, r"state of 'w'\['d'\] is of type torch\.device"),
     "a function": ([len], r"state of 'w'\[0\] is of type builtins\.builtin_function_or_method"),
     "a key": ({frozenset(): 1}, r"a key of state of 'w' is of type builtins\.frozenset"),
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from torch import Tensor
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
-from onecopy import ReduceScatter, ZeroRedundancyOptimizer, reduce_scatter_hook
+from onecopy import PeerFailedError, ReduceScatter, ZeroRedundancyOptimizer, reduce_scatter_hook
 from onecopy.comm import limits
 from tests.support.data_parallel import little_room
 from tests.support.ddp_training import (
@@ -357,3 +358,19 @@ def test_a_type_that_cannot_hold_gradients_is_refused(world_size: int, dtype: to
     zero = ZeroRedundancyOptimizer(small_model().parameters(), torch.optim.SGD, lr=0.1)
     with pytest.raises(ValueError, match=f"reduce_dtype must be a floating-point type, got {dtype}"):
         ReduceScatter(zero, reduce_dtype=dtype)
+
+
+@distributed(2)
+def test_a_backward_pass_that_only_one_rank_makes(world_size: int) -> None:
+    """The other rank never comes, as in ``if rank == 0:``: only the group's timeout ends it."""
+    group = dist.new_group(timeout=timedelta(seconds=3))
+    ddp = DistributedDataParallel(small_model())
+    dist.barrier()  # the ranks begin together: three seconds may be short for one that is late
+    zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, process_group=group, lr=0.1)
+    ddp.register_comm_hook(ReduceScatter(zero, ddp=ddp), reduce_scatter_hook)
+    loss = small_loss(ddp, 0)
+    if dist.get_rank() == 0:
+        text = r"rank 0: backward\(\) has waited for the other ranks in vain.*one of them does not make this call"
+        with pytest.raises(PeerFailedError, match=text):
+            loss.backward()
+    dist.barrier()

@@ -15,13 +15,13 @@ PAGE = paths.ROOT / "docs/accelerators.md"
 def test_the_tables_of_the_page_are_the_generated_ones(tmp_path: Path) -> None:
     copy = tmp_path / "page.md"
     copy.write_text(PAGE.read_text())
-    table.write(copy)
+    table.write(copy, "collectives", table.tables())
     assert copy.read_text() == PAGE.read_text(), f"run python -m onecopy.planning.table {PAGE}"
 
 
 def test_a_page_without_the_marks_is_not_changed(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
-    page.write_text(f"text {table.BEGIN}")
+    page.write_text(f"text {table.BEGIN.format('name')}")
     with pytest.raises(ValueError, match="has no lines"):
-        table.write(page)
-    assert page.read_text() == f"text {table.BEGIN}"
+        table.write(page, "name", "text")
+    assert page.read_text() == f"text {table.BEGIN.format('name')}"

@@ -7,9 +7,12 @@ import re
 import subprocess
 import sys
 
+import pytest
+
 from tests.support.check_gpu import EXAMPLE, start
 
 
+@pytest.mark.timeout(300)  # it compares 26 configurations and times 14
 def test_all_checks_pass_on_the_cpu_and_the_report_has_all_rows() -> None:
     done = start([str(EXAMPLE)], "--device", "cpu", "--quick")
     assert done.returncode == 0, done.stdout + done.stderr

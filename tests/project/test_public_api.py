@@ -73,6 +73,7 @@ def lines_of_class(full: str, cls: type) -> Iterator[str]:
     members: dict[str, Any] = {}
     for base in reversed(cls.__mro__):
         if base.__module__.partition(".")[0] == "onecopy":
+            members.update(dict.fromkeys(vars(base).get("__annotations__", {})))
             members.update(vars(base))
     for name, value in members.items():
         if name.startswith("_") or name in INTERNAL:

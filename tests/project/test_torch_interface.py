@@ -106,9 +106,9 @@ def missing(theirs: inspect.Signature, ours: inspect.Signature, defaults: bool =
             problems.append(f"no parameter {name} of the same kind")
         elif list(mine)[position] != name:
             problems.append(f"parameter {name} is at another position")
-        elif (mine[name].default is inspect.Parameter.empty) != (parameter.default is inspect.Parameter.empty):
-            problems.append(f"parameter {name} is required in one and not in the other")
-        elif defaults and mine[name].default != parameter.default:
+        elif mine[name].default is inspect.Parameter.empty and parameter.default is not inspect.Parameter.empty:
+            problems.append(f"parameter {name} is required")
+        elif defaults and parameter.default not in (mine[name].default, inspect.Parameter.empty):
             problems.append(f"parameter {name} has another default")
     for name, parameter in mine.items():
         needed = parameter.default is inspect.Parameter.empty and parameter.kind not in VARIADIC

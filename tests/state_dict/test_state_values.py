@@ -66,6 +66,8 @@ def treasures() -> dict[Any, Any]:
         "empty tensor": torch.empty(0, 3, dtype=torch.int64),
         "transposed": torch.arange(6).reshape(2, 3).t(),
         "a tensor twice": [torch.zeros(2)] * 2,
+        "dtype": torch.bfloat16,
+        "size": torch.Size([2, 3]),
     }
 
 
@@ -136,7 +138,6 @@ FORBIDDEN: dict[str, tuple[Any, str]] = {
     "bytes": (b"abc", r"builtins\.bytes"),
     "a complex number": (1j, r"builtins\.complex"),
     "a function": (copy.copy, r"function"),
-    "a torch dtype": (torch.float32, r"torch\.dtype"),
     "a sparse tensor": (torch.eye(2).to_sparse(), "sparse"),
 }
 

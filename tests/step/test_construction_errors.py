@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import Replicate, distribute_tensor
-from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim import SGD, Adam, AdamW
 
 from onecopy import PeerFailedError, Shard, ZeroRedundancyOptimizer
 from tests.support.failures import (
@@ -112,11 +112,23 @@ BAD = {
         params(lambda: [parameter(3), 1.0]), TypeError, "parameter 1 of group 0 is not a tensor but float"
     ),
     "an instance as class": Bad(
-        options(optimizer_class=SGD([torch.zeros(1)], lr=0.1)), TypeError, "optimizer_class must be .* got SGD"
+        options(optimizer_class=SGD([torch.zeros(1)], lr=0.1)),
+        TypeError,
+        "optimizer_class must be .* got an instance of SGD:",
     ),
     "another class": Bad(options(optimizer_class=nn.Linear), TypeError, "optimizer_class must be .* got .*Linear"),
     "a function as class": Bad(options(optimizer_class=copy.copy), TypeError, "optimizer_class must be .*copy"),
-    "the base class": Bad(options(optimizer_class=Optimizer), TypeError, "optimizer_class must be .*Optimizer"),
+    "no class": Bad(
+        lambda: {key: value for key, value in good().items() if key != "optimizer_class"},
+        TypeError,
+        r"optimizer_class must be the class to shard, and it is missing: write ZeroRedundancyOptimizer\(",
+    ),
+    "a consumed generator": Bad(
+        params(lambda: iter(())), ValueError, r"params is empty.*call model\.parameters\(\) again"
+    ),
+    "a consumed generator in a group": Bad(
+        params(lambda: [{"params": iter(())}]), ValueError, r"no parameter.*call model\.parameters\(\) again"
+    ),
     "our own class": Bad(
         options(optimizer_class=ZeroRedundancyOptimizer), TypeError, "optimizer_class must be .*ZeroRedundancy"
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -101,8 +102,17 @@ def test_a_subclass_of_a_class_that_combines_parameters_is_refused_too() -> None
 
 @pytest.mark.parametrize("value", [None, 3, "AdamW", torch.nn.Linear, torch.optim.AdamW([torch.ones(1)]), Optimizer])
 def test_a_value_that_is_not_an_optimizer_class_is_refused(value: object) -> None:
-    with pytest.raises(TypeError, match=r"optimizer_class must be .* such as torch\.optim\.AdamW, got "):
+    with pytest.raises(TypeError, match=r"optimizer_class must be .* ZeroRedundancyOptimizer\(model\.parameters\(\), "):
         check_class(value, ZeroRedundancyOptimizer)
+
+
+def test_an_instance_is_named_by_its_class_only() -> None:
+    instance = torch.optim.AdamW([torch.ones(1)])
+    with pytest.raises(TypeError, match=r"got an instance of AdamW: pass the class itself") as caught:
+        check_class(instance, ZeroRedundancyOptimizer)
+    assert "weight_decay" not in str(caught.value)
+    with pytest.raises(TypeError, match=r"got an instance of partial:"):
+        check_class(functools.partial(torch.optim.AdamW, lr=0.1), ZeroRedundancyOptimizer)
 
 
 def test_the_wrapper_cannot_wrap_itself() -> None:

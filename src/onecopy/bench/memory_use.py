@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import resource
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -39,6 +38,8 @@ def measure(name: str, sizes: Sizes) -> dict[str, Any]:
     found = by_kind(trained)
     trained.step()
     trained.finish()
+    import resource  # not on Windows
+
     return {
         "kind": "memory",
         "variant": name,

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from onecopy.planning.models import gpt_shapes, llama_shapes
+
 
 class Block(nn.Module):
     """One transformer layer: attention and a feed-forward layer, each after its norm."""
@@ -79,24 +81,6 @@ MODELS: dict[str, Sizes] = {
 Shape = tuple[int, ...]
 
 
-def gpt2_shapes() -> list[Shape]:
-    """Return the parameter shapes of GPT-2 small: 124M elements."""
-    width = 768
-    block: list[Shape] = [
-        *[(width,)] * 2,  # the first norm
-        (width, 3 * width),
-        (3 * width,),
-        (width, width),
-        (width,),
-        *[(width,)] * 2,  # the second norm
-        (width, 4 * width),
-        (4 * width,),
-        (4 * width, width),
-        (width,),
-    ]
-    return [(50257, width), (1024, width), *12 * block, *[(width,)] * 2]
-
-
 def resnet50_shapes() -> list[Shape]:
     """Return the parameter shapes of ResNet-50: 26M elements."""
 
@@ -114,19 +98,15 @@ def resnet50_shapes() -> list[Shape]:
     return [*shapes, (1000, inputs), (1000,)]
 
 
-def llama_shapes() -> list[Shape]:
-    """Return parameter shapes in the order and number of Llama 2 7B, with a hidden size of 1024 instead of 4096."""
-    width, inner, vocabulary = 1024, 2752, 32000
-    block: list[Shape] = [*[(width, width)] * 4, *[(inner, width)] * 2, (width, inner), *[(width,)] * 2]
-    return [(vocabulary, width), *32 * block, (width,), (vocabulary, width)]
-
-
 PARAMETER_SHAPES: dict[str, list[Shape]] = {
-    "GPT-2 small": gpt2_shapes(),
+    "GPT-2 small": [*gpt_shapes(12, 768, 50257, 1024).values()],
     "ResNet-50": resnet50_shapes(),
-    "Llama-like": llama_shapes(),
+    "Llama-like": [*llama_shapes(32, 1024, 2752, 1024, 32000).values()],
 }
-"""The shapes for which the host time of ``step()`` is measured: 148, 161 and 291 tensors."""
+"""The shapes for which the host time of ``step()`` is measured: 148, 161 and 291 tensors.
+
+The last ones are those of Llama 2 7B, with a hidden size of 1024 instead of 4096.
+"""
 
 
 def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:

@@ -6,10 +6,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from onecopy.comm import limits
 from onecopy.layout import ParamSpec, extend, plan_buckets
+from onecopy.planning.models import specs_of
 
 PARAMETERS = (10, 100, 1000, 10_000, 100_000)
 RANKS = (1, 16, 256, 4096, 16_384)
@@ -17,20 +16,17 @@ MOST_SHARDS = 2_000_000
 """Layouts with more shards than this are not planned: each rank has a shard of each parameter."""
 
 
-def specs_of(count: int) -> list[ParamSpec]:
+def _specs(count: int) -> tuple[ParamSpec, ...]:
     """Return specs as in a transformer: a few large matrices among many vectors."""
     shapes = ((4096, 1024), (1024,), (1024, 1024), (1024,), (4096,))
-    return [
-        ParamSpec(index, f"p{index}", shape, (shape[-1], 1) if len(shape) == 2 else (1,), torch.float32)
-        for index, shape in ((index, shapes[index % len(shapes)]) for index in range(count))
-    ]
+    return specs_of({f"p{index}": shapes[index % len(shapes)] for index in range(count)})
 
 
 def planning() -> list[dict[str, Any]]:
     """Measure the seconds that each policy takes to plan a layout, in this process."""
     rows = []
     for count in PARAMETERS:
-        specs = specs_of(count)
+        specs = _specs(count)
         order = list(reversed(range(count)))
         for ranks in RANKS:
             plans: dict[str, Callable[[], object]] = {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import logging
 import os
 import shutil
@@ -11,11 +10,27 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
+from typing import Any
+
+fcntl: Any
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
 
 logger = logging.getLogger(__name__)
 
 EARLY_BYTES = 64 << 20
 """Bytes that are written before an early flush starts."""
+
+
+def check_supported() -> None:
+    """Raise ``OSError`` on a system whose directories cannot be locked and flushed."""
+    if fcntl is None:
+        raise OSError(
+            "onecopy.checkpoint needs Linux or macOS: this system cannot lock and flush directories. Save "
+            "consolidate_state_dict() + state_dict() with torch.save instead"
+        )
 
 
 def make_directory(path: Path) -> None:

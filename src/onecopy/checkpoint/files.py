@@ -126,6 +126,7 @@ class Reader:
     """Reads the files of a checkpoint; each file is opened once and stays open until the end of the ``with`` block."""
 
     def __init__(self, folder: Path, files: Mapping[str, File]) -> None:
+        disk.check_supported()
         self._folder = folder
         self._files = files
         self._open: dict[str, int] = {}

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from onecopy.checkpoint.files import Reader, whole_tensor
-from onecopy.checkpoint.manifest import Entry, Manifest, SavedOptimizer, keys_in
+from onecopy.checkpoint.manifest import Entry, Manifest, SavedOptimizer, keys_in, part_keys
 from onecopy.checkpoint.optimizer_view import OptimizerView, StateShard, unwrapped
 from onecopy.common import tagged_json
 from onecopy.common.flat_views import flat_like, flat_view, is_dense
@@ -261,6 +261,7 @@ def _plan_param(manifest: Manifest, saved: SavedOptimizer, plan: OptimizerPlan, 
     """Plan the load of one parameter's state and master weight."""
     tree = saved.state.get(name)
     targets: dict[str, Tensor] = {}
+    parts = part_keys(tree)
     for key in keys_in(tree) if tree is not None else ():
         part = key.rpartition("/")[2]
         if part == master_weights.STATE_KEY:
@@ -268,6 +269,10 @@ def _plan_param(manifest: Manifest, saved: SavedOptimizer, plan: OptimizerPlan, 
                 plan.copies.append(_copy_to(manifest, key, name, shard, shard.tensor.detach()))
                 plan.loaded_masters.add(shard.index)
             targets[key] = shard.tensor
+            continue
+        if key in parts:
+            plan.copies.append(_copy_of_part(manifest, key, name, shard))
+            targets[key] = plan.copies[-1].target
             continue
         targets[key] = _target(manifest.tensors[key], name, shard, shard.state.get(part))
         plan.copies.append(_copy_to(manifest, key, name, shard, targets[key]))
@@ -303,6 +308,18 @@ def _target(entry: Entry, name: str, shard: StateShard, current: Any) -> Tensor:
         return reused
     device = shard.tensor.device if entry.shape else torch.device("cpu")
     return torch.empty_strided(shape, stride, dtype=entry.torch_dtype, device=device)
+
+
+def _copy_of_part(manifest: Manifest, key: str, name: str, shard: StateShard) -> Copy:
+    """Plan the read of a part of a tensor of a subclass into new memory, with the strides that were saved."""
+    entry = manifest.tensors[key]
+    if shard.is_cut:
+        raise CheckpointMismatchError(
+            f"parameter {name!r} is cut among ranks, but {key!r} in the checkpoint is part of a tensor of a subclass, "
+            "of which a rank cannot have a range; keep parameters whole with elementwise=False"
+        )
+    target = torch.empty_strided(entry.shape, entry.stride, dtype=entry.torch_dtype, device=shard.tensor.device)
+    return Copy(key, entry, 0, entry.numel, target, target)
 
 
 def _copy_to(manifest: Manifest, key: str, name: str, shard: StateShard, target: Tensor) -> Copy:

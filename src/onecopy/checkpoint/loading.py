@@ -14,10 +14,10 @@ import contextlib
 import logging
 import os
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -48,9 +48,15 @@ logger = logging.getLogger(__name__)
 CALL = "loading a checkpoint"
 
 
-@dataclass(frozen=True, slots=True)
-class Loaded:
-    """The result of :func:`onecopy.checkpoint.load`; it unpacks as ``step, extra``.
+class _StepAndExtra(NamedTuple):
+    """The two entries of :class:`Loaded`."""
+
+    step: int
+    extra: dict[str, Any]
+
+
+class Loaded(_StepAndExtra):
+    """The result of :func:`onecopy.checkpoint.load`: a tuple of ``step`` and ``extra`` that has further attributes.
 
     Attributes:
         step: the step of the checkpoint.
@@ -61,15 +67,29 @@ class Loaded:
         unexpected: with ``strict=False``, names of the checkpoint that the model does not have.
     """
 
-    step: int
-    extra: dict[str, Any]
     path: Path
     per_rank: list[dict[str, Any]]
-    missing: list[str] = field(default_factory=list)
-    unexpected: list[str] = field(default_factory=list)
+    missing: list[str]
+    unexpected: list[str]
 
-    def __iter__(self) -> Iterator[Any]:
-        return iter((self.step, self.extra))
+    def __new__(
+        cls,
+        step: int,
+        extra: dict[str, Any],
+        path: Path,
+        per_rank: list[dict[str, Any]],
+        missing: Sequence[str] = (),
+        unexpected: Sequence[str] = (),
+    ) -> Loaded:
+        """Make the tuple, and set the attributes that are not in it."""
+        made = super().__new__(cls, step, extra)
+        made.path, made.per_rank = path, per_rank
+        made.missing, made.unexpected = list(missing), list(unexpected)
+        return made
+
+    def __getnewargs__(self) -> tuple[Any, ...]:
+        """The arguments with which a copy is made."""
+        return (self.step, self.extra, self.path, self.per_rank, self.missing, self.unexpected)
 
 
 @dataclass(slots=True)
@@ -107,7 +127,7 @@ def load(
     process_group: Any,
 ) -> Loaded | None:
     """Load on all ranks together; see :func:`onecopy.checkpoint.load`."""
-    ranks = Ranks(process_group)
+    ranks = Ranks(process_group, CALL)
     with ranks.fail_together(CALL) as together:
         views = optimizer_views(model, optimizer)
         wait_for_parameters(views, model)

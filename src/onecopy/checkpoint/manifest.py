@@ -21,7 +21,12 @@ import torch
 from onecopy.errors import CheckpointError, CorruptCheckpointError
 
 FORMAT = "onecopy checkpoint"
-VERSION = 1
+VERSION = 2
+"""The newest version of the format. It is used for trees that have tensors of subclasses, dtypes or sizes."""
+
+_NEW_TAGS = (b'["subclass",', b'["dtype",', b'["Size",')
+"""Version 1 does not have these. They are not found inside a string, where quotation marks are escaped."""
+
 NAME = "manifest.json"
 BLOCK_BYTES = 4 << 20
 """A piece has one checksum for each block of this size, so that a part of the piece can be checked alone."""
@@ -138,8 +143,11 @@ class Manifest:
 
 def dump(manifest: Manifest) -> bytes:
     """Return the manifest as JSON that begins with its own checksum."""
-    content = {"format": FORMAT, "version": VERSION, "block_bytes": BLOCK_BYTES, **asdict(manifest)}
+    content = {"format": FORMAT, "version": 1, "block_bytes": BLOCK_BYTES, **asdict(manifest)}
     text = json.dumps(content, separators=(",", ":"), allow_nan=False).encode()
+    if any(tag in text for tag in _NEW_TAGS):
+        content["version"] = VERSION
+        text = json.dumps(content, separators=(",", ":"), allow_nan=False).encode()
     blank = b'{"crc32":"' + _BLANK + b'",' + text[1:]
     return blank.replace(_BLANK, b"%08x" % zlib.crc32(blank), 1)
 
@@ -219,17 +227,26 @@ def check_cover(manifest: Manifest, where: str) -> None:
 
 def keys_in(tree: Any) -> Iterator[str]:
     """Yield the keys of all tensors in a tree of the manifest."""
+    return (content for kind, content in _branches(tree) if kind == "tensor")
+
+
+def part_keys(tree: Any) -> set[str]:
+    """Return the keys of the tensors that are parts of tensors of subclasses."""
+    return {key for branch in _branches(tree) if branch[0] == "subclass" for key in keys_in(branch)}
+
+
+def _branches(tree: Any) -> Iterator[list[Any]]:
+    """Yield a tree and all trees in it, except plain values."""
     if isinstance(tree, list):
+        yield tree
         kind, content = tree
-        if kind == "tensor":
-            yield content
-        elif kind in DICTS:
-            for key, item in content:
-                yield from keys_in(key)
-                yield from keys_in(item)
-        elif kind != "float":
+        if kind in DICTS:
+            for pair in content:
+                for item in pair:
+                    yield from _branches(item)
+        elif kind not in ("tensor", "float"):
             for item in content:
-                yield from keys_in(item)
+                yield from _branches(item)
 
 
 def with_keys(tree: Any, keys: Sequence[str]) -> Any:
@@ -249,6 +266,17 @@ def names_of_tensors(tree: Any, count: int) -> list[str]:
     names = [f"#{number}" for number in range(count)]
     if isinstance(tree, list) and tree[0] in DICTS:
         for key, item in tree[1]:
-            if isinstance(key, str) and isinstance(item, list) and item[0] == "tensor":
-                names[item[1]] = key
+            if isinstance(key, str) and isinstance(item, list):
+                _name_parts(names, item, key)
+    else:
+        _name_parts(names, tree, "")
     return names
+
+
+def _name_parts(names: list[str], tree: Any, name: str) -> None:
+    """Set the name of a tensor, or of each part of a tensor of a subclass: ``name.part``."""
+    if isinstance(tree, list) and tree[0] == "tensor" and name:
+        names[tree[1]] = name
+    elif isinstance(tree, list) and tree[0] == "subclass":
+        for part, item in tree[1][2][1]:
+            _name_parts(names, item, f"{name}.{part}" if name else part)

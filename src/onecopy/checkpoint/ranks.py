@@ -22,12 +22,13 @@ class Ranks:
 
     Args:
         process_group: the ranks (default: all ranks; without torch.distributed, this process).
+        call: the name of the user's call, for errors.
     """
 
-    def __init__(self, process_group: Any = None) -> None:
+    def __init__(self, process_group: Any, call: str) -> None:
         self._collectives: Collectives | None = None
         if dist.is_available() and dist.is_initialized():
-            self._collectives = Collectives(process_group).cpu_group("checkpoint")
+            self._collectives = Collectives(process_group).cpu_group("checkpoint", call)
         elif process_group is not None:
             raise RuntimeError("a process group was given, but torch.distributed is not initialised")
 

@@ -19,6 +19,7 @@ from onecopy.checkpoint.manifest import Entry, SavedOptimizer, SavedParam, names
 from onecopy.checkpoint.optimizer_view import OptimizerView, StateShard, unwrapped
 from onecopy.common import tagged_json
 from onecopy.common.flat_views import dense_copy, flat_view
+from onecopy.common.tensor_subclasses import check_not_cut, leaves_of
 from onecopy.layout import CUT_MULTIPLE
 from onecopy.state_dict.forms import state_with_master
 from onecopy.state_dict.owner_comparison import checksum
@@ -113,7 +114,7 @@ def plan_save(
         plan.model = model_trees(module.state_dict(), replicated)
         plan.signature = [f"{key} {tensor.dtype} {tuple(tensor.shape)}" for key, tensor in replicated]
         # Buffers (running statistics) may differ between ranks; DDP continues with the buffers of rank 0.
-        params = {param.data_ptr() for param in module.parameters()}
+        params = {part.data_ptr() for param in module.parameters() for part in leaves_of(param)}
         buffers = [(key, tensor) for key, tensor in replicated if tensor.data_ptr() not in params]
         replicated = [(key, tensor) for key, tensor in replicated if tensor.data_ptr() in params]
         if rank == 0:
@@ -137,7 +138,7 @@ def model_trees(state_dict: Mapping[str, Any], replicated: KeyedTensors) -> dict
         for tensor, part in zip(tensors, names_of_tensors(tree, len(tensors)), strict=True):
             check_storable(tensor, where)
             identity = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
-            key = f"model/{name}" if isinstance(value, Tensor) else f"model/{name}/{part}"
+            key = f"model/{name}" if tree[0] == "tensor" else f"model/{name}/{part}"
             if tensor.numel() and identity in known:
                 keys.append(known[identity])  # tied: one copy under both names
                 continue
@@ -203,6 +204,8 @@ def _add_optimizer(plan: SavePlan, number: int, view: OptimizerView, writes: boo
         if not values:
             continue
         name = view.names[shard.index]
+        if shard.is_cut:
+            check_not_cut(values, name)
         state[name], tensors = state_tree(values, number, name)
         for _, tensor in tensors:
             check_storable(tensor, f"state of parameter {name!r}")

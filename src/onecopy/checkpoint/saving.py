@@ -159,8 +159,9 @@ def prepare(
     process_group: Any,
 ) -> SaveJob:
     """Compare the arguments of a save on all ranks and describe this rank's part; nothing is written yet."""
-    ranks = Ranks(process_group)
+    ranks = Ranks(process_group, CALL)
     with ranks.fail_together(CALL) as together:
+        disk.check_supported()
         _check_arguments(step, keep)
         folder = Path(root).absolute()  # the working directory may change during a save in the background
         views = optimizer_views(model, optimizer)

@@ -1,11 +1,12 @@
-"""The command line: ``onecopy checkpoint inspect|verify|convert`` and ``onecopy bench``."""
+"""The command line: ``onecopy plan``, ``onecopy checkpoint inspect|verify|convert`` and ``onecopy bench``."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 try:
     import typer
@@ -17,14 +18,23 @@ except ImportError as error:
 from onecopy.checkpoint import conversion, directories
 from onecopy.checkpoint.manifest import Manifest
 from onecopy.cli.bench import app as bench
+from onecopy.cli.plan import EXAMPLES, plan
 from onecopy.errors import OnecopyError
 
 app = typer.Typer(
-    no_args_is_help=True, add_completion=False, help="Inspect checkpoints of onecopy, and measure onecopy."
+    no_args_is_help=True, add_completion=False, help="Plan memory, inspect checkpoints, and measure onecopy."
 )
 checkpoint = typer.Typer(no_args_is_help=True, help="Inspect, verify and convert checkpoints.")
 app.add_typer(checkpoint, name="checkpoint")
 app.add_typer(bench, name="bench")
+
+
+@app.command("plan", epilog=EXAMPLES)
+@functools.wraps(plan)
+def guarded_plan(*args: Any, **kwargs: Any) -> None:
+    """Run the planner; errors are one line."""
+    _guarded(lambda: plan(*args, **kwargs))
+
 
 Source = Annotated[
     Path, typer.Argument(help="A checkpoint, or a directory with several checkpoints, of which the newest is taken.")

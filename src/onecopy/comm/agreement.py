@@ -7,6 +7,7 @@ there ``FirstFailure`` keeps the exception, and the flags tell the other ranks.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -16,6 +17,14 @@ from onecopy.comm.collectives import Collectives
 from onecopy.common import tagged_json
 from onecopy.common.digests import flag_digest
 from onecopy.errors import PeerFailedError, RanksDisagreeError
+
+NAMES_HINT = (
+    "group0[2] is the third parameter of the first group: construct the optimizer with model.named_parameters() to "
+    "see names."
+)
+"""Explains the names of parameters that were given without names."""
+
+_POSITION = re.compile(r"group\d+\[\d+\]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,9 +151,11 @@ def _raise_difference(collectives: Collectives, call: str, facts: Sequence[Fact]
         for group_rank, row in enumerate(rows):
             holders.setdefault(f"{row[0]}: {row[1]}" if row else "nothing more", []).append(group_rank)
         details = "; ".join(f"{_ranks(ranks)}: {text}" for text, ranks in holders.items())
+        hint = f" {NAMES_HINT}" if _POSITION.search(details) else ""
         raise RanksDisagreeError(
             f"rank {collectives.group_rank}: the ranks disagree in {call}. First difference: {details}. "
             "All ranks must make the same call with the same arguments, and have gradients for the same parameters."
+            f"{hint}"
         )
     raise AssertionError("the digests differ, but the facts do not")
 

@@ -7,7 +7,7 @@ the calls here.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 
 import torch
@@ -101,9 +101,14 @@ class Collectives:
         groups.assign(number, collectives)
         return collectives
 
-    def cpu_group(self, purpose: str) -> Collectives:
-        """The same ranks on a gloo group for one purpose; all members make this call together."""
-        group = self._side_group(purpose, "gloo")
+    def cpu_group(self, purpose: str, call: str) -> Collectives:
+        """The same ranks on a gloo group for one purpose; all members make this call together.
+
+        Args:
+            purpose: the purpose; for each there is one group.
+            call: the name of the user's call that needs the group, for errors.
+        """
+        group = self._side_group(purpose, "gloo", call)
         if group is None:
             raise OnecopyError(
                 f"rank {self.group_rank}: no process group of their own can be made for these ranks, because they "
@@ -112,9 +117,11 @@ class Collectives:
             )
         return Collectives(group)
 
-    def _side_group(self, purpose: str, backend: str | None = None) -> dist.ProcessGroup | None:
+    def _side_group(
+        self, purpose: str, backend: str | None = None, call: str = "making a process group"
+    ) -> dist.ProcessGroup | None:
         def gather_counts(count: int) -> list[int]:
-            return [row[0] for row in self.all_gather_flags([count], f"making a process group ({purpose})")]
+            return [row[0] for row in self.all_gather_flags([count], call)]
 
         return process_groups.side_group(self.process_group, purpose, self.control_device, gather_counts, backend)
 
@@ -137,8 +144,8 @@ class Collectives:
             calls = [name.decode() for name in self.all_gather_bytes(call.encode(), "naming the calls")]
             places = "; ".join(f"rank {group_rank}: {name}" for group_rank, name in enumerate(calls))
             raise RanksDisagreeError(
-                f"rank {self.group_rank}: the ranks are at different calls. {places}. Make the same calls in the same "
-                "order on every rank."
+                f"rank {self.group_rank}: the ranks are at different calls. {places}. All ranks must make these calls, "
+                "in the same order, and none of them inside `if rank == 0:`."
             )
         return rows
 
@@ -174,12 +181,21 @@ class Collectives:
                 f"{error}"
             ) from error
 
-    def start_all_gather_flags(self, flags: Sequence[int]) -> tuple[Tensor, Work]:
-        """Start gathering status flags on the control device: a tensor with a row for each rank, and the work."""
-        return self._start_all_gather_flags(flags, self.control_device)
+    def start_all_gather_flags(self, flags: Sequence[int], computed: Mapping[int, Tensor]) -> tuple[Tensor, Work]:
+        """Start gathering status flags on the control device: a tensor with a row for each rank, and the work.
 
-    def _start_all_gather_flags(self, flags: Sequence[int], device: torch.device) -> tuple[Tensor, Work]:
+        Args:
+            flags: the flags of this rank.
+            computed: flags to use in place of some of these, by position, as tensors on the control device.
+        """
+        return self._start_all_gather_flags(flags, self.control_device, computed)
+
+    def _start_all_gather_flags(
+        self, flags: Sequence[int], device: torch.device, computed: Mapping[int, Tensor] | None = None
+    ) -> tuple[Tensor, Work]:
         mine = flags_on(device, flags)
+        for position, value in (computed or {}).items():
+            mine[position].copy_(value.view(()))
         rows = mine.new_empty(self.world_size, len(flags))
         return rows, WorkWithBuffer(self.all_gather_single(rows.view(-1), mine), mine)
 

@@ -1,7 +1,8 @@
 """Plain data and tensors are encoded as tagged JSON and decoded to equal values of the same types, without pickle.
 
 JSON alone would turn tuples into lists and integer keys into strings, and has no non-finite floats. So every container
-is written with the name of its type. Tensors are replaced by positions in a list and are sent or saved separately.
+is written with the name of its type. Tensors are replaced by positions in a list and are sent or saved separately. A
+tensor of a subclass that consists of other tensors (quantised state) is written as its class, its plain data and parts.
 """
 
 from __future__ import annotations
@@ -15,13 +16,15 @@ import torch
 from torch import Tensor
 
 from onecopy.common.nested_tensors import DICT_TYPES
+from onecopy.common.tensor_subclasses import class_name, is_composed, parts_of, rebuilt
 
 
 def encode(value: object, tensors: list[Tensor], where: str) -> Any:
     """Return ``value`` as JSON data; tensors are appended to ``tensors`` and replaced by their position.
 
     Args:
-        value: None, bool, int, float, str, a tensor, or tuples, lists, dicts and Counters of these.
+        value: None, bool, int, float, str, a tensor, a dtype, a torch.Size, or tuples, lists, dicts and Counters of
+            these.
         tensors: receives the tensors in the order of their positions.
         where: a description of the value for the error message.
 
@@ -34,10 +37,16 @@ def encode(value: object, tensors: list[Tensor], where: str) -> Any:
         return value
     if isinstance(value, float) and kind is float:
         return value if math.isfinite(value) else ["float", repr(value)]
+    if isinstance(value, Tensor) and is_composed(value):
+        parts, context = parts_of(value)
+        content = [context, parts, list(value.shape), list(value.stride())]
+        return ["subclass", [class_name(type(value), where), *(encode(item, tensors, where) for item in content)]]
     if isinstance(value, Tensor):
         tensors.append(value.detach())
         return ["tensor", len(tensors) - 1]
-    if isinstance(value, (tuple, list)) and kind in (tuple, list):
+    if isinstance(value, torch.dtype):
+        return ["dtype", [_name_of(value)]]
+    if isinstance(value, (tuple, list)) and kind in (tuple, list, torch.Size):
         items = [encode(item, tensors, f"{where}[{position}]") for position, item in enumerate(value)]
         return [kind.__name__, items]
     if isinstance(value, dict) and kind in DICT_TYPES.values():
@@ -50,7 +59,7 @@ def encode(value: object, tensors: list[Tensor], where: str) -> Any:
         ]
     raise TypeError(
         f"{where} is of type {kind.__module__}.{kind.__qualname__}, which cannot be gathered or saved: only None, "
-        "bool, int, float, str, tensors, and tuples, lists, dicts and Counters of these can"
+        "bool, int, float, str, tensors, dtypes, and tuples, lists, dicts and Counters of these can"
     )
 
 
@@ -67,7 +76,11 @@ def decode(data: Any, tensors: Sequence[Any]) -> Any:
         pairs = {decode(key, tensors): decode(item, tensors) for key, item in content}
         return pairs if kind == "dict" else DICT_TYPES[kind](pairs)
     items = [decode(item, tensors) for item in content]
-    return tuple(items) if kind == "tuple" else items
+    if kind == "subclass":
+        return rebuilt(*items)
+    if kind == "dtype":
+        return _dtype_of(*items)
+    return {"tuple": tuple, "Size": torch.Size}.get(kind, list)(items)
 
 
 def dumps(data: Any) -> bytes:
@@ -82,10 +95,21 @@ def loads(text: bytes) -> Any:
 
 def describe_tensor(tensor: Tensor) -> list[Any]:
     """Return the data type, shape and strides of a tensor as JSON data, for :func:`empty_from`."""
-    return [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), list(tensor.stride())]
+    return [_name_of(tensor.dtype), list(tensor.shape), list(tensor.stride())]
 
 
 def empty_from(description: list[Any]) -> Tensor:
     """Return an uninitialized CPU tensor as :func:`describe_tensor` described it."""
     name, shape, stride = description
-    return torch.empty_strided(shape, stride, dtype=getattr(torch, name))
+    return torch.empty_strided(shape, stride, dtype=_dtype_of(name))
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _dtype_of(name: str) -> torch.dtype:
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"torch has no dtype {name!r}")
+    return dtype

@@ -7,15 +7,19 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.distributed.algorithms.join import Join, Joinable
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 def bare_step(optimizer: Optimizer) -> Callable[..., Any]:
@@ -42,6 +46,15 @@ def bare_step(optimizer: Optimizer) -> Callable[..., Any]:
         return loss
 
     return step
+
+
+def not_compiled(function: Callable[P, R]) -> Callable[P, R]:
+    """Return a function that runs as it is inside a compiled caller; functions that it calls may be compiled.
+
+    ``torch.compiler.disable`` does the same, but imports the compiler at once, and not at the first call.
+    """
+    wrapped: Callable[P, R] = _disable_dynamo(function)
+    return wrapped
 
 
 def run_load_pre_hooks(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from onecopy.planning.ownership import owned_bytes
 DDP_FIRST_BUCKET_BYTES, DDP_BUCKET_BYTES = 1 << 20, 25 << 20
 """The sizes at which DDP closes its first bucket and the other ones."""
 
-STEP_FLAGS_BYTES = 5 * 8
+STEP_FLAGS_BYTES = 6 * 8
 """The status flags that a rank sends in a step."""
 
 PASS_FLAGS_PER_PARAM = 4

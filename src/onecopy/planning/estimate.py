@@ -44,12 +44,14 @@ class Job:
         compute: seconds of a forward and a backward pass on one rank.
         update: seconds of the update of all parameters on one rank.
         state_bytes: bytes of optimizer state per element (8 for Adam in float32).
+        master_bytes: bytes of master weights per element (4 for parameters in bf16, otherwise 0).
     """
 
     model: Model
     compute: float
     update: float
-    state_bytes: int = 8
+    state_bytes: float = 8
+    master_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +157,7 @@ def memory_bytes(way: Way, job: Job, machine: Machine) -> dict[str, float]:
         "parameters": float(model.nbytes),
         "gradients": model.nbytes * (fraction if way.shards_gradients else 1.0),
         "state": model.elements * job.state_bytes * fraction,
+        "master weights": float(model.elements * job.master_bytes) * fraction,
         "buffers": buffers,
     }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -110,12 +111,15 @@ def _in_blocks(block: Shapes, blocks: int) -> Shapes:
 
 
 def wrapped_units(specs: Sequence[ParamSpec]) -> list[list[ParamSpec]]:
-    """Return the parameters of each unit if every block and the root module are wrapped, as is usual with FSDP."""
-    units: dict[str, list[ParamSpec]] = {}
+    """Return the parameters of each unit if every block and the root module are wrapped, as is usual with FSDP.
+
+    A block is a module with a number as its name, as those of an ``nn.ModuleList`` have.
+    """
+    units: dict[str, list[ParamSpec]] = {"": []}
     for spec in specs:
-        first, *rest = spec.name.split(".")
-        units.setdefault(f"blocks.{rest[0]}" if first == "blocks" else "root", []).append(spec)
-    return list(units.values())
+        block = re.match(r"(?:.*?\.)?\d+\.", spec.name)
+        units.setdefault(block.group() if block else "", []).append(spec)
+    return [unit for unit in units.values() if unit]
 
 
 def gpt2_small(splittable: bool = True) -> Model:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from onecopy.layout import ParamSpec
 from onecopy.planning.collectives import Collective, Kind
+from onecopy.planning.estimate import Job
 
 MEGATRON_BUCKET_PARAMS, MEGATRON_BUCKET_PARAMS_PER_RANK = 40_000_000, 1_000_000
 
@@ -33,6 +34,25 @@ def fsdp2_collectives(
         found += [Collective(Kind.ALL_GATHER, nbytes, ranks)] * gathers
         found.append(Collective(Kind.REDUCE_SCATTER, nbytes, ranks))
     return tuple(found)
+
+
+def fsdp2_memory(units: Sequence[Sequence[ParamSpec]], ranks: int, job: Job) -> dict[str, float]:
+    """Return the bytes of tensors on one rank with FSDP2, by kind, without activations.
+
+    Units free their parameters after the forward pass, which is the default. The parameters of two units and the
+    gradients of one are whole at a time. With master weights the sharded parameters and gradients are float32.
+    """
+    largest = max((sum(spec.nbytes for spec in unit) for unit in units), default=0)
+    rows = sum(_padded_rows(spec, ranks) for unit in units for spec in unit) / ranks
+    elements = rows * job.model.elements / max(1, job.model.nbytes)
+    sharded = elements * job.master_bytes if job.master_bytes else rows
+    return {
+        "parameters": sharded,
+        "gradients": sharded,
+        "state": elements * job.state_bytes,
+        "master weights": 0.0,
+        "buffers": 3.0 * largest,
+    }
 
 
 def _padded_rows(spec: ParamSpec, ranks: int) -> int:

@@ -14,7 +14,7 @@ from onecopy.planning.peers import fsdp2_collectives, megatron_collectives
 
 RANKS = (2, 3, 8, 64, 512, 4096)
 
-BEGIN, END = "<!-- collectives: begin -->", "<!-- collectives: end -->"
+BEGIN, END = "<!-- {}: begin -->", "<!-- {}: end -->"
 """The generated tables lie between these lines."""
 
 Plan = Callable[[int], Sequence[Collective]]
@@ -59,13 +59,13 @@ def tables() -> str:
     return "\n\n".join(parts)
 
 
-def write(page: Path) -> None:
-    """Replace the generated part of a page."""
-    before, begin, rest = page.read_text().partition(BEGIN)
-    _, end, after = rest.partition(END)
+def write(page: Path, name: str, text: str) -> None:
+    """Replace the generated part of a page that has this name."""
+    before, begin, rest = page.read_text().partition(BEGIN.format(name))
+    _, end, after = rest.partition(END.format(name))
     if not begin or not end:
-        raise ValueError(f"{page} has no lines {BEGIN} and {END}")
-    page.write_text(f"{before}{BEGIN}\n\n{tables()}\n\n{END}{after}")
+        raise ValueError(f"{page} has no lines {BEGIN.format(name)} and {END.format(name)}")
+    page.write_text(f"{before}{begin}\n\n{text}\n\n{end}{after}")
 
 
 def _table(corner: str, rows: Iterator[tuple[str, Plan]], cell: Callable[[Sequence[Collective], int], str]) -> str:
@@ -85,4 +85,4 @@ def _milliseconds(collectives: Sequence[Collective], ranks: int) -> str:
 
 
 if __name__ == "__main__":
-    write(Path(sys.argv[1]))
+    write(Path(sys.argv[1]), "collectives", tables())

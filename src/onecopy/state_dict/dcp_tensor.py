@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 from onecopy.common import nested_tensors
 from onecopy.common.flat_views import flat_view
+from onecopy.common.tensor_subclasses import is_composed
 from onecopy.common.torch_private import ALIASING, NEW_EMPTY, bare_step, no_torch_function, tensor_without_memory
 from onecopy.layout import Layout, ParamSpec
 from onecopy.state_dict.forms import named_groups, state_with_master
@@ -158,8 +159,19 @@ def sharded_state_dict(
         values = state_with_master(values, owned.tensor, owned.param_view)
         if values:
             spec = layout.params[owned.shard.param]
+            _check_types(values, names[spec.index])
             state[names[spec.index]] = nested_tensors.map_tensors(values, functools.partial(_as_sharded, owned, spec))
     return {"state": state, "param_groups": named_groups(groups, names)}
+
+
+def _check_types(values: Mapping[Any, Any], name: str) -> None:
+    """Raise if the state of a parameter has a tensor that DCP cannot save in parts and load in place."""
+    for tensor in nested_tensors.tensors_in(values):
+        if is_composed(tensor):
+            raise TypeError(
+                f"the state of parameter {name!r} is a {type(tensor).__qualname__}, which consists of other tensors: "
+                "save it with onecopy.checkpoint.save, or ask for the full state (full_state_dict=True)"
+            )
 
 
 def _as_sharded(owned: OwnedShard, spec: ParamSpec, tensor: Tensor) -> Tensor:

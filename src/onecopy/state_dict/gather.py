@@ -28,6 +28,7 @@ from onecopy.comm.collectives import Collectives
 from onecopy.comm.packing import receive_ranges, send_ranges
 from onecopy.common import nested_tensors, tagged_json
 from onecopy.common.flat_views import as_bytes, dense_copy, flat_view, to_bytes
+from onecopy.common.tensor_subclasses import check_not_cut, map_parts
 from onecopy.layout import Layout, ParamSpec, Shard
 from onecopy.state_dict.forms import state_with_master
 from onecopy.state_dict.owner_comparison import checksum, owners_differ
@@ -93,7 +94,7 @@ def as_consolidated(engine: Engine, state: dict[int, State]) -> Consolidated:
     state, masters = master_weights.split_master_weights(state)
     by_param: dict[Any, Any] = {engine.params[index]: value for index, value in state.items()}
     by_param |= nested_tensors.map_tensors(
-        engine.inner.other_state(), lambda tensor: tensor.detach().to("cpu", copy=True)
+        engine.inner.other_state(), lambda tensor: map_parts(tensor, lambda part: part.detach().to("cpu", copy=True))
     )
     return Consolidated(by_param, masters, engine.inner.version)
 
@@ -165,6 +166,8 @@ def describe_owned(layout: Layout, local: InnerOptimizer) -> tuple[bytes, list[T
         tensors: list[Tensor] = []
         where = f"rank {local.group_rank}: state of parameter {spec.name!r}"
         state = state_with_master(local.optim.state.get(owned.tensor, {}), owned.tensor, owned.param_view)
+        if owned.is_cut:
+            check_not_cut(state, spec.name)
         tree = tagged_json.encode(state, tensors, where)
         for tensor in tensors:
             if tensor.layout is not torch.strided:

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from onecopy.comm.agreement import Fact, FailTogether
 from onecopy.common import nested_tensors
 from onecopy.common.flat_views import flat_like
+from onecopy.common.tensor_subclasses import check_not_cut, map_parts
 from onecopy.common.torch_private import run_load_post_hooks, run_load_pre_hooks
 from onecopy.layout import Layout, ParamSpec
 from onecopy.step import master_weights
@@ -51,7 +52,7 @@ def load(engine: Engine, optimizer: Optimizer, given: object, elementwise: bool)
         _check_shapes(states, engine.layout, elementwise)
         together.facts = _load_facts(state_dict, states, others, engine.layout)
         inner_state_dict, saved_masters = _inner_state_dict(state_dict, states, engine.layout, local)
-        inner_state_dict["state"] |= nested_tensors.map_tensors(others, lambda tensor: tensor.detach().clone())
+        inner_state_dict["state"] |= nested_tensors.map_tensors(others, _clone)
         saved_groups = deepcopy(state_dict["param_groups"])
     with restored_on_failure(engine, CALL):
         _load_inner(local, inner_state_dict)
@@ -287,10 +288,16 @@ def _owned_state(state: Mapping[Any, Any], owned: OwnedShard, spec: ParamSpec) -
                     f"{tuple(tensor.shape)} instead of {spec.shape}; keep parameters whole with elementwise=False"
                 )
             return flat_like(tensor.detach(), owned.param)[owned.shard.start : owned.shard.stop].clone()
-        return tensor.detach().clone()
+        return _clone(tensor)
 
+    if owned.is_cut:
+        check_not_cut(state, spec.name)
     result: dict[Any, Any] = nested_tensors.map_tensors(dict(state), take)
     return result
+
+
+def _clone(tensor: Tensor) -> Tensor:
+    return map_parts(tensor, lambda part: part.detach().clone())
 
 
 def _holds_text(value: Any) -> bool:

@@ -25,6 +25,7 @@ from onecopy.common.flat_views import is_dense
 from onecopy.common.profiler_ranges import profiled
 from onecopy.common.torch_private import after_backward, in_backward
 from onecopy.layout import Layout, ParamSpec
+from onecopy.step.gradient_probe import GradientProbe
 from onecopy.step.gradient_scale_check import GradientScaleCheck
 from onecopy.step.gradients import FullGradients, Gradients
 from onecopy.step.inner_optimizer import InnerOptimizer
@@ -64,6 +65,7 @@ class Engine:
         storage: where the parameters' memory is.
         sharing: the messages that share the updated parameters.
         gradients: where a step finds its gradients.
+        gradient_probe: notices in the first steps that nothing averages the gradients.
         status: exchanges the status flags of a step.
         reduced_shards: after the reduce-scatter hook, this rank's reduced gradients by parameter. DDP does not fill
             ``param.grad`` on a rank that has run out of inputs.
@@ -87,6 +89,7 @@ class Engine:
         self.reduced_shards: dict[int, Tensor] = {}
         self.params_with_reduced_grad: set[int] = set()
         self.step_refusal: Exception | None = None
+        self.gradient_probe = GradientProbe(collectives.control_device, collectives.group_rank, collectives.world_size)
         self.params: list[Tensor] = []
         self.gradients: Gradients = FullGradients(self.params)
         self.set_layout(params, layout)
@@ -222,19 +225,27 @@ class Engine:
                 raise ClosureError(error) from error
             self.inner.clock.begin()
             self.inner.push_options(groups)  # the closure may have changed them
-            self.inner.bind_gradients(self.layout, self.gradients.owned_shards())
+            self._bind_gradients()
             return last_loss
 
         try:
             if callable(closure):
                 loss = self.inner.step(evaluate, kwargs)
             else:
-                shards = self.gradients.owned_shards() if gradient_shards is None else gradient_shards
-                self.inner.bind_gradients(self.layout, shards)
+                self._bind_gradients(gradient_shards)
                 loss = self.inner.step(closure, kwargs)
         finally:
             self.inner.release_gradients()
         return last_loss if loss is None else loss
+
+    def _bind_gradients(self, gradient_shards: Mapping[int, Tensor] | None = None) -> None:
+        """Give the inner optimizer its gradients, which it may change."""
+        if gradient_shards is None:
+            if self.gradients.is_reduce_scattered:
+                self.gradient_probe.end()
+            self.gradient_probe.sample(self.params)
+            gradient_shards = self.gradients.owned_shards()
+        self.inner.bind_gradients(self.layout, gradient_shards)
 
     def update_some(self, chosen: Sequence[bool]) -> None:
         """Step the inner optimizer over the owned shards of the chosen parameters, with ``param.grad``."""
@@ -270,7 +281,8 @@ class Engine:
 
         With flags on an accelerator, the other ranks raise in the next step.
         """
-        self.status.exchange(self.facts(groups, has_gradient), self._scale_check.common_factor(), failure)
+        factor = self._scale_check.common_factor()
+        self.status.exchange(self.facts(groups, has_gradient), factor, failure, probe=self.gradient_probe)
 
     def facts(self, groups: Sequence[Group], has_gradient: Sequence[bool]) -> StepFacts:
         """The facts that must be equal on all ranks in a step."""
@@ -332,6 +344,7 @@ def sequential_step(
         raise failure.error.original from None
     engine.confirm_and_share(groups, engine.gradients.has_gradient(), failure.error)
     engine.clear_gradients()
+    engine.gradient_probe.warn_if_not_reduced()
     return loss
 
 

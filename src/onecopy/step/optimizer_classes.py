@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
 import torch
@@ -55,17 +56,32 @@ COMBINING = {
 CLIPS_GLOBALLY = {"Lamb", "LAMB"}
 """Names of classes that clip by the norm of all gradients, unless ``max_grad_norm`` turns it off."""
 
+QUANTISED_STATE = re.compile(r"(8bit|4bit|Fp8)$")
+"""Names of classes, or base classes, whose state is quantised in blocks (bitsandbytes, torchao)."""
+
+
+EXAMPLE = "ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3)"
+"""The line to write, for errors."""
+
 
 def check_class(optimizer_class: object, wrapper: type) -> None:
     """Raise unless ``optimizer_class`` can be sharded."""
-    if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
+    if optimizer_class is Optimizer:  # the default of the argument
+        raise TypeError(f"optimizer_class must be the class to shard, and it is missing: write {EXAMPLE}")
+    if isinstance(optimizer_class, Optimizer):
+        name = type(optimizer_class).__qualname__
         raise TypeError(
-            f"optimizer_class must be a subclass of torch.optim.Optimizer, such as torch.optim.AdamW, "
-            f"got {optimizer_class!r}"
+            f"optimizer_class must be a class, got an instance of {name}: pass the class itself, and its options as "
+            f"keyword arguments, as in {EXAMPLE}"
         )
-    if optimizer_class is Optimizer or issubclass(optimizer_class, wrapper):
+    if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
+        name = getattr(optimizer_class, "__qualname__", f"an instance of {type(optimizer_class).__qualname__}")
         raise TypeError(
-            f"optimizer_class must be the class to shard, such as torch.optim.AdamW, got {optimizer_class!r}"
+            f"optimizer_class must be a subclass of torch.optim.Optimizer, got {name}: write, for example, {EXAMPLE}"
+        )
+    if issubclass(optimizer_class, wrapper):
+        raise TypeError(
+            f"optimizer_class must be the class to shard, such as torch.optim.AdamW, got {optimizer_class.__qualname__}"
         )
     for base in optimizer_class.__mro__:
         if base.__name__ in COMBINING:
@@ -115,5 +131,14 @@ def check_dtypes(optimizer: Optimizer, dtypes: Iterable[tuple[int, torch.dtype]]
 
 
 def is_elementwise(optimizer_class: type[Optimizer], declared: bool | None) -> bool:
-    """Whether a parameter may be cut: as the user declared, or as the class is known, and otherwise not."""
+    """Whether a parameter may be cut: as the user declared, or as the class is known, and otherwise not.
+
+    Raises:
+        ValueError: if the state of a class that was declared to be elementwise is quantised in blocks.
+    """
+    if declared and any(QUANTISED_STATE.search(base.__name__) for base in optimizer_class.__mro__):
+        raise ValueError(
+            f"{optimizer_class.__qualname__} is not elementwise: it quantises its state in blocks of a parameter, and "
+            "keeps small parameters in 32 bit, so that a cut would change the result; leave elementwise=True out"
+        )
     return optimizer_class in ELEMENTWISE if declared is None else declared

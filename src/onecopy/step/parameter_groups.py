@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from onecopy.common.flat_views import is_dense
+from onecopy.common.tensor_subclasses import is_composed
 from onecopy.common.torch_private import is_managed_by_fsdp
 from onecopy.layout import ParamSpec
 
@@ -29,7 +30,7 @@ def normalise(params: object) -> list[Group]:
         raise TypeError("params must be ordered, got a set: its order differs between ranks; pass a list")
     items = list(params)
     if not items:
-        raise ValueError("params is empty: there is nothing to optimize")
+        raise ValueError(f"params is empty: there is nothing to optimize{_consumed(params)}")
     if any(isinstance(item, dict) for item in items):
         for position, item in enumerate(items):
             if not isinstance(item, dict):
@@ -41,8 +42,19 @@ def normalise(params: object) -> list[Group]:
     else:
         groups = [normalise_group({"params": items}, 0)]
     if not any(group["params"] for group in groups):
-        raise ValueError("params has groups but no parameter: there is nothing to optimize")
+        consumed = next((hint for item in items if (hint := _consumed(item.get("params")))), "")
+        raise ValueError(f"params has groups but no parameter: there is nothing to optimize{consumed}")
     return groups
+
+
+def _consumed(params: object) -> str:
+    """What probably happened to an iterator in which nothing is left."""
+    if not isinstance(params, Iterator):
+        return ""
+    return (
+        ". It is a generator, which can be read once, and something has probably read it before: call "
+        "model.parameters() again, or keep list(model.parameters())"
+    )
 
 
 def device_of(groups: Sequence[Group]) -> torch.device | None:
@@ -110,6 +122,8 @@ def check_tensor(tensor: Tensor, name: str) -> None:
         problem = "is a DTensor (FSDP2 or tensor parallelism), which is sharded already"
     elif is_managed_by_fsdp(tensor):
         problem = "is managed by FSDP, which shards optimizer state itself; use one or the other"
+    elif is_composed(tensor):
+        problem = f"is a {type(tensor).__qualname__}, which consists of other tensors and cannot be sharded"
     elif tensor.is_meta:
         problem = "is on the meta device and has no memory; materialise the model first"
     elif tensor.layout is not torch.strided or tensor.is_nested:

@@ -15,6 +15,7 @@ from onecopy.comm.status_flags import DeferredFlags
 from onecopy.common.digests import flag_digest
 from onecopy.errors import PeerFailedError, RanksDisagreeError
 from onecopy.layout import Layout
+from onecopy.step.gradient_probe import NO_FLAG, GradientProbe
 from onecopy.step.gradient_scale_check import factors_differ
 from onecopy.step.parameter_groups import Group
 from onecopy.step.rank_comparison import group_facts, options_text
@@ -65,7 +66,14 @@ class StepStatus(Protocol):
     def check_previous(self) -> None:
         """Raise if the flags of the previous step, where they have not been read yet, tell of a failure."""
 
-    def exchange(self, facts: StepFacts, scale_factor: int, failure: Exception | None, call: str = CALL) -> None:
+    def exchange(
+        self,
+        facts: StepFacts,
+        scale_factor: int,
+        failure: Exception | None,
+        call: str = CALL,
+        probe: GradientProbe | None = None,
+    ) -> None:
         """Exchange the flags, and raise on every rank if a rank failed or if the facts differ.
 
         Args:
@@ -73,6 +81,7 @@ class StepStatus(Protocol):
             scale_factor: the factor by which its reduced gradients were scaled.
             failure: its exception in the update.
             call: the name of the call that all ranks are in, for errors.
+            probe: compares gradients in the first steps.
         """
 
 
@@ -91,20 +100,31 @@ class ImmediateStatus:
     def check_previous(self) -> None:
         """Do nothing: all flags have been read."""
 
-    def exchange(self, facts: StepFacts, scale_factor: int, failure: Exception | None, call: str = CALL) -> None:
+    def exchange(
+        self,
+        facts: StepFacts,
+        scale_factor: int,
+        failure: Exception | None,
+        call: str = CALL,
+        probe: GradientProbe | None = None,
+    ) -> None:
         """Exchange the flags, and raise on every rank if a rank failed or if the facts differ."""
-        flags = [int(failure is not None), scale_factor, *facts.digests()]
+        probed = probe.take_flag() if probe is not None else None
+        flags = [int(failure is not None), scale_factor, *facts.digests(), NO_FLAG if probed is None else int(probed)]
         rows = self._collectives.all_gather_flags(flags, call)
         if any(row[0] for row in rows):
             raise_together(self._collectives, call, failure)
         factors = factors_differ([row[1] for row in rows])
         if factors is not None:
+            shown = ", ".join(f"{factor:.4g}" for factor in factors)
             raise RanksDisagreeError(
-                f"rank {self._collectives.group_rank}: the ranks scaled their reduced gradients by different factors, "
-                f"{factors}: after the reduce-scatter hook torch.nn.utils.clip_grad_norm_ finds another norm on every "
+                f"rank {self._collectives.group_rank}: the ranks scaled their reduced gradients by different factors "
+                f"({shown}): after the reduce-scatter hook torch.nn.utils.clip_grad_norm_ finds another norm on every "
                 "rank; use optimizer.clip_grad_norm_() or onecopy.clip_grad_norm_()"
             )
-        if all(row[2:] == rows[0][2:] for row in rows):
+        if all(row[2:5] == rows[0][2:5] for row in rows):
+            if probed is not None and probe is not None:
+                probe.compare([row[5] for row in rows])
             return
         with FailTogether(self._collectives, call, facts.as_text()):
             pass
@@ -131,14 +151,24 @@ class DeferredStatus:
         """Wait for the flags of the previous step, and raise if they tell of a failure."""
         self._flags.check_older()
 
-    def exchange(self, facts: StepFacts, scale_factor: int, failure: Exception | None, call: str = CALL) -> None:
+    def exchange(
+        self,
+        facts: StepFacts,
+        scale_factor: int,
+        failure: Exception | None,
+        call: str = CALL,
+        probe: GradientProbe | None = None,
+    ) -> None:
         """Check the flags of the previous step, then start the exchange of this step's."""
         self._flags.check_older()
+        probed = probe.take_flag() if probe is not None else None
         flags = [int(failure is not None), scale_factor, *facts.digests()]
-        self._flags.put(*self._collectives.start_all_gather_flags(flags), partial(self._check, call))
+        # The probe takes the place of the factor, which is not known for gradients on an accelerator.
+        rows, work = self._collectives.start_all_gather_flags(flags, {} if probed is None else {1: probed})
+        self._flags.put(rows, work, partial(self._check, call, None if probed is None else probe))
         self._flags.end_step()
 
-    def _check(self, call: str, rows: Tensor) -> None:
+    def _check(self, call: str, probe: GradientProbe | None, rows: Tensor) -> None:
         here = self._collectives.group_rank
         failed = rows[:, 0].nonzero().flatten().tolist()
         if failed:
@@ -149,6 +179,8 @@ class DeferredStatus:
                 f"rank {here}: in {_previous(call)} ranks {odd} had another layout, other options, or gradients for "
                 "other parameters"
             )
+        if probe is not None:
+            probe.compare(rows[:, 1].tolist())
 
 
 def _previous(call: str) -> str:

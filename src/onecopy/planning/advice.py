@@ -1,0 +1,122 @@
+"""Which level to use: the first way of training that fits, and the lines of code for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from onecopy.planning.comparison import DDP, FSDP2, LEVEL_1, LEVEL_2, LEVEL_3, Row
+from onecopy.planning.optimizers import PlannedOptimizer
+
+USABLE = 0.9
+"""The part of an accelerator's memory that tensors can use: the rest is for the driver, kernels and fragmentation."""
+
+WORTH_IT = 0.05
+"""The least saving for which a change of the script is recommended."""
+
+GB = 1e9
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """A recommendation.
+
+    Attributes:
+        choice: the name of a row.
+        reason: one or two sentences.
+        code: the lines that change in a DDP script.
+    """
+
+    choice: str
+    reason: str
+    code: str
+
+
+def fits(row: Row, memory: float | None, activations: float | None) -> bool | None:
+    """Return whether a way of training fits into the memory of an accelerator; None if the memory is not known."""
+    return None if memory is None else row.total + (activations or 0.0) <= USABLE * memory
+
+
+def recommend(
+    rows: Sequence[Row],
+    optimizer: PlannedOptimizer,
+    masters: bool,
+    memory: float | None = None,
+    activations: float | None = None,
+) -> Advice:
+    """Choose a way of training.
+
+    Args:
+        rows: the ways of training.
+        optimizer: the optimizer class.
+        masters: whether there are float32 master weights.
+        memory: bytes of an accelerator, if known.
+        activations: bytes of activations, if known.
+    """
+    by_name = {row.name: row for row in rows}
+    ddp, others = by_name[DDP], activations or 0.0
+    whole = ddp.total + others
+
+    def saving(name: str) -> float:
+        return (ddp.total - by_name[name].total) / whole if whole else 0.0
+
+    def advice(name: str, reason: str) -> Advice:
+        return Advice(name, reason, code_for(name, optimizer, masters))
+
+    order = [DDP, LEVEL_1, LEVEL_3, FSDP2]
+    fitting = [name for name in order if fits(by_name[name], memory, activations)]
+    saved = f"{(ddp.total - by_name[LEVEL_1].total) / GB:.2f} GB ({saving(LEVEL_1):.0%})"
+    if memory is not None and not fitting:
+        least = min(by_name[name].total for name in order) + others
+        return advice(
+            FSDP2,
+            f"Nothing fits: FSDP2 needs the least, {least / GB:.1f} GB of {USABLE * memory / GB:.1f} GB that can be "
+            "used. Use more ranks, smaller batches, activation checkpointing, or offload.",
+        )
+    if fitting and fitting[0] != DDP:
+        choice = fitting[0]
+        reason = f"Plain DDP does not fit. {choice} is the first that does."
+        if choice == LEVEL_1:
+            reason += f" {LEVEL_2} needs as much memory and sends a third less."
+        return advice(choice, reason)
+    if max(saving(LEVEL_1), saving(LEVEL_3)) < WORTH_IT:
+        return advice(DDP, f"onecopy saves you {max(0.0, saving(LEVEL_1), saving(LEVEL_3)):.0%}: don't bother.")
+    start = "Plain DDP fits. " if fitting else ""
+    if saving(LEVEL_1) < WORTH_IT:
+        return advice(LEVEL_3, f"{start}level 1 saves {saving(LEVEL_1):.0%}, level 3 {saving(LEVEL_3):.0%}.")
+    return advice(LEVEL_1, f"{start}One line saves {saved}. level 3 saves {saving(LEVEL_3):.0%}.")
+
+
+def code_for(name: str, optimizer: PlannedOptimizer, masters: bool) -> str:
+    """Return the lines of a script that matter for one way of training."""
+    module, _, short = optimizer.name.rpartition(".")
+    root = module.partition(".")[0]
+    imports = [] if root == "torch" else [f"import {root}"]
+    options = ", master_weights=True" if masters and name in (LEVEL_1, LEVEL_2) else ""
+    if name == LEVEL_2 and optimizer.splittable:
+        options += ', shard_by="element"'
+    ours = f"optimizer = ZeroRedundancyOptimizer(model.parameters(), {module}.{short}{options}, lr=...)"
+    ddp = "model = DistributedDataParallel(model)"
+    lines = {
+        DDP: [ddp, f"optimizer = {module}.{short}(model.parameters(), lr=...)"],
+        LEVEL_1: ["from onecopy import ZeroRedundancyOptimizer", ddp, ours],
+        LEVEL_2: [
+            "from onecopy import ZeroRedundancyOptimizer, reduce_scatter_hook",
+            ddp,
+            ours,
+            "model.register_comm_hook(optimizer, reduce_scatter_hook)",
+        ],
+        LEVEL_3: [
+            f"from onecopy import {'MixedPrecision, ' if masters else ''}ShardedDataParallel, ZeroRedundancyOptimizer",
+            ours,
+            "model = ShardedDataParallel(model, optimizer, overlap_forward=True"
+            + (", mixed_precision=MixedPrecision(param_dtype=torch.bfloat16))" if masters else ")"),
+        ],
+        FSDP2: [
+            "from torch.distributed.fsdp import fully_shard",
+            "for block in model.blocks: fully_shard(block)",
+            "fully_shard(model)",
+            f"optimizer = {module}.{short}(model.parameters(), lr=...)",
+        ],
+    }
+    return "\n".join([*imports, *lines[name]])

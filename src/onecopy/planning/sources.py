@@ -1,0 +1,108 @@
+"""Where a planner gets a model from: a Python function, a Hugging Face config, or a number of parameters.
+
+Nothing is downloaded, and no memory is allocated for parameters: modules are made on the meta device.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from onecopy.planning.models import Shapes
+
+PIECES = 96
+"""The number of parameters besides the largest one, if only the number of elements is known."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A model to plan for.
+
+    Attributes:
+        title: how the model is called in the output.
+        shapes: the shapes of its parameters by name.
+        hidden: the width of its layers, if it is known.
+        layers: the number of its layers, if it is known.
+        vocabulary: the number of tokens, if it is known.
+    """
+
+    title: str
+    shapes: Shapes
+    hidden: int | None = None
+    layers: int | None = None
+    vocabulary: int | None = None
+
+
+def from_counts(params: float, largest: float | None) -> Source:
+    """Return a model with this many elements, of which the largest parameter has ``largest`` (default: a twentieth)."""
+    total = int(params)
+    most = int(largest) if largest is not None else max(1, total // 20)
+    if not 0 < most <= total:
+        raise ValueError(f"--largest must be from 1 to the number of parameters, {total}, got {most}")
+    left = total - most
+    piece = min(most, -(-left // PIECES)) if left else 0
+    lengths = [piece] * (left // piece) + [left % piece] if piece else []
+    rest: Shapes = {f"blocks.{number}.weight": (length,) for number, length in enumerate(lengths) if length}
+    return Source(f"{total / 1e9:.3g}B parameters, the largest with {most / 1e9:.3g}B", {"largest": (most,), **rest})
+
+
+def from_path(path: str) -> Source:
+    """Return the model of a Hugging Face config, given as a file or its directory, or of ``module:function``."""
+    file = Path(path)
+    if file.is_dir():
+        file /= "config.json"
+    if file.suffix == ".json":
+        return _from_config(file)
+    return _from_factory(path)
+
+
+def _from_factory(path: str) -> Source:
+    """Import ``package.module:function`` and call the function on the meta device."""
+    name, colon, function = path.partition(":")
+    if not colon or not name or not function:
+        raise ValueError(f"{path!r} is neither a config.json nor a function such as my_package.models:make_model")
+    sys.path.insert(0, os.getcwd())  # as python -m does
+    try:
+        factory: Any = importlib.import_module(name)
+        for part in function.split("."):
+            factory = getattr(factory, part)
+        with torch.device("meta"):
+            module = factory()
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"{path!r} cannot be imported: {error}") from error
+    finally:
+        sys.path.pop(0)
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"{path!r} returned {type(module).__name__}, not a torch.nn.Module")
+    return Source(path, _shapes(module))
+
+
+def _from_config(file: Path) -> Source:
+    """Construct the causal language model, or else the base model, of a Hugging Face config on the meta device."""
+    try:
+        import transformers
+    except ImportError:
+        raise ValueError(f"{file}: a Hugging Face config needs transformers: pip install transformers") from None
+    values = json.loads(file.read_text())
+    if not isinstance(values, dict) or "model_type" not in values:
+        raise ValueError(f"{file} is no Hugging Face config: it has no model_type")
+    config: Any = transformers.AutoConfig.for_model(**values)
+    with torch.device("meta"):
+        try:
+            module: Any = transformers.AutoModelForCausalLM.from_config(config)
+        except ValueError:  # not a language model
+            module = transformers.AutoModel.from_config(config)
+    sizes = [getattr(config, name, None) for name in ("hidden_size", "num_hidden_layers", "vocab_size")]
+    return Source(str(file), _shapes(module), *sizes)
+
+
+def _shapes(module: nn.Module) -> Shapes:
+    return {name: tuple(param.shape) for name, param in module.named_parameters()}

@@ -1,0 +1,175 @@
+"""``onecopy plan``: models from anywhere, memory by kind, and a recommendation."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+from typer.testing import CliRunner, Result
+
+from onecopy.cli.main import app
+from onecopy.planning.advice import fits, recommend
+from onecopy.planning.comparison import DDP, FSDP2, LEVEL_1, LEVEL_3, TORCH, Row, activation_bytes, compare, planned_job
+from onecopy.planning.estimate import accelerators
+from onecopy.planning.optimizers import OPTIMIZERS
+from onecopy.planning.sources import Source, from_counts, from_path
+
+LLAMA_70B = {
+    "model_type": "llama",
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "vocab_size": 32000,
+}
+
+
+def make_model() -> nn.Module:
+    """A model for ``onecopy plan tests.planning.test_planner:make_model``."""
+    return nn.Sequential(nn.Linear(10, 1000), nn.Linear(1000, 4))
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(app, ["plan", *map(str, arguments)])
+
+
+def planned(source: Source, ranks: int, optimizer: str = "adamw", precision: str = "fp32") -> dict[str, Row]:
+    job = planned_job(source, OPTIMIZERS[optimizer], precision, 0, 1e12)
+    return {row.name: row for row in compare(job, accelerators(ranks))}
+
+
+def without_buffers(row: Row) -> float:
+    return row.total - row.memory["buffers"]
+
+
+def test_the_example_of_the_zero_paper() -> None:
+    rows = planned(from_counts(7.5e9, None), 64, precision="bf16-master")
+    assert without_buffers(rows[DDP]) / 1e9 == pytest.approx(120, abs=0.05)
+    assert without_buffers(rows[LEVEL_1]) / 1e9 == pytest.approx(31.4, abs=0.05)
+    assert without_buffers(rows[LEVEL_3]) / 1e9 == pytest.approx(16.6, abs=0.05)
+    assert TORCH not in rows, "torch's class has no master weights"
+
+
+def test_a_config_of_70_billion_parameters_on_16384_ranks_takes_less_than_two_seconds(tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="a Hugging Face config needs transformers")
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(LLAMA_70B))
+    from_path(str(tmp_path))  # imports
+    begin = time.process_time()  # as fast as on a machine on which nothing else runs
+    source = from_path(str(config))
+    rows = planned(source, 16_384, precision="bf16-master")
+    assert time.process_time() - begin < 2
+    assert (source.hidden, source.layers, source.vocabulary) == (8192, 80, 32000)
+    assert rows[DDP].memory["parameters"] == 2 * 68_976_648_192
+    assert rows[LEVEL_3].memory["state"] == pytest.approx(8 * 68_976_648_192 / 16_384)
+
+
+def test_a_function_is_called_on_the_meta_device() -> None:
+    source = from_path(f"{__name__}:make_model")
+    assert source.shapes == {"0.weight": (1000, 10), "0.bias": (1000,), "1.weight": (4, 1000), "1.bias": (4,)}
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("no_such_module:make", "cannot be imported: No module named"),
+        (f"{__name__}:no_such_function", "cannot be imported: module"),
+        (f"{__name__}:without_buffers.__class__", "returned|missing"),
+        ("something", "is neither a config.json nor a function"),
+    ],
+)
+def test_a_wrong_path_is_named(path: str, message: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=message):
+        from_path(path)
+
+
+@pytest.mark.parametrize(("params", "largest"), [(7e9, 5e8), (1e6, 1e6), (1e6, 9e5), (1, None), (97, 1)])
+def test_counts_add_up(params: float, largest: float | None) -> None:
+    shapes = [shape[0] for shape in from_counts(params, largest).shapes.values()]
+    assert sum(shapes) == int(params)
+    assert max(shapes) == shapes[0]
+    assert largest is None or shapes[0] == int(largest)
+
+
+def test_an_8_bit_optimizer_has_a_quarter_of_the_state() -> None:
+    source = from_counts(1e9, None)
+    full, low = (planned(source, 1, name)[DDP].memory["state"] for name in ("adamw", "adamw8bit"))
+    assert low / full == pytest.approx(0.254, abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "ranks", "memory", "choice", "text"),
+    [
+        ("adamw", 8, 80e9, LEVEL_1, "Plain DDP fits. One line saves"),
+        ("adamw", 8, 20e9, LEVEL_1, "Plain DDP does not fit"),
+        ("adamw", 8, 10e9, LEVEL_3, "Plain DDP does not fit"),
+        ("adamw", 8, 6e9, FSDP2, "Plain DDP does not fit"),
+        ("adamw", 8, 1e9, FSDP2, "Nothing fits"),
+        ("adamw", 1, None, DDP, "saves you 0%: don't bother"),
+        ("adamw", 1, 80e9, DDP, "saves you 0%: don't bother"),
+        ("sgd", 8, None, LEVEL_3, "level 1 saves"),
+    ],
+)
+def test_the_first_way_that_fits_is_recommended(
+    optimizer: str, ranks: int, memory: float | None, choice: str, text: str
+) -> None:
+    rows = planned(from_counts(1.3e9, None), ranks, optimizer)
+    advice = recommend(list(rows.values()), OPTIMIZERS[optimizer], False, memory)
+    assert (advice.choice, text in advice.reason) == (choice, True), advice
+    assert fits(rows[choice], memory, None) in ((None,) if memory is None else (memory > 1e9,))
+    compile(advice.code.replace("=...", "=0"), "advice", "exec")
+
+
+def test_activations_are_part_of_what_must_fit() -> None:
+    source = Source("model", from_counts(1e9, None).shapes, hidden=2048, layers=24, vocabulary=50000)
+    kept = activation_bytes(source, 4, 2048, 2, checkpointing=False)
+    again = activation_bytes(source, 4, 2048, 2, checkpointing=True)
+    assert kept is not None
+    assert again is not None
+    assert kept == pytest.approx(34 * 4 * 2048 * 2048 * 24 + 4 * 4 * 2048 * 50000)
+    assert again < kept / 3
+    row = planned(source, 8)[LEVEL_1]
+    assert fits(row, 12e9, None)
+    assert not fits(row, 12e9, kept)
+    assert activation_bytes(from_counts(1e9, None), 4, 2048, 2, checkpointing=False) is None
+
+
+def test_the_command_prints_tables_advice_and_layout(tmp_path: Path) -> None:
+    result = run(f"{__name__}:make_model", "--ranks", 3, "--memory", 1, "--layout", "--plot", tmp_path / "plan.png")
+    assert result.exit_code == 0, result.output
+    for text in ("FSDP2", "fits", "optimizer = ", "owned elements", "15,004 elements on 3 ranks"):
+        assert text in result.output, result.output
+    assert (tmp_path / "plan.png").stat().st_size > 10_000
+
+
+def test_json_for_programs() -> None:
+    result = run(
+        "--params", "1e9", "--ranks", 16, "--batch", 2, "--sequence", 128, "--hidden", 64, "--layers", 2, "--json"
+    )
+    found: dict[str, Any] = json.loads(result.output)
+    assert [row["name"] for row in found["ways"]] == [DDP, TORCH, LEVEL_1, "level 2", LEVEL_3, FSDP2]
+    assert found["elements"] == 10**9
+    assert found["activations"] > 0
+    assert found["ways"][0]["memory"]["state"] == 8e9
+    assert found["ways"][0]["step"] > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "give either MODEL or --params"),
+        (["--params", "1e9", "model:make"], "give either MODEL or --params"),
+        (["--params", "0"], "--params must be at least 1"),
+        (["--params", "10", "--largest", "11"], "--largest must be from 1 to the number of parameters"),
+    ],
+)
+def test_mistakes_are_one_line(arguments: list[str], message: str) -> None:
+    result = run(*arguments)
+    assert result.exit_code == 1
+    assert message in " ".join(result.output.split())
+    assert "Traceback" not in result.output

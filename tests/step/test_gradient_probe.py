@@ -1,0 +1,299 @@
+"""A warning if nothing averages the gradients, and none in any correct use."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD, AdamW, Optimizer
+
+from onecopy import (
+    GradientsNotReducedWarning,
+    ShardedDataParallel,
+    ZeroRedundancyOptimizer,
+    hook_with_zero_step,
+    reduce_scatter_hook,
+)
+from onecopy.step.gradient_probe import STEPS
+from tests.support.harness import distributed
+from tests.support.models import small_model
+
+LOOPS = 6
+"""More steps than a warning needs."""
+
+
+def inputs(step: int) -> Tensor:
+    """Other inputs on every rank."""
+    return torch.randn(4, 8, generator=torch.Generator().manual_seed(100 * step + dist.get_rank()))
+
+
+def step_with_alarm(optimizer: Optimizer, closure: Callable[[], float] | None = None) -> None:
+    """A step in which the warning is an error, whatever torch's modules have done with the filters."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", GradientsNotReducedWarning)
+        optimizer.step(closure)
+
+
+def train(model: nn.Module, optimizer: Optimizer, steps: int = LOOPS) -> None:
+    """Ordinary steps, in which the warning is an error."""
+    for step in range(steps):
+        optimizer.zero_grad()
+        model(inputs(step)).square().sum().backward()
+        step_with_alarm(optimizer)
+
+
+def probing(optimizer: ZeroRedundancyOptimizer) -> bool:
+    """Whether the next step would compare gradients."""
+    probe: Any = optimizer.engine.gradient_probe
+    probe.sample(optimizer.engine.params)
+    return probe.take_flag() is not None
+
+
+def sgd(model: nn.Module, **options: Any) -> ZeroRedundancyOptimizer:
+    return ZeroRedundancyOptimizer(model.parameters(), SGD, lr=0.01, **options)
+
+
+@distributed(2, 3)
+def test_without_ddp_every_rank_is_warned_once_in_the_third_step(world_size: int) -> None:
+    model = small_model()
+    optimizer = sgd(model)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            model(inputs(step)).square().sum().backward()
+            optimizer.step()
+            assert len(caught) == (step >= 2)
+    (warning,) = caught
+    assert warning.category is GradientsNotReducedWarning
+    assert warning.filename == __file__
+    text = str(warning.message)
+    assert text.startswith(f"rank {dist.get_rank()}: nothing averages the gradients.")
+    assert "Wrap the model in DistributedDataParallel" in text
+    assert not probing(optimizer)
+
+
+@distributed(2)
+def test_where_the_warning_is_an_error_it_comes_on_all_ranks_after_a_whole_step(world_size: int) -> None:
+    model = small_model()
+    optimizer = sgd(model)
+    train(model, optimizer, 2)
+    with pytest.raises(GradientsNotReducedWarning):
+        train(model, optimizer, 1)
+    train(model, optimizer)
+    for param in model.parameters():
+        first = param.detach().clone()
+        dist.broadcast(first, 0)
+        assert torch.equal(first, param)
+
+
+@distributed(2)
+def test_a_call_of_the_module_inside_ddp_is_noticed(world_size: int) -> None:
+    model = DistributedDataParallel(small_model())
+    with pytest.raises(GradientsNotReducedWarning, match="not the module inside"):
+        train(model.module, sgd(model))
+
+
+@distributed(2)
+def test_a_closure_is_no_obstacle(world_size: int) -> None:
+    model = small_model()
+    optimizer = sgd(model)
+
+    def closure() -> float:
+        optimizer.zero_grad()
+        loss = model(inputs(0)).square().sum()
+        loss.backward()
+        return float(loss.detach())
+
+    step_with_alarm(optimizer, closure)
+    step_with_alarm(optimizer, closure)
+    with pytest.raises(GradientsNotReducedWarning):
+        step_with_alarm(optimizer, closure)
+
+
+def plain_ddp(model: DistributedDataParallel) -> None:
+    """No hook."""
+
+
+def fp16(model: DistributedDataParallel) -> None:
+    model.register_comm_hook(None, default_hooks.fp16_compress_hook)
+
+
+def bf16(model: DistributedDataParallel) -> None:
+    # A lambda, because DDP refuses the hook by its name without CUDA.
+    model.register_comm_hook(None, lambda state, bucket: default_hooks.bf16_compress_hook(state, bucket))
+
+
+def power(model: DistributedDataParallel) -> None:
+    state = powerSGD_hook.PowerSGDState(None, 1, start_powerSGD_iter=2, min_compression_rate=1)
+    model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+
+
+def fp16_power(model: DistributedDataParallel) -> None:
+    state = powerSGD_hook.PowerSGDState(None, 1, start_powerSGD_iter=2, min_compression_rate=1)
+    model.register_comm_hook(state, default_hooks.fp16_compress_wrapper(powerSGD_hook.powerSGD_hook))
+
+
+HOOKS = [plain_ddp, fp16, bf16, power, fp16_power]
+
+
+@pytest.mark.parametrize("register", HOOKS, ids=lambda hook: hook.__name__)
+@distributed(2, 3)
+def test_torchs_hooks_make_gradients_equal(world_size: int, register: Callable[[Any], None]) -> None:
+    for start in (0, 4):
+        model = DistributedDataParallel(small_model())  # with several buckets PowerSGD may hang on gloo
+        register(model)
+        train(model, torch.optim.SGD(model.parameters(), lr=0.01), start)
+        optimizer = sgd(model)  # also when PowerSGD compresses already
+        train(model, optimizer)
+        assert not probing(optimizer)
+
+
+@distributed(2)
+def test_the_reduce_scatter_hook_the_overlap_hook_and_sharded_data_parallel_are_not_probed(world_size: int) -> None:
+    model = DistributedDataParallel(small_model())
+    optimizer = sgd(model, shard_by="element")
+    model.register_comm_hook(optimizer, reduce_scatter_hook)
+    train(model, optimizer)
+    assert not probing(optimizer)
+    model = DistributedDataParallel(small_model())
+    optimizer = sgd(model, overlap_with_ddp=True)
+    model.register_comm_hook(None, hook_with_zero_step(default_hooks.allreduce_hook, model, optimizer))
+    train(model, optimizer)
+    module = small_model()
+    optimizer = sgd(module)
+    train(ShardedDataParallel(module, optimizer), optimizer)
+
+
+@distributed(2)
+def test_accumulation_under_no_sync_is_no_mistake(world_size: int) -> None:
+    model = DistributedDataParallel(small_model())
+    optimizer = sgd(model)
+    for step in range(LOOPS):
+        optimizer.zero_grad()
+        with model.no_sync():
+            model(inputs(step)).square().sum().backward()
+        model(inputs(step + 50)).square().sum().backward()
+        step_with_alarm(optimizer)
+
+
+@distributed(2, 3)
+def test_uneven_inputs_are_no_mistake(world_size: int) -> None:
+    model = DistributedDataParallel(small_model())
+    optimizer = sgd(model)
+    with Join([model, optimizer]):
+        train(model, optimizer, 1 + 4 * dist.get_rank())
+    train(model, optimizer)
+
+
+class Branches(nn.Module):
+    """A layer that is used, one that is used in some steps only, and one that is never used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.never, self.always, self.sometimes = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+        self.count = 0
+
+    def forward(self, batch: Tensor) -> Tensor:
+        self.count += 1
+        result: Tensor = self.always(batch)
+        return result if self.count % 2 else result + self.sometimes(batch)
+
+
+@distributed(2)
+def test_unused_parameters_are_no_mistake(world_size: int) -> None:
+    torch.manual_seed(0)
+    model = DistributedDataParallel(Branches(), find_unused_parameters=True)
+    train(model, sgd(model))
+
+
+@distributed(2)
+def test_parameters_that_ddp_ignores_are_no_mistake(world_size: int) -> None:
+    layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(6)))
+    ignored = [name for name, _ in layers.named_parameters() if name[0] in "0134"]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(layers, ignored)
+    model = DistributedDataParallel(layers)
+    optimizer = sgd(model)
+    train(model, optimizer, STEPS)
+    assert not probing(optimizer)
+
+
+@distributed(4)
+def test_model_parallelism_is_no_mistake(world_size: int) -> None:
+    """Two replicas of a model of two parts: ranks 0 and 1 have the first part, ranks 2 and 3 the second."""
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    part = groups[dist.get_rank() // 2]
+    model = DistributedDataParallel(small_model(seed=dist.get_rank() // 2), process_group=part)
+    optimizer = sgd(model, process_group=part)
+    train(model, optimizer)
+    assert not probing(optimizer)
+
+
+@distributed(1)
+def test_a_single_rank_is_not_probed(world_size: int) -> None:
+    model = small_model()
+    optimizer = sgd(model)
+    train(model, optimizer)
+    assert not probing(optimizer)
+
+
+def zeros(param: Tensor, group_rank: int) -> Tensor | None:
+    return torch.zeros_like(param)
+
+
+def zeros_on_one_rank(param: Tensor, group_rank: int) -> Tensor | None:
+    return torch.zeros_like(param) if group_rank else torch.ones_like(param)
+
+
+def none(param: Tensor, group_rank: int) -> Tensor | None:
+    return None
+
+
+def sparse(param: Tensor, group_rank: int) -> Tensor | None:
+    return torch.sparse_coo_tensor(torch.tensor([[group_rank]]), torch.ones(1, *param.shape[1:]), param.shape)
+
+
+def infinite(param: Tensor, group_rank: int) -> Tensor | None:
+    return torch.full_like(param, float("inf") if group_rank else float("nan"))
+
+
+def rounded_differently(param: Tensor, group_rank: int) -> Tensor | None:
+    return torch.full_like(param, 0.3) * (1 + 1e-7 * group_rank)
+
+
+GRADIENTS = [zeros, zeros_on_one_rank, none, sparse, infinite, rounded_differently]
+
+
+@pytest.mark.parametrize("gradient", GRADIENTS, ids=lambda gradient: gradient.__name__)
+@distributed(2)
+def test_gradients_that_tell_nothing_cause_no_alarm(
+    world_size: int, gradient: Callable[[Tensor, int], Tensor | None]
+) -> None:
+    params = [nn.Parameter(torch.ones(size, 5)) for size in (3, 4, 40)]
+    optimizer = ZeroRedundancyOptimizer(params, SGD, lr=0.1)
+    for _ in range(STEPS + 1):
+        for param in params:
+            param.grad = gradient(param, dist.get_rank())
+        step_with_alarm(optimizer)
+    assert not probing(optimizer)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16, torch.complex64], ids=str)
+@distributed(2)
+def test_all_dtypes_and_strides_are_compared(world_size: int, dtype: torch.dtype) -> None:
+    params = [nn.Parameter(torch.ones(3, 4, 2, 2, dtype=dtype).to(memory_format=torch.channels_last))]
+    params += [nn.Parameter(torch.ones((), dtype=dtype)), nn.Parameter(torch.ones(0, 3, dtype=dtype))]
+    optimizer = ZeroRedundancyOptimizer(params, AdamW, lr=0.1)
+    with pytest.raises(GradientsNotReducedWarning):  # noqa: PT012
+        for _ in range(3):
+            for param in params:
+                param.grad = torch.ones(param.shape, dtype=dtype) * (1 + dist.get_rank())
+            step_with_alarm(optimizer)

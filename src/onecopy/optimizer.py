@@ -17,7 +17,7 @@ from onecopy.common.flat_views import flat_views
 from onecopy.common.nested_tensors import copy_tree
 from onecopy.common.torch_private import has_state_dict_hooks, in_join_context, not_compiled, register_as_torch_zero
 from onecopy.ddp_hooks.overlapped_step import OverlappedStep, check_step_arguments
-from onecopy.layout import Layout, ShardBy, extend
+from onecopy.layout import ShardBy, extend
 from onecopy.state_dict.gather import Consolidated, consolidated
 from onecopy.state_dict.load import load
 from onecopy.state_dict.serving import StateDictServer
@@ -166,16 +166,6 @@ class ZeroRedundancyOptimizer(OwnedStateOptimizer, Joinable):
         self.rank: int = engine.collectives.group_rank
         self.global_rank: int = engine.collectives.global_rank
 
-    @property
-    def optim(self) -> Optimizer:
-        """This rank's instance of the optimizer class."""
-        return self.engine.inner.optim
-
-    @property
-    def layout(self) -> Layout:
-        """The owner of every range of every parameter; print it for a table."""
-        return self.engine.layout
-
     @overload
     def step(self, closure: None = None, **kwargs: Any) -> None: ...
 
@@ -274,6 +264,7 @@ class ZeroRedundancyOptimizer(OwnedStateOptimizer, Joinable):
             raise RuntimeError("a group cannot be added to an optimizer that ShardedDataParallel has taken over")
         engine, known = self.engine, len(self.param_groups)
         old_params, old_layout = list(engine.params), engine.layout
+        engine.inner.clock.begin()
         try:
             with FailTogether(engine.collectives, "add_param_group()") as together:
                 group = normalise_group(param_group, known)
@@ -293,6 +284,8 @@ class ZeroRedundancyOptimizer(OwnedStateOptimizer, Joinable):
             if engine.layout is not old_layout:
                 engine.set_layout(old_params, old_layout)
             raise
+        finally:
+            engine.inner.clock.end()
         engine.inner.pull_options(self.param_groups)
         engine.inner.has_state = engine.inner.has_state or together.any_flag
         self._consolidated = None

@@ -1,8 +1,8 @@
 """One waiting thread in each process that answers requests of other ranks, wherever the main threads are.
 
 Requests go through the store of the default process group. Each process has an *inbox* there: a sequence of keys. The
-thread waits for the next one, on a connection of its own, a clone of the store. An answer is one more key. Data go over a
-:class:`Link`, a gloo group of two ranks that lives for one request.
+thread waits for the next one, on a connection of its own, a clone of the store. An answer is one more key. Data go over
+a :class:`Link`, a gloo group of two ranks that lives for one request.
 
 The thread ends when the default process group is freed, and at the latest before the interpreter ends. Global rank 0,
 whose process may be the host of the store, ends the threads of all processes before its own. A process that ends in

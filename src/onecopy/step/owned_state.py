@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 
 from torch.optim import Optimizer
 
+from onecopy.layout import Layout
 from onecopy.step.engine import Engine
 from onecopy.step.inner_optimizer import InnerOptimizer
 
@@ -90,6 +91,16 @@ class OwnedStateOptimizer(Optimizer):
     engine: Engine
     initialized: bool
     _shown_state: Any
+
+    @property
+    def optim(self) -> Optimizer:
+        """This rank's instance of the optimizer class."""
+        return self.engine.inner.optim
+
+    @property
+    def layout(self) -> Layout:
+        """The owner of every range of every parameter; print it for a table."""
+        return self.engine.layout
 
     @property
     def state(self) -> Any:

@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from onecopy.comm.work import Work
-from onecopy.common.torch_private import default_store
+from onecopy.common.torch_private import PrefixStore, Store, default_store
 from onecopy.errors import PeerFailedError
 
 logger = logging.getLogger(__name__)
@@ -57,10 +57,10 @@ SECONDS_TO_END = 5.0
 class Link:
     """A gloo group of the rank that asks and one rank that answers, made by both for one request."""
 
-    def __init__(self, store: dist.Store, name: str, is_caller: bool, timeout: timedelta) -> None:
+    def __init__(self, store: Store, name: str, is_caller: bool, timeout: timedelta) -> None:
         group_rank = 0 if is_caller else 1
         self._other = 1 - group_rank
-        self._group = dist.ProcessGroupGloo(dist.PrefixStore(f"{name}/link", store), group_rank, 2, timeout)
+        self._group: Any = dist.ProcessGroupGloo(PrefixStore(f"{name}/link", store), group_rank, 2, timeout)
 
     def send(self, tensor: Tensor) -> Work:
         """Start sending contiguous CPU memory to the other rank."""
@@ -80,7 +80,7 @@ class Answering:
         request: the entries of the request.
     """
 
-    def __init__(self, request: Message, store: dist.Store) -> None:
+    def __init__(self, request: Message, store: Store) -> None:
         self.request = request
         self._store = store
 
@@ -109,10 +109,10 @@ class BackgroundService:
 
     _by_group: ClassVar[weakref.WeakKeyDictionary[dist.ProcessGroup, BackgroundService]] = weakref.WeakKeyDictionary()
 
-    def __init__(self, store: dist.Store, ends_all: bool) -> None:
+    def __init__(self, store: Store, ends_all: bool) -> None:
         self.inbox = secrets.randbits(62) + 1
         # With the store itself, the host's server lives until stop() has ended all threads.
-        self._store: dist.Store | None = store
+        self._store: Store | None = store
         self._ends_all = ends_all
         self._process = os.getpid()
         self._numbers = itertools.count()
@@ -185,7 +185,7 @@ class BackgroundService:
 class Asking:
     """A request, seen by the rank that asks."""
 
-    def __init__(self, store: dist.Store, inbox: int, reply: str, timeout: timedelta) -> None:
+    def __init__(self, store: Store, inbox: int, reply: str, timeout: timedelta) -> None:
         self._store = store
         self._inbox = inbox
         self._reply = reply
@@ -213,19 +213,19 @@ class Asking:
         return Link(self._store, self._reply, is_caller=True, timeout=self._timeout)
 
 
-def _post(store: dist.Store, inbox: int, request: Message) -> None:
+def _post(store: Store, inbox: int, request: Message) -> None:
     number = store.add(f"onecopy/{inbox}/count", 1)
     store.set(f"onecopy/{inbox}/{number}", json.dumps(request))
 
 
-def _living(store: dist.Store) -> list[int]:
+def _living(store: Store) -> list[int]:
     """The inboxes of all processes whose threads have not ended."""
     keys = [f"{ALL_SERVICES}/{number + 1}" for number in range(store.add(ALL_SERVICES, 0))]
     inboxes = [int(store.get(key)) for key in keys if store.check([key])]
     return [inbox for inbox in inboxes if not store.check([_ended(inbox)])]
 
 
-def _wait_for_ends(store: dist.Store, inboxes: list[int]) -> None:
+def _wait_for_ends(store: Store, inboxes: list[int]) -> None:
     limit = time.monotonic() + SECONDS_TO_END
     keys = [_ended(inbox) for inbox in inboxes]
     # A wait of the store's own would print a warning if a process was killed.
@@ -237,7 +237,7 @@ def _ended(inbox: int) -> str:
     return f"onecopy/{inbox}/ended"
 
 
-def _serve(store: dist.Store, inbox: int) -> None:
+def _serve(store: Store, inbox: int) -> None:
     """Answer requests until one of them is ``STOP``, or until the store is gone."""
     number = 0
     try:
@@ -257,11 +257,12 @@ def _serve(store: dist.Store, inbox: int) -> None:
         logger.debug("the background service has ended: %s", error)
 
 
-def _wait_long(store: dist.Store, key: str) -> None:
+def _wait_long(store: Store, key: str) -> None:
     while True:
         begun = time.monotonic()
         try:
-            return store.wait([key], LONG_WAIT)
+            store.wait([key], LONG_WAIT)
+            break
         except dist.DistStoreError:
             if time.monotonic() - begun < LONG_WAIT.total_seconds() / 2:
                 raise
@@ -276,7 +277,7 @@ def _handle(answering: Answering) -> None:
         answering.answer({"error": f"{type(error).__name__}: {error}"})
 
 
-def _refuse_rest(store: dist.Store, inbox: int, number: int) -> None:
+def _refuse_rest(store: Store, inbox: int, number: int) -> None:
     """Answer the requests after the last one that was handled: this process ends."""
     for later in range(number + 1, store.add(f"onecopy/{inbox}/count", 0) + 1):
         key = f"onecopy/{inbox}/{later}"

@@ -12,6 +12,8 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore as PrefixStore
+from torch._C._distributed_c10d import Store as Store
 from torch._compile import _disable_dynamo
 from torch.distributed.algorithms.join import Join, Joinable
 from torch.nn import Module
@@ -305,7 +307,7 @@ def has_state_dict_hooks(optimizer: Optimizer) -> bool:
     return bool(optimizer._optimizer_state_dict_post_hooks)
 
 
-def default_store() -> dist.Store:
+def default_store() -> Store:
     """Return the store with which the default process group was initialised."""
-    store: dist.Store = dist.distributed_c10d._get_default_store()
+    store: Store = dist.distributed_c10d._get_default_store()
     return store

@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from onecopy.comm.work import Work
-from onecopy.common.torch_private import PrefixStore, Store, default_store
+from onecopy.common.torch_private import PrefixStore, Store, clone_of, default_store
 from onecopy.errors import PeerFailedError
 
 logger = logging.getLogger(__name__)
@@ -117,7 +117,7 @@ class BackgroundService:
         self._process = os.getpid()
         self._numbers = itertools.count()
         self._lock = threading.Lock()
-        thread_store = store.clone()  # waiting on the store itself would block the main thread's calls
+        thread_store = clone_of(store)  # waiting on the store itself would block the main thread's calls
         thread_store.set(f"{ALL_SERVICES}/{thread_store.add(ALL_SERVICES, 1)}", str(self.inbox))
         # The thread refers to its connection only: the service is freed with the process group.
         self._thread = threading.Thread(
@@ -152,7 +152,7 @@ class BackgroundService:
                 "cannot be asked any more: this process is ending, or has destroyed its process group"
             )
         # A connection of its own, because another thread may use the store: it is closed after the request.
-        store, reply = self._store.clone(), f"onecopy/{self.inbox}/reply/{next(self._numbers)}"
+        store, reply = clone_of(self._store), f"onecopy/{self.inbox}/reply/{next(self._numbers)}"
         _post(store, inbox, {**request, "reply": reply, "seconds": timeout.total_seconds()})
         return Asking(store, inbox, reply, timeout)
 

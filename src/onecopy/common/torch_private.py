@@ -311,3 +311,9 @@ def default_store() -> Store:
     """Return the store with which the default process group was initialised."""
     store: Store = dist.distributed_c10d._get_default_store()
     return store
+
+
+def clone_of(store: Store) -> Store:
+    """Return another connection to the same store."""
+    clone: Store = store.clone()  # type: ignore[attr-defined]
+    return clone

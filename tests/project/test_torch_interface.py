@@ -30,6 +30,9 @@ PUBLIC_OF_TORCHS_OPTIMIZER = [
 STUB_ONLY = {"functional_optim_map"}
 """Names that torch's stub has but its class does not."""
 
+NAMED_IF_MISSING = "optimizer_class"
+"""The only parameter that has a default here and none in torch: a forgotten class is refused with the line to write."""
+
 VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
@@ -106,9 +109,11 @@ def missing(theirs: inspect.Signature, ours: inspect.Signature, defaults: bool =
             problems.append(f"no parameter {name} of the same kind")
         elif list(mine)[position] != name:
             problems.append(f"parameter {name} is at another position")
-        elif mine[name].default is inspect.Parameter.empty and parameter.default is not inspect.Parameter.empty:
-            problems.append(f"parameter {name} is required")
-        elif defaults and parameter.default not in (mine[name].default, inspect.Parameter.empty):
+        elif name == NAMED_IF_MISSING:
+            continue
+        elif (mine[name].default is inspect.Parameter.empty) != (parameter.default is inspect.Parameter.empty):
+            problems.append(f"parameter {name} is required in one and not in the other")
+        elif defaults and mine[name].default != parameter.default:
             problems.append(f"parameter {name} has another default")
     for name, parameter in mine.items():
         needed = parameter.default is inspect.Parameter.empty and parameter.kind not in VARIADIC

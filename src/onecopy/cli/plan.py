@@ -1,4 +1,4 @@
-"""The command ``onecopy plan``: will a model fit, what does each level save, and which one to use."""
+"""The command ``onecopy plan``: compares the memory of all levels for a model and recommends one."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def plan(
     plot: Annotated[Path | None, typer.Option(help="Write a picture of the table, as PNG or SVG.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
-    """Tell what each level saves, whether it fits, and which one to use. Nothing is trained or downloaded."""
+    """Compare the memory of all levels for a model and recommend one. Nothing is trained or downloaded."""
     source = _source(model, params, largest, hidden, layers)
     chosen = OPTIMIZERS[optimizer.value]
     job = planned_job(source, chosen, precision.value, batch * sequence, tflops * 1e12)

@@ -48,7 +48,7 @@ def normalise(params: object) -> list[Group]:
 
 
 def _consumed(params: object) -> str:
-    """What probably happened to an iterator in which nothing is left."""
+    """Return a hint for an error about an empty iterator: it was probably read before."""
     if not isinstance(params, Iterator):
         return ""
     return (

@@ -19,7 +19,7 @@ TESTS ?=
 ONLY ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test accelerator test-all test-newest bench bench-setup bench-check bench-checkpoints bench-consolidation clients soak faults fuzz lint types clean
+.PHONY: help setup demo test accelerator test-all test-newest bench bench-setup bench-check bench-checkpoints bench-consolidation clients soak faults ends fuzz lint types clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -81,6 +81,10 @@ bench-check: setup ## fail if a ratio to DDP is worse than the recorded one, bey
 
 soak: setup ## train with every hook at random speeds, COUNT iterations each, beside plain DDP
 	$(SAFELY) $(BIN)/python benchmarks/soak.py $(COUNT)
+
+ends: COUNT = 200
+ends: setup ## end COUNT processes that answer other ranks in every way, and check that none hangs or aborts
+	$(BIN)/python -m tests.support.process_ends $(COUNT)
 
 fuzz: COUNT = 200
 fuzz: setup ## run COUNT random training programs, from SEED on, with plain DDP and with onecopy

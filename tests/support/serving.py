@@ -65,7 +65,7 @@ class Served:
         if sharded:
             self.model = ShardedDataParallel(module, self.zero, overlap_forward=kind == "overlap forward")
         elif kind == "reduce-scatter":
-            self.model.register_comm_hook(None, onecopy.reduce_scatter_hook(self.model, self.zero))
+            self.model.register_comm_hook(self.zero, onecopy.reduce_scatter_hook)
         elif kind == "overlap":
             self.model.register_comm_hook(None, onecopy.hook_with_zero_step(allreduce, self.model, self.zero))
         self.passes = 0

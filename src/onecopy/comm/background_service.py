@@ -6,7 +6,8 @@ a :class:`Link`, a gloo group of two ranks that lives for one request.
 
 The thread ends when the default process group is freed, and at the latest before the interpreter ends. Global rank 0,
 whose process may be the host of the store, ends the threads of all processes before its own. A process that ends in
-order keeps its thread until then, for a while: rank 0 often saves when the others have nothing left to do.
+order and has something left to answer about keeps its thread until then, for a while: rank 0 often saves when the others
+have nothing left to do.
 """
 
 from __future__ import annotations
@@ -37,12 +38,16 @@ from onecopy.errors import PeerFailedError
 logger = logging.getLogger(__name__)
 
 Message = dict[str, Any]
+Subjects = weakref.WeakValueDictionary[str, Any]
 
 STOP = "stop"
 """The kind of the request that ends a thread."""
 
 ALL_SERVICES = "onecopy/services"
 """The key under which the store counts the inboxes of all processes."""
+
+OF_RANK_0 = "onecopy/services/rank 0"
+"""The key that tells that global rank 0 has a service."""
 
 LONG_WAIT = timedelta(days=10)
 """One wait for a request; the thread then waits again."""
@@ -52,6 +57,8 @@ SECONDS_FOR_RANK_0 = 60.0
 
 SECONDS_TO_END = 5.0
 """How long a process waits at its end for its thread, and global rank 0 for the threads of all others."""
+
+BARRIER_HINT = "let all ranks wait for the save, with torch.distributed.barrier() after it"
 
 
 class Link:
@@ -72,24 +79,33 @@ class Link:
         work: Work = self._group.recv([tensor], self._other, 0)
         return work
 
+    def close(self) -> None:
+        """End the connection, so that the other rank does not wait for this one."""
+        self._group = None
+
 
 class Answering:
     """A request, seen by the thread that answers it.
 
     Attributes:
         request: the entries of the request.
+        subject: the object that the request is about; None if it no longer exists in this process.
+        is_answered: whether the answer has been sent.
     """
 
-    def __init__(self, request: Message, store: Store) -> None:
+    def __init__(self, request: Message, subject: Any, store: Store) -> None:
         self.request = request
+        self.subject = subject
+        self.is_answered = False
         self._store = store
 
     def answer(self, message: Message) -> None:
         """Send the answer, once."""
         self._store.set(self.request["reply"], json.dumps(message))
+        self.is_answered = True
 
     def link(self) -> Link:
-        """Connect to the rank that asks, which connects after it has read the answer."""
+        """Connect to the rank that asks, which connects when it has read the answer."""
         timeout = timedelta(seconds=self.request["seconds"])
         return Link(self._store, self.request["reply"], is_caller=False, timeout=timeout)
 
@@ -105,24 +121,26 @@ class BackgroundService:
 
     Attributes:
         inbox: a number that names this process's inbox in the store, positive and unique.
+        subjects: the objects about which other ranks may ask, by keys that are equal on all ranks.
     """
 
     _by_group: ClassVar[weakref.WeakKeyDictionary[dist.ProcessGroup, BackgroundService]] = weakref.WeakKeyDictionary()
 
-    def __init__(self, store: Store, ends_all: bool) -> None:
+    def __init__(self, store: Store, is_rank_0: bool) -> None:
         self.inbox = secrets.randbits(62) + 1
+        self.subjects: Subjects = weakref.WeakValueDictionary()
         # With the store itself, the host's server lives until stop() has ended all threads.
         self._store: Store | None = store
-        self._ends_all = ends_all
+        self._is_rank_0 = is_rank_0
         self._process = os.getpid()
         self._numbers = itertools.count()
-        self._lock = threading.Lock()
         thread_store = clone_of(store)  # waiting on the store itself would block the main thread's calls
         thread_store.set(f"{ALL_SERVICES}/{thread_store.add(ALL_SERVICES, 1)}", str(self.inbox))
-        # The thread refers to its connection only: the service is freed with the process group.
-        self._thread = threading.Thread(
-            target=_serve, args=(thread_store, self.inbox), name="onecopy-service", daemon=True
-        )
+        if is_rank_0:
+            thread_store.set(OF_RANK_0, "1")
+        # The thread does not refer to the service, which is freed with the process group.
+        arguments = (thread_store, self.inbox, self.subjects)
+        self._thread = threading.Thread(target=_serve, args=arguments, name="onecopy-service", daemon=True)
         self._thread.start()
         atexit.register(self.end)
         # A child of multiprocessing ends without the interpreter's exit functions, but with these.
@@ -135,7 +153,7 @@ class BackgroundService:
         assert group is not None
         service = cls._by_group.get(group)
         if service is None:
-            service = cls._by_group[group] = cls(default_store(), ends_all=dist.get_rank() == 0)
+            service = cls._by_group[group] = cls(default_store(), is_rank_0=dist.get_rank() == 0)
             weakref.finalize(group, service.stop).atexit = False
         return service
 
@@ -144,7 +162,7 @@ class BackgroundService:
 
         Args:
             inbox: the inbox of that process.
-            request: the kind of the request and its entries.
+            request: the kind of the request, the key of its subject, and further entries.
             timeout: how long the answer, a connection and each message may take.
         """
         if self._store is None:
@@ -158,23 +176,24 @@ class BackgroundService:
 
     def end(self) -> None:
         """Stop before the interpreter ends. After a normal end of the program, wait for global rank 0 first."""
-        failed = hasattr(sys, "last_type")  # of an exception that has ended the program
-        is_child = multiprocessing.parent_process() is not None  # which ends so after an exception, too
-        if not (failed or is_child or self._ends_all or os.getpid() != self._process):
-            self._thread.join(SECONDS_FOR_RANK_0)
+        has_failed = hasattr(sys, "last_type")  # of an exception that has ended the program
+        may_be_asked = bool(self.subjects) and not self._is_rank_0 and os.getpid() == self._process
+        if self._store is not None and may_be_asked and not has_failed:
+            with contextlib.suppress(RuntimeError):  # the store's host has ended
+                if self._store.check([OF_RANK_0]):
+                    self._thread.join(SECONDS_FOR_RANK_0)
         self.stop()
 
     def stop(self) -> None:
         """End the thread and wait for its end; on global rank 0, end the threads of all processes first."""
-        with self._lock:
-            store, self._store = self._store, None
-        if store is None or os.getpid() != self._process:
-            return
+        if self._store is None or os.getpid() != self._process:
+            return  # a fork has no thread
+        store, self._store = self._store, None
         self._at_exit.cancel()
         atexit.unregister(self.end)
         with contextlib.suppress(RuntimeError):  # the store's host has ended, and with it this thread
             if self._thread.is_alive():
-                inboxes = _living(store) if self._ends_all else [self.inbox]
+                inboxes = _living(store) if self._is_rank_0 else [self.inbox]
                 for inbox in inboxes:
                     _post(store, inbox, {"kind": STOP})
                 _wait_for_ends(store, [inbox for inbox in inboxes if inbox != self.inbox])
@@ -193,10 +212,8 @@ class Asking:
 
     def answer(self) -> Message:
         """Wait for the answer; raise ``PeerFailedError`` if there is none. Its text continues a sentence."""
-        if self._store.check([_ended(self._inbox)]) and not self._store.check([self._reply]):
-            raise PeerFailedError(
-                "has ended, or has destroyed its process group (let it wait, for example with a barrier after the save)"
-            )
+        if self._store.check([_closed(self._inbox)]) and not self._store.check([self._reply]):
+            raise PeerFailedError(f"has ended, or has destroyed its process group: {BARRIER_HINT}")
         try:
             self._store.wait([self._reply], self._timeout)
         except RuntimeError as error:
@@ -233,11 +250,17 @@ def _wait_for_ends(store: Store, inboxes: list[int]) -> None:
         time.sleep(0.01)
 
 
+def _closed(inbox: int) -> str:
+    """The key that tells that later requests are not answered."""
+    return f"onecopy/{inbox}/closed"
+
+
 def _ended(inbox: int) -> str:
+    """The key that tells that the thread does not use the store any more."""
     return f"onecopy/{inbox}/ended"
 
 
-def _serve(store: Store, inbox: int) -> None:
+def _serve(store: Store, inbox: int, subjects: Subjects) -> None:
     """Answer requests until one of them is ``STOP``, or until the store is gone."""
     number = 0
     try:
@@ -249,10 +272,11 @@ def _serve(store: Store, inbox: int) -> None:
             store.delete_key(key)
             if request["kind"] == STOP:
                 break
-            _handle(Answering(request, store))
-        # From now on a rank that asks finds this key. Those that have asked before get an answer.
-        store.set(_ended(inbox), "1")
+            _handle(Answering(request, subjects.get(request["subject"]), store))
+        # A rank that asks from now on finds this key. Those that have asked before get an answer.
+        store.set(_closed(inbox), "1")
         _refuse_rest(store, inbox, number)
+        store.set(_ended(inbox), "1")
     except RuntimeError as error:  # the host of the store has ended
         logger.debug("the background service has ended: %s", error)
 
@@ -274,7 +298,8 @@ def _handle(answering: Answering) -> None:
         handlers[answering.request["kind"]](answering)
     except Exception as error:
         logger.debug("a request of another rank has failed", exc_info=True)
-        answering.answer({"error": f"{type(error).__name__}: {error}"})
+        if not answering.is_answered:
+            answering.answer({"error": f"answers: {type(error).__name__}: {error}"})
 
 
 def _refuse_rest(store: Store, inbox: int, number: int) -> None:
@@ -284,4 +309,4 @@ def _refuse_rest(store: Store, inbox: int, number: int) -> None:
         if store.check([key]):
             request = json.loads(store.get(key))
             if request["kind"] != STOP:
-                Answering(request, store).answer({"error": "its process is ending"})
+                Answering(request, None, store).answer({"error": f"is ending: {BARRIER_HINT}"})

@@ -138,7 +138,7 @@ class OwnedStateOptimizer(Optimizer):
         """Refuse to be pickled or deep-copied."""
         raise TypeError(
             "a ZeroRedundancyOptimizer cannot be pickled or deep-copied: it belongs to a process group and has only "
-            "the state of this rank's shards; save consolidate_state_dict() + state_dict(), and construct a new one"
+            "the state of this rank's shards; save its state_dict(), and construct a new one"
         )
 
     @property

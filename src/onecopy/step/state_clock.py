@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from collections.abc import Iterator
-
-SECONDS_BEHIND = 10.0
-"""How long a reader waits for a rank that is behind and not inside a step: it may need the reader's rank to go on."""
 
 
 class OtherStepError(Exception):
@@ -64,7 +60,8 @@ class StateClock:
     def hold(self, count: int, seconds: float) -> Iterator[None]:
         """Run a block that reads the state after change ``count``; no change begins meanwhile.
 
-        A rank that is inside an earlier change can end it without the reader, so it is waited for.
+        A rank that is inside an earlier change ends it without the reader: no rank ends a change before all ranks
+        have begun it. So it is waited for.
 
         Args:
             count: the wanted number of changes.
@@ -74,22 +71,9 @@ class StateClock:
             OtherStepError: if the state is that of another step; its text continues a sentence about this rank.
         """
         with self._lock:
-            self._wait_until(count, seconds)
+            self._ended.wait_for(lambda: self.count >= count or not self.is_changing, seconds)
+            if self.is_changing:
+                raise OtherStepError(f"is inside step {self.count + 1}")
+            if self.count != count:
+                raise OtherStepError(f"is at step {self.count}")
             yield
-
-    def _wait_until(self, count: int, seconds: float) -> None:
-        begun = time.monotonic()
-        while self.count < count:
-            limit = seconds if self.is_changing else min(seconds, SECONDS_BEHIND)
-            remaining = begun + limit - time.monotonic()
-            if remaining <= 0:
-                break
-            self._ended.wait(min(remaining, SECONDS_BEHIND))
-        if self.count != count:
-            raise OtherStepError(f"is {'inside' if self.is_changing else 'at'} step {self._current}")
-        if self.is_changing:
-            raise OtherStepError(f"is inside step {self._current} already")
-
-    @property
-    def _current(self) -> int:
-        return self.count + self.is_changing

@@ -50,7 +50,9 @@ def batch() -> Tensor:
     return torch.randn(3, 4, generator=torch.Generator().manual_seed(dist.get_rank()))
 
 
-def trained(model: nn.Module | None = None, steps: int = 1, **options: Any) -> tuple[nn.Module, ZeroRedundancyOptimizer]:
+def trained(
+    model: nn.Module | None = None, steps: int = 1, **options: Any
+) -> tuple[nn.Module, ZeroRedundancyOptimizer]:
     """A model in DDP and its optimizer, after some steps."""
     model = DistributedDataParallel(Net()) if model is None else model
     optimizer = ZeroRedundancyOptimizer(model.parameters(), AdamW, lr=1e-3, **options)

@@ -6,8 +6,8 @@ a :class:`Link`, a gloo group of two ranks that lives for one request.
 
 The thread ends when the default process group is freed, and at the latest before the interpreter ends. Global rank 0,
 whose process may be the host of the store, ends the threads of all processes before its own. A process that ends in
-order and has something left to answer about keeps its thread until then, for a while: rank 0 often saves when the others
-have nothing left to do.
+order and has something left to answer about keeps its thread until then, for a while: rank 0 often saves when the
+others have nothing left to do.
 """
 
 from __future__ import annotations

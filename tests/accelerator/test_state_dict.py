@@ -1,4 +1,4 @@
-"""On an accelerator ``state_dict()`` asks no other rank: the host does not know which step the state in memory is of."""
+"""On an accelerator ``state_dict()`` asks no other rank: the host is ahead of the state in memory."""
 
 from __future__ import annotations
 

@@ -127,8 +127,8 @@ def test_a_rank_that_is_ahead_is_named(world_size: int) -> None:
     else:
         limit = time.monotonic() + 20
         ahead = r"rank 0 asks for the state after step 2, but rank 1 is inside step 3"
-        with pytest.raises(RanksDisagreeError, match=ahead):
-            while time.monotonic() < limit:  # noqa: PT012 - until rank 1 has begun its step
+        with pytest.raises(RanksDisagreeError, match=ahead):  # noqa: PT012 - until rank 1 has begun its step
+            while time.monotonic() < limit:
                 pair.ours.state_dict()
         pair.ours.step()
     if dist.get_rank() == 0:

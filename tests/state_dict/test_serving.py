@@ -19,7 +19,7 @@ from torch.optim import Adam
 from onecopy import ZeroRedundancyOptimizer
 from onecopy.comm.background_service import BackgroundService
 from onecopy.errors import PeerFailedError, RanksDisagreeError
-from onecopy.state_dict import serving
+from onecopy.state_dict.gather import FullState
 from tests.support.harness import distributed
 from tests.support.serving import KINDS, Served, counted_requests
 from tests.support.state_dicts import Pair, expect_same
@@ -184,16 +184,16 @@ def test_off(world_size: int) -> None:
 def test_a_result_without_memory_names_the_checkpoint_and_lets_the_other_rank_go_on(world_size: int) -> None:
     training = Served("element")
     training.step()
-    allocate = serving.FullState.allocate
+    allocate = FullState.allocate
 
-    def refuse_second(full_state: serving.FullState, header: bytes, source: int) -> list[torch.Tensor]:
+    def refuse_second(full_state: FullState, header: bytes, source: int) -> list[torch.Tensor]:
         if source == 1:
             raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
         return allocate(full_state, header, source)
 
     if dist.get_rank() == 0:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(serving.FullState, "allocate", refuse_second)
+            patch.setattr(FullState, "allocate", refuse_second)
             with pytest.raises(RuntimeError, match=r"rank 0 has no memory .*onecopy\.checkpoint\.save"):
                 training.zero.state_dict()
     training.step()

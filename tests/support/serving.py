@@ -46,7 +46,8 @@ class Weighted(nn.Module):
         self.weights = nn.ParameterList([torch.randn(shape, generator=values).to(dtype) for shape in shapes])
 
     def forward(self, scale: Tensor) -> Tensor:
-        return sum(((position + 1) * scale * weight).sum() for position, weight in enumerate(self.weights))  # type: ignore[return-value]
+        parts = [((position + 1) * scale * weight).sum() for position, weight in enumerate(self.weights)]
+        return torch.stack(parts).sum()
 
 
 class Served:
@@ -60,7 +61,7 @@ class Served:
         sharded = kind in ("sharded data parallel", "overlap forward")
         options = {**OPTIONS.get(kind, {}), **options}
         if not sharded:
-            self.model: nn.Module = DistributedDataParallel(module)
+            self.model: Any = DistributedDataParallel(module)
         self.zero = ZeroRedundancyOptimizer(module.parameters(), AdamW, lr=LR, **options)
         if sharded:
             self.model = ShardedDataParallel(module, self.zero, overlap_forward=kind == "overlap forward")
@@ -106,7 +107,7 @@ class Served:
             assert "master_weights" not in state_dict
 
 
-def allreduce(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Any]:
+def allreduce(state: Any, bucket: Any) -> torch.futures.Future[Any]:
     """DDP's mean, as a hook."""
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 

@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 NEWEST := .venv-newest
+CLIENTS := .venv-clients
 STAMP := $(VENV)/.installed
 # Before a command that trains: torch's bf16 matmul dies on some processors if a variable is not set.
 SAFELY := $(BIN)/python src/onecopy/bench/bf16_probe.py
@@ -15,9 +16,10 @@ RANKS_LIST ?= 2,4
 LINK ?= loopback,4gbit
 VARIANTS ?=
 TESTS ?=
+ONLY ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test accelerator test-all test-newest bench bench-setup bench-check bench-checkpoints bench-consolidation soak faults fuzz lint types clean
+.PHONY: help setup demo test accelerator test-all test-newest bench bench-setup bench-check bench-checkpoints bench-consolidation clients soak faults ends fuzz lint types clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -59,6 +61,14 @@ test-newest: ## the test suite with the newest torch that the package allows, in
 	$(NEWEST)/bin/python -c 'import torch; print("torch", torch.__version__)'
 	$(NEWEST)/bin/python -m pytest $(TESTS)
 
+$(CLIENTS)/.installed: pyproject.toml constraints-clients.txt
+	$(PYTHON) -m venv $(CLIENTS)
+	$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-clients.txt -e '.[clients]'
+	@touch $(CLIENTS)/.installed
+
+clients: $(CLIENTS)/.installed ## train, save, kill and resume with each framework, in .venv-clients (a download of several GB; 40 minutes): ONLY=
+	$(CLIENTS)/bin/python clients/run.py --only '$(ONLY)' $(CLIENTS_FLAGS)
+
 bench: setup ## compare with every peer in one run (30 minutes and more): RANKS_LIST=2,4 LINK=loopback,4gbit VARIANTS= ROUNDS=20
 	$(BIN)/onecopy bench --ranks $(RANKS_LIST) --link $(LINK) --variants '$(VARIANTS)' --rounds $(ROUNDS) --out bench.jsonl
 
@@ -72,6 +82,10 @@ bench-check: setup ## fail if a ratio to DDP is worse than the recorded one, bey
 soak: setup ## train with every hook at random speeds, COUNT iterations each, beside plain DDP
 	$(SAFELY) $(BIN)/python benchmarks/soak.py $(COUNT)
 
+ends: COUNT = 200
+ends: setup ## end COUNT processes that answer other ranks in every way, and check that none hangs or aborts
+	$(BIN)/python -m tests.support.process_ends $(COUNT)
+
 fuzz: COUNT = 200
 fuzz: setup ## run COUNT random training programs, from SEED on, with plain DDP and with onecopy
 	$(BIN)/python -m tests.fuzz $(COUNT) --seed $(SEED)
@@ -84,4 +98,4 @@ types: setup ## check types, strictly
 	$(BIN)/mypy
 
 clean: ## remove the environments and caches
-	rm -rf $(VENV) $(NEWEST) .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(NEWEST) $(CLIENTS) .mypy_cache .pytest_cache .ruff_cache .hypothesis

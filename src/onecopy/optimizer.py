@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any, NoReturn, overload
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -15,11 +15,12 @@ from onecopy.comm.agreement import FailTogether, FirstFailure
 from onecopy.comm.collectives import Collectives
 from onecopy.common.flat_views import flat_views
 from onecopy.common.nested_tensors import copy_tree
-from onecopy.common.torch_private import in_join_context, not_compiled, register_as_torch_zero
+from onecopy.common.torch_private import has_state_dict_hooks, in_join_context, not_compiled, register_as_torch_zero
 from onecopy.ddp_hooks.overlapped_step import OverlappedStep, check_step_arguments
-from onecopy.layout import Layout, ShardBy, extend
+from onecopy.layout import ShardBy, extend
 from onecopy.state_dict.gather import Consolidated, consolidated
 from onecopy.state_dict.load import load
+from onecopy.state_dict.serving import StateDictServer
 from onecopy.step.debug_log import log_layout
 from onecopy.step.engine import Engine, StepSchedule, change_and_share, sequential_step
 from onecopy.step.gradient_norm import clip, total_norm
@@ -45,7 +46,7 @@ class ZeroRedundancyOptimizer(OwnedStateOptimizer, Joinable):
 
     All ranks of the process group make these calls together: constructing, ``add_param_group()``,
     ``load_state_dict()`` and ``consolidate_state_dict()``. The ranks compare their arguments first. If a call fails on
-    one rank, it raises on all ranks.
+    one rank, it raises on all ranks. ``state_dict()`` is a call of one rank alone.
 
     Example::
 
@@ -67,6 +68,8 @@ class ZeroRedundancyOptimizer(OwnedStateOptimizer, Joinable):
             Parameters of an unknown class are not cut unless this is True.
         master_weights: update fp32 copies of bf16 and fp16 parameters. Only the owner has a copy.
         offload: ``"cpu"`` stores the state of parameters on other devices in CPU memory, and updates them there.
+        serve_state_dict: let :meth:`state_dict` gather the state from the other ranks, whose background threads answer
+            (parameters on the CPU only).
         **defaults: the options of ``optimizer_class``.
 
     Attributes:
@@ -93,6 +96,7 @@ class ZeroRedundancyOptimizer(OwnedStateOptimizer, Joinable):
         elementwise: bool | None = None,
         master_weights: bool = False,
         offload: str | None = None,
+        serve_state_dict: bool = True,
         **defaults: Any,
     ) -> None:
         self.initialized = False
@@ -131,6 +135,7 @@ class ZeroRedundancyOptimizer(OwnedStateOptimizer, Joinable):
                 overlap_with_ddp=overlap_with_ddp,
                 master_weights=master_weights,
                 offload=offload,
+                serve_state_dict=serve_state_dict,
             )
         # Until here no parameter was changed.
         inner.has_state = together.any_flag
@@ -140,6 +145,7 @@ class ZeroRedundancyOptimizer(OwnedStateOptimizer, Joinable):
         with FailTogether(collectives, "constructing the optimizer"):
             self.engine = Engine(collectives, tensors, layout, inner, storage_class)
         self.parameters_as_bucket_view, self.overlap_with_ddp = parameters_as_bucket_view, overlap_with_ddp
+        self._server = StateDictServer(self.engine, serve_state_dict)
         self._set_attributes(self.engine)
         self.initialized = True
         log_layout(self.engine)
@@ -159,16 +165,6 @@ class ZeroRedundancyOptimizer(OwnedStateOptimizer, Joinable):
         self.world_size: int = engine.collectives.world_size
         self.rank: int = engine.collectives.group_rank
         self.global_rank: int = engine.collectives.global_rank
-
-    @property
-    def optim(self) -> Optimizer:
-        """This rank's instance of the optimizer class."""
-        return self.engine.inner.optim
-
-    @property
-    def layout(self) -> Layout:
-        """The owner of every range of every parameter; print it for a table."""
-        return self.engine.layout
 
     @overload
     def step(self, closure: None = None, **kwargs: Any) -> None: ...
@@ -204,7 +200,10 @@ class ZeroRedundancyOptimizer(OwnedStateOptimizer, Joinable):
             if self.overlap.finish_step(self.param_groups):
                 return None
         step_schedule = active_step if in_join else self.step_schedule
-        loss: float | None = step_schedule(self.engine, self.param_groups, closure, kwargs)
+        try:
+            loss: float | None = step_schedule(self.engine, self.param_groups, closure, kwargs)
+        finally:
+            self.engine.inner.clock.end()
         return loss
 
     def wait(self) -> None:
@@ -265,6 +264,7 @@ class ZeroRedundancyOptimizer(OwnedStateOptimizer, Joinable):
             raise RuntimeError("a group cannot be added to an optimizer that ShardedDataParallel has taken over")
         engine, known = self.engine, len(self.param_groups)
         old_params, old_layout = list(engine.params), engine.layout
+        engine.inner.clock.begin()
         try:
             with FailTogether(engine.collectives, "add_param_group()") as together:
                 group = normalise_group(param_group, known)
@@ -284,6 +284,8 @@ class ZeroRedundancyOptimizer(OwnedStateOptimizer, Joinable):
             if engine.layout is not old_layout:
                 engine.set_layout(old_params, old_layout)
             raise
+        finally:
+            engine.inner.clock.end()
         engine.inner.pull_options(self.param_groups)
         engine.inner.has_state = engine.inner.has_state or together.any_flag
         self._consolidated = None
@@ -306,23 +308,34 @@ class ZeroRedundancyOptimizer(OwnedStateOptimizer, Joinable):
         self._consolidated = consolidated(self.engine, self.param_groups, to)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the consolidated state dict, in the format of the plain optimizer's state dict.
+        """Return the state of all ranks, in the format of the plain optimizer's state dict.
 
-        This call does not communicate. Master weights are in an entry ``master_weights``, by position of the parameter.
+        One rank may call this alone, or several, or all: the background threads of the other ranks answer, and need
+        no call there. After :meth:`consolidate_state_dict` this call does not communicate. Before the first step the
+        state is empty. On other ranks than group rank 0, ``state`` is a mapping that is gathered when it is first
+        read, copied or pickled, which must happen before the next step or load. Master weights are in an entry
+        ``master_weights``, by position of the parameter.
 
         Raises:
-            RuntimeError: if the state was not consolidated on this rank since it last changed.
+            RuntimeError: if the state was not consolidated on this rank since it last changed, and is not served:
+                on an accelerator, or with ``serve_state_dict=False``.
+            RanksDisagreeError: if another rank has made another number of steps.
+            PeerFailedError: if another rank cannot answer; for example it has deleted this optimizer.
         """
         inner, gathered = self.engine.inner, self._consolidated or Consolidated({}, {}, -1)
         if gathered.version != inner.version and (inner.has_state or inner.uses_master_weights):
-            raise RuntimeError(
-                f"rank {self.rank} does not have the whole optimizer state, or no longer the current one: call "
-                f"consolidate_state_dict(to={self.rank}) on all ranks first, and state_dict() on that rank (with "
-                "torch.distributed.checkpoint: onecopy.checkpoint.get_optimizer_state_dict)"
-            )
-        owned_state, self._shown_state = self._shown_state, copy_tree(gathered.by_param)
+            self.wait()
+            if self.rank != 0 and not has_state_dict_hooks(self):
+                return self._server.pending(self._plain_form({}), self.param_groups)
+            gathered = self._server.gather()
+        masters = {STATE_DICT_KEY: copy_tree(gathered.masters)} if gathered.masters else {}
+        return self._plain_form(gathered.by_param) | masters
+
+    def _plain_form(self, by_param: dict[Any, Any]) -> dict[str, Any]:
+        """Return torch's state dict of some state, with parameters by position."""
+        owned_state, self._shown_state = self._shown_state, copy_tree(by_param)
         try:
-            return super().state_dict() | ({STATE_DICT_KEY: copy_tree(gathered.masters)} if gathered.masters else {})
+            return super().state_dict()
         finally:
             self._shown_state = owned_state
 
@@ -363,7 +376,8 @@ class ZeroRedundancyOptimizer(OwnedStateOptimizer, Joinable):
         def step_without_inputs() -> None:
             self.wait()
             if self.overlap is None or not self.overlap.finish_step(self.param_groups):
-                joined_step(self.engine, self.param_groups)
+                with self.engine.inner.clock.change():
+                    joined_step(self.engine, self.param_groups)
 
         return ZeROJoinHook(step_without_inputs, self.engine, lambda: self.param_groups)
 
@@ -383,18 +397,3 @@ class ZeroRedundancyOptimizer(OwnedStateOptimizer, Joinable):
             self.wait()  # parameters in flight would arrive after the change
             return lambda: change_and_share(self.engine, self.param_groups, getattr(self.optim, name))
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        """Refuse to be pickled or deep-copied."""
-        raise TypeError(
-            "a ZeroRedundancyOptimizer cannot be pickled or deep-copied: it belongs to a process group and has only "
-            "the state of this rank's shards; save consolidate_state_dict() + state_dict(), and construct a new one"
-        )
-
-    @property
-    def _overlap_with_ddp(self) -> NoReturn:
-        """Refuse torch's overlap hooks, which read this attribute first and need methods of torch's own class."""
-        raise ValueError(
-            "torch's hooks work with torch's class only: use onecopy.hook_with_zero_step or "
-            "onecopy.hook_with_zero_step_interleaved with a onecopy.ZeroRedundancyOptimizer"
-        )

@@ -37,7 +37,7 @@ def test_real_valued_classes_consolidate_too(world_size: int, optimizer_class: t
 
 @distributed(2, 3)
 def test_the_state_goes_to_the_rank_that_asks_for_it_and_to_no_other(world_size: int) -> None:
-    pair = Pair(shard_by="element").train()
+    pair = Pair(shard_by="element", serve_state_dict=False).train()
     for to in range(world_size):
         pair.ours.consolidate_state_dict(to)
         if pair.ours.rank == to:
@@ -68,7 +68,7 @@ def test_without_state_there_is_nothing_to_consolidate(world_size: int, optimize
 @distributed(2, 3)
 @pytest.mark.parametrize("names", [["small"], ["matrix", "small", "scalar"]])
 def test_a_class_whose_constructor_makes_state_must_be_consolidated_at_once(world_size: int, names: list[str]) -> None:
-    pair = Pair(part(Adagrad, lr=0.1), names=names)
+    pair = Pair(part(Adagrad, lr=0.1), names=names, serve_state_dict=False)
     expect_not_consolidated(pair.ours)
     for to in range(world_size):
         pair.consolidated(to)
@@ -91,7 +91,7 @@ def add_group(pair: Pair) -> None:
 @distributed(2, 3)
 @pytest.mark.parametrize("change", [step, load, add_group])
 def test_a_consolidation_is_stale_after_a_change(world_size: int, change: Callable[[Pair], None]) -> None:
-    pair = Pair(names=["matrix", "small"]).train()
+    pair = Pair(names=["matrix", "small"], serve_state_dict=False).train()
     for to in range(world_size):
         pair.consolidated(to)
     change(pair)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import re
 import textwrap
 import warnings
@@ -49,10 +50,12 @@ def batch() -> Tensor:
     return torch.randn(3, 4, generator=torch.Generator().manual_seed(dist.get_rank()))
 
 
-def trained(model: nn.Module | None = None, steps: int = 1) -> tuple[nn.Module, ZeroRedundancyOptimizer]:
+def trained(
+    model: nn.Module | None = None, steps: int = 1, **options: Any
+) -> tuple[nn.Module, ZeroRedundancyOptimizer]:
     """A model in DDP and its optimizer, after some steps."""
     model = DistributedDataParallel(Net()) if model is None else model
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), AdamW, lr=1e-3)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), AdamW, lr=1e-3, **options)
     for _ in range(steps):
         optimizer.zero_grad()
         model(batch()).square().sum().backward()
@@ -101,8 +104,21 @@ def different_gradients(folder: Path) -> None:
     optimizer.step()
 
 
-def not_consolidated(folder: Path) -> None:
-    trained()[1].state_dict()
+def ended_elsewhere(folder: Path) -> None:
+    _, optimizer = trained()
+    try:
+        if dist.get_rank() == 1:
+            del optimizer
+            gc.collect()
+        dist.barrier()
+        if dist.get_rank() == 0:
+            optimizer.state_dict()
+    finally:
+        dist.barrier()
+
+
+def not_served(folder: Path) -> None:
+    trained(serve_state_dict=False)[1].state_dict()
 
 
 def another_call(folder: Path) -> None:
@@ -182,7 +198,7 @@ Mistake = Callable[[Path], object]
 ALONE: list[Mistake] = [no_process_group]
 TOGETHER: list[Mistake] = [
     *(no_ddp, consumed_generator, no_class, instance, lbfgs, different_options, different_gradients),
-    *(not_consolidated, another_call, no_call, scaler_with_overlap, torch_clipping, pickled),
+    *(ended_elsewhere, not_served, another_call, no_call, scaler_with_overlap, torch_clipping, pickled),
     *(other_state_dict, other_model, step_exists, damaged),
 ]
 

@@ -126,9 +126,8 @@ def bits(tensor: Tensor) -> Tensor:
 
 
 def expect_not_consolidated(optimizer: ZeroRedundancyOptimizer) -> None:
-    with pytest.raises(
-        RuntimeError, match=rf"rank {optimizer.rank} .*call consolidate_state_dict\(to={optimizer.rank}\) on all ranks"
-    ):
+    advice = rf"serve_state_dict=False.*call consolidate_state_dict\(to={optimizer.rank}\) on all ranks"
+    with pytest.raises(RuntimeError, match=rf"rank {optimizer.rank} .*{advice}"):
         optimizer.state_dict()
 
 

@@ -12,6 +12,8 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore as PrefixStore
+from torch._C._distributed_c10d import Store as Store
 from torch._compile import _disable_dynamo
 from torch.distributed.algorithms.join import Join, Joinable
 from torch.nn import Module
@@ -298,3 +300,20 @@ def uncompiled(module: torch.nn.Module) -> torch.nn.Module:
     """Return the module that was given to ``torch.compile``, or the module itself if it is not compiled."""
     inner = getattr(module, "_orig_mod", None)
     return inner if isinstance(inner, torch.nn.Module) else module
+
+
+def has_state_dict_hooks(optimizer: Optimizer) -> bool:
+    """Return whether hooks of ``Optimizer.register_state_dict_post_hook`` will read the state dict."""
+    return bool(optimizer._optimizer_state_dict_post_hooks)
+
+
+def default_store() -> Store:
+    """Return the store with which the default process group was initialised."""
+    store: Store = dist.distributed_c10d._get_default_store()
+    return store
+
+
+def clone_of(store: Store) -> Store:
+    """Return another connection to the same store."""
+    clone: Store = store.clone()  # type: ignore[attr-defined]
+    return clone

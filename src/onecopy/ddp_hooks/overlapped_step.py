@@ -137,7 +137,10 @@ class OverlappedStep:
             if not failure:
                 self._info.options.restore(engine.inner.optim.param_groups)
                 engine.update_some(has_gradient)
-        engine.confirm_and_share(groups, has_gradient, failure.error)
+        try:
+            engine.confirm_and_share(groups, has_gradient, failure.error)
+        finally:
+            engine.inner.clock.end()
         return True
 
     def _begin_iteration(self) -> None:
@@ -160,7 +163,8 @@ class OverlappedStep:
             engine.follow_moved_params()
             engine.check_groups(groups)
             engine.inner.push_options(groups)
-            engine.inner.master_weights.refresh_from_params()
+            with engine.inner.clock.edit():  # no change yet: the other ranks may not have begun this pass
+                engine.inner.master_weights.refresh_from_params()
         if self._assignments.layouts[0] is not engine.layout:
             self._assignments = self._make_assignments()
             self._sharings.clear()
@@ -220,7 +224,10 @@ class OverlappedStep:
                     self._update(info, update, gradients)
             self._start_sharing(info, update)
             if update.done is not None:
-                self._finish_iteration(info)
+                try:
+                    self._finish_iteration(info)
+                finally:
+                    self._engine.inner.clock.end()
                 update.done.set_result(gradients)
 
     def _broadcast_options(self, info: OverlapInfo, has_inputs: bool) -> None:

@@ -1,12 +1,14 @@
 """Gathers the optimizer state of every rank on one rank, tensor by tensor, in the plain optimizer's form.
 
-1. Each rank describes its state as tagged JSON without the tensors (``_describe``); this may fail.
+1. Each rank describes its state as tagged JSON without the tensors (``describe_owned``); this may fail.
 2. All ranks raise if a rank failed, or if options or state under keys that are not parameters differ.
 3. The descriptions go to the receiver, which allocates the full tensors on the CPU; this may fail.
 4. All ranks raise if the receiver could not allocate everything.
 5. Each rank in turn sends its tensors; the receiver writes them into the full tensors, in bounded pieces.
 6. The receiver checks that the owners of a cut parameter have equal state where it is not per element; all ranks raise
    if they do not.
+
+``state_dict/serving.py`` does the same without a call on the other ranks: it asks them one after the other.
 """
 
 from __future__ import annotations
@@ -84,8 +86,11 @@ class _OwnerState:
 def consolidated(engine: Engine, groups: Sequence[Group], to: int) -> Consolidated | None:
     """Gather the full state on group rank ``to``; return None on the other ranks."""
     state = consolidate(engine.collectives, engine.layout, engine.inner, groups, to)
-    if state is None:
-        return None
+    return None if state is None else as_consolidated(engine, state)
+
+
+def as_consolidated(engine: Engine, state: dict[int, State]) -> Consolidated:
+    """Return the full state of the current version, from the full state by parameter index."""
     state, masters = master_weights.split_master_weights(state)
     by_param: dict[Any, Any] = {engine.params[index]: value for index, value in state.items()}
     by_param |= nested_tensors.map_tensors(
@@ -102,16 +107,15 @@ def consolidate(
     with FailTogether(collectives, CALL, [*group_facts(groups), Fact("target rank", str(to))]) as together:
         if not isinstance(to, int) or not 0 <= to < layout.world_size:
             raise ValueError(f"to must be a group rank from 0 to {layout.world_size - 1}, got {to!r}")
-        owner_states, tensors = _describe(layout, local)
-        header = tagged_json.dumps([[each.param, each.tree, each.tensors, each.checksum] for each in owner_states])
-        together.facts += _other_facts(local)
+        header, tensors = describe_owned(layout, local)
+        together.facts += other_facts(local)
     headers = _gather_headers(collectives, header, to)
-    full_state = _FullState(layout)
+    full_state = FullState(layout)
     with FailTogether(collectives, CALL):
         # The senders start only when the receiver has room for everything: a sender cannot be stopped later.
         targets = [full_state.allocate(text, source) for source, text in enumerate(headers)]
     if not is_receiver:
-        send_ranges(_byte_views(tensors), lambda buffer: collectives.send(buffer, to), collectives.control_device)
+        send_ranges(byte_views(tensors), lambda buffer: collectives.send(buffer, to), collectives.control_device)
     for source, views in enumerate(targets):
         if source != to:
             start = partial(collectives.receive, source=source)
@@ -120,7 +124,7 @@ def consolidate(
     with FailTogether(collectives, CALL):
         if is_receiver:
             if targets[to]:
-                torch._foreach_copy_(targets[to], _byte_views(tensors))
+                torch._foreach_copy_(targets[to], byte_views(tensors))
             state = full_state.checked()
     return state
 
@@ -144,8 +148,8 @@ def _gather_headers(collectives: Collectives, header: bytes, to: int) -> list[by
     return headers
 
 
-def _describe(layout: Layout, local: InnerOptimizer) -> tuple[list[_OwnerState], list[Tensor]]:
-    """Return a description of the state that this rank owns, and its tensors in the same order."""
+def describe_owned(layout: Layout, local: InnerOptimizer) -> tuple[bytes, list[Tensor]]:
+    """Return a description of the state that this rank owns, the header, and its tensors in the same order."""
     known = {id(owned.tensor) for owned in local.owned}
     for key in local.optim.state:
         if isinstance(key, Tensor) and id(key) not in known:
@@ -175,10 +179,11 @@ def _describe(layout: Layout, local: InnerOptimizer) -> tuple[list[_OwnerState],
         described = list(zip(forms, per_element, strict=True))
         owner_states.append(_OwnerState(spec.index, tree, described, checksum(copies)))
         all_tensors += tensors
-    return owner_states, all_tensors
+    header = tagged_json.dumps([[each.param, each.tree, each.tensors, each.checksum] for each in owner_states])
+    return header, all_tensors
 
 
-def _other_facts(local: InnerOptimizer) -> list[Fact]:
+def other_facts(local: InnerOptimizer) -> list[Fact]:
     """Return facts about state under keys that are not parameters, which must be equal on all ranks."""
     facts = []
     for key, value in sorted(local.other_state().items(), key=lambda item: repr(item[0])):
@@ -192,11 +197,12 @@ def _other_facts(local: InnerOptimizer) -> list[Fact]:
     return facts
 
 
-def _byte_views(tensors: Sequence[Tensor]) -> list[Tensor]:
+def byte_views(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return the memory of dense tensors as bytes."""
     return [as_bytes(flat_view(tensor)) for tensor in tensors]
 
 
-class _FullState:
+class FullState:
     """The full tensors on the receiver, into which every owner's values are received."""
 
     def __init__(self, layout: Layout) -> None:

@@ -209,6 +209,9 @@ class Engine:
         """
         self.check_groups(groups)
         self.inner.push_options(groups)
+        # Other ranks can read the state until the closure, which may communicate, has returned.
+        if not callable(closure) or not self.inner.changes_after_closure or self.inner.master_policy.any:
+            self.inner.clock.begin()
         self.inner.master_weights.refresh_from_params()
         last_loss: Any = None
 
@@ -220,6 +223,7 @@ class Engine:
                 last_loss = closure()
             except Exception as error:
                 raise ClosureError(error) from error
+            self.inner.clock.begin()
             self.inner.push_options(groups)  # the closure may have changed them
             self._bind_gradients()
             return last_loss
@@ -347,14 +351,15 @@ def sequential_step(
 def change_and_share(engine: Engine, groups: Sequence[Group], change: Callable[[], object]) -> None:
     """Run a function that changes owned parameters outside a step, then share all parameters."""
     failure = FirstFailure()
-    with failure:
-        engine.follow_moved_params()
-        engine.inner.push_options(groups)
-        engine.inner.master_weights.refresh_from_params()
-        with torch.no_grad():
-            change()
-        engine.inner.master_weights.write_to_params(everything=True)
-    engine.confirm_and_share(groups, None, failure.error)
+    with engine.inner.clock.change():
+        with failure:
+            engine.follow_moved_params()
+            engine.inner.push_options(groups)
+            engine.inner.master_weights.refresh_from_params()
+            with torch.no_grad():
+                change()
+            engine.inner.master_weights.write_to_params(everything=True)
+        engine.confirm_and_share(groups, None, failure.error)
 
 
 def sharded_collectives(optimizers: Sequence[object]) -> Collectives | None:

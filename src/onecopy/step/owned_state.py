@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from typing import Any
+from typing import Any, NoReturn
 
 from torch.optim import Optimizer
 
+from onecopy.layout import Layout
 from onecopy.step.engine import Engine
 from onecopy.step.inner_optimizer import InnerOptimizer
 
@@ -35,13 +36,15 @@ class OwnedState(MutableMapping[Any, Any]):
             raise KeyError(
                 f"rank {self._inner.group_rank} owns nothing of this parameter; its state is on another rank"
             )
-        self._inner.optim.state[key] = value
+        with self._inner.clock.edit():
+            self._inner.optim.state[key] = value
         self._inner.note_edited()
 
     def __delitem__(self, param: Any) -> None:
         if param not in self:
             raise KeyError(f"rank {self._inner.group_rank} has no state under this key")
-        del self._inner.optim.state[self._inner.state_key(param)]
+        with self._inner.clock.edit():
+            del self._inner.optim.state[self._inner.state_key(param)]
         self._inner.note_edited()
 
     def get(self, param: Any, default: Any = None) -> Any:
@@ -90,6 +93,16 @@ class OwnedStateOptimizer(Optimizer):
     _shown_state: Any
 
     @property
+    def optim(self) -> Optimizer:
+        """This rank's instance of the optimizer class."""
+        return self.engine.inner.optim
+
+    @property
+    def layout(self) -> Layout:
+        """The owner of every range of every parameter; print it for a table."""
+        return self.engine.layout
+
+    @property
     def state(self) -> Any:
         """The state of this rank's shards by parameter.
 
@@ -120,6 +133,21 @@ class OwnedStateOptimizer(Optimizer):
         super().__setstate__({key: value for key, value in state.items() if key != "state"})
         if "state" in state:
             self.state = state["state"]
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Refuse to be pickled or deep-copied."""
+        raise TypeError(
+            "a ZeroRedundancyOptimizer cannot be pickled or deep-copied: it belongs to a process group and has only "
+            "the state of this rank's shards; save its state_dict(), and construct a new one"
+        )
+
+    @property
+    def _overlap_with_ddp(self) -> NoReturn:
+        """Refuse torch's overlap hooks, which read this attribute first and need methods of torch's own class."""
+        raise ValueError(
+            "torch's hooks work with torch's class only: use onecopy.hook_with_zero_step or "
+            "onecopy.hook_with_zero_step_interleaved with a onecopy.ZeroRedundancyOptimizer"
+        )
 
 
 def optimizer_list(optimizers: Any) -> list[Any]:

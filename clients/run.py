@@ -1,0 +1,237 @@
+"""Runs every client with every optimizer and prints a table: does it train, save, and resume to the same parameters?
+
+Each client runs in one go, and again in two halves: train half, save, be killed, resume in new processes. Both must
+end with the same parameters on all ranks, bit by bit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import itertools
+import json
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import launching
+from common import MODES, OPTIMIZERS
+
+HERE = Path(__file__).parent
+EXAMPLES = HERE.parent / "examples/frameworks"
+PAGE = HERE.parent / "docs/frameworks.md"
+MARKS = "<!-- clients: made by make clients -->", "<!-- end of clients -->"
+
+
+@dataclass(frozen=True)
+class Client:
+    """A row of the table: a script and the variant of it."""
+
+    name: str
+    script: str
+    variant: str = ""
+    optimizers: tuple[str, ...] = OPTIMIZERS
+
+
+CLIENTS = [
+    Client("script as nanoGPT: rank 0 alone saves", "nanogpt.py"),
+    Client("script that consolidates", "script.py", "adamw"),
+    Client("script, bitsandbytes AdamW8bit", "script.py", "bitsandbytes"),
+    Client("script, torchao AdamW8bit", "script.py", "torchao"),
+    Client("Lightning Trainer", "lightning_trainer.py", "trainer"),
+    Client("Lightning Trainer, our strategy", "lightning_trainer.py", "strategy", ("onecopy",)),
+    Client("Lightning Trainer, our strategy, sharded gradients", "lightning_trainer.py", "sharded", ("onecopy",)),
+    Client("Lightning Fabric", "fabric.py"),
+    Client("Accelerate", "accelerate_script.py", "save_state"),
+    Client("Accelerate, consolidated before save_state", "accelerate_script.py", "consolidate"),
+    Client("Trainer, optimizers=", "transformers_trainer.py", "full"),
+    Client("Trainer, optimizer_cls_and_kwargs=", "transformers_trainer.py", "full-class"),
+    Client("Trainer, LoRA, optimizers=", "transformers_trainer.py", "lora"),
+    Client("Trainer, LoRA, optimizer_cls_and_kwargs=", "transformers_trainer.py", "lora-class"),
+    Client("Trainer, our callback", "transformers_trainer.py", "callback", ("onecopy",)),
+    Client("Ignite", "ignite_trainer.py"),
+    Client("mmengine Runner", "mmengine_runner.py", "class"),
+    Client("mmengine Runner, a subclass as mmengine's", "mmengine_runner.py", "subclass", ("onecopy",)),
+]
+
+PACKAGES = (
+    "torch",
+    "lightning",
+    "accelerate",
+    "transformers",
+    "peft",
+    "pytorch-ignite",
+    "mmengine",
+    "bitsandbytes",
+    "torchao",
+)
+
+GOOD = "trains, saves and resumes"
+
+Launch = Callable[[Path, list[str], Path], bool]
+
+
+def results(out: Path, mode: str, kind: str) -> list[dict[str, str]]:
+    """The files of a kind that the ranks of a run left, the oldest first."""
+    files = sorted(out.glob(f"{mode}-{kind}-*.json"), key=lambda file: file.stat().st_mtime)
+    return [json.loads(file.read_text()) for file in files]
+
+
+def failure(out: Path, mode: str, in_time: bool) -> str:
+    """Why a run failed, with the first line of its first error, or an empty string if it did not."""
+    errors = results(out, mode, "error")
+    kind = "saved" if mode == "first-half" else "result"
+    if len(results(out, mode, kind)) == launching.RANKS and not errors:
+        return ""
+    stage = {"straight": "does not train", "first-half": "trains, cannot save", "resume": "saves, cannot resume"}[mode]
+    if not errors:
+        return f"{stage}: {'it ended without a reason' if in_time else 'it hangs'}"
+    if errors[0]["when"] == "saving":
+        stage = "trains, cannot save"  # each epoch ends with a save
+    return f"{stage}: {errors[0]['error']}"
+
+
+def run_client(client: Client, optimizer: str, launch: Launch, out: Path) -> tuple[str, str]:
+    """Run a client in one go and in two halves; return the table's cell and the digest of the first run."""
+    digests: dict[str, set[str]] = {}
+    for mode in MODES:
+        arguments = ["--optimizer", optimizer, "--mode", mode, "--out", str(out)]
+        if client.variant:
+            arguments += ["--variant", client.variant]
+        in_time = launch(HERE / client.script, arguments, out / f"{mode}.log")
+        if why := failure(out, mode, in_time):
+            return why, ""
+        digests[mode] = {result["digest"] for result in results(out, mode, "result")}
+    if any(len(digests[mode]) != 1 for mode in ("straight", "resume")):
+        return "ranks end with different parameters", ""
+    if digests["straight"] != digests["resume"]:
+        return "resumes to other parameters", min(digests["straight"])
+    return GOOD, min(digests["straight"])
+
+
+def cells_of(client: Client, optimizers: list[str], preload: bool, keep: Path | None) -> dict[str, str]:
+    """The cells of a row."""
+    cells: dict[str, str] = {}
+    plain = ""
+    for optimizer in (name for name in optimizers if name in client.optimizers):
+        out = Path(tempfile.mkdtemp(prefix="client-"))
+        launch = launching.with_forks if preload else launching.with_torchrun
+        cell, digest = run_client(client, optimizer, launch, out)
+        plain = digest if optimizer == "plain" else plain
+        if digest and plain and digest != plain:
+            cell += ", to other parameters than plain"
+        cells[optimizer] = cell
+        if keep is not None:
+            shutil.copytree(out, keep / f"{client.script}-{client.variant}-{optimizer}", dirs_exist_ok=True)
+        shutil.rmtree(out)
+        print(f"{client.name}, {optimizer}: {cell}", flush=True)
+    return cells
+
+
+def in_a_fork(clients: list[Client], optimizers: list[str], keep: Path | None) -> dict[str, dict[str, str]]:
+    """The rows of the clients of one script, from a process of its own that imports the framework once."""
+    read, write = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            launching.preload(HERE / clients[0].script)
+            rows = {client.name: cells_of(client, optimizers, True, keep) for client in clients}
+        except Exception as error:
+            why = f"cannot run here: {type(error).__name__}: {error}"
+            rows = {client.name: dict.fromkeys(optimizers, why) for client in clients}
+        os.write(write, json.dumps(rows).encode())
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as pipe:
+        found: dict[str, dict[str, str]] = json.loads(pipe.read() or "{}")
+    os.waitpid(child, 0)
+    return found
+
+
+def run_examples(only: str, launch: Launch) -> list[str]:
+    """Run each example twice, so that it resumes; return the failures."""
+    failures = []
+    for script in sorted(EXAMPLES.glob("*.py")):
+        if not re.search(only, script.stem):
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            for _ in range(2):
+                log = Path(folder) / "log"
+                if not launch(script, [folder], log) or not succeeded(log):
+                    failures.append(script.name)
+                    print(f"example {script.name} failed:\n{log.read_text()[-2000:]}", flush=True)
+                    break
+            else:
+                print(f"example {script.name}: runs and resumes", flush=True)
+    return failures
+
+
+def succeeded(log: Path) -> bool:
+    """Whether no rank of an example raised."""
+    return "Traceback (most recent call last)" not in log.read_text()
+
+
+def versions() -> str:
+    """The versions that were run."""
+    installed = {each.name.lower(): each.version for each in importlib.metadata.distributions()}
+    return ", ".join(f"{package} {installed.get(package, 'not installed')}" for package in PACKAGES)
+
+
+def table(rows: dict[str, dict[str, str]]) -> str:
+    """The rows as Markdown."""
+    lines = ["| client | plain AdamW | torch's class | onecopy |", "|---|---|---|---|"]
+    for name, cells in rows.items():
+        shown = [re.sub(r"([|<>])", r"\\\1", cells.get(optimizer, "-")) for optimizer in OPTIMIZERS]
+        lines.append(f"| {name} | {' | '.join(shown)} |")
+    return f"Run with {versions()}.\n\n" + "\n".join(lines)
+
+
+def write(text: str) -> None:
+    """Replace the table on the docs page."""
+    page = PAGE.read_text()
+    before, rest = page.split(MARKS[0])
+    after = rest.split(MARKS[1])[1]
+    PAGE.write_text(f"{before}{MARKS[0]}\n\n{text}\n\n{MARKS[1]}{after}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", default="", help="a pattern for the names of clients")
+    parser.add_argument("--optimizers", default=",".join(OPTIMIZERS))
+    parser.add_argument("--preload", action="store_true", help="fork the ranks instead of starting them with torchrun")
+    parser.add_argument("--keep", type=Path, help="a directory for the logs and files of each run")
+    parser.add_argument("--rows", type=Path, help="a file in which rows are kept, to run the table in parts")
+    parser.add_argument("--write", action="store_true", help=f"write the table to {PAGE.name}")
+    arguments = parser.parse_args()
+    optimizers = arguments.optimizers.split(",")
+    rows: dict[str, dict[str, str]] = {}
+    if arguments.rows and arguments.rows.is_file():
+        rows = json.loads(arguments.rows.read_text())
+    chosen = [client for client in CLIENTS if re.search(arguments.only, client.name)]
+    for _, group in itertools.groupby(chosen, key=lambda client: client.script):
+        clients = list(group)
+        if arguments.preload:
+            found = in_a_fork(clients, optimizers, arguments.keep)
+        else:
+            found = {client.name: cells_of(client, optimizers, False, arguments.keep) for client in clients}
+        for name, cells in found.items():
+            rows.setdefault(name, {}).update(cells)
+        if arguments.rows:
+            arguments.rows.write_text(json.dumps(rows, indent=1))
+    text = table({client.name: rows[client.name] for client in CLIENTS if client.name in rows})
+    print(f"\n{text}")
+    if arguments.write:
+        write(text)
+    failed = [name for name, cells in rows.items() if cells.get("onecopy", GOOD) != GOOD]
+    if not arguments.preload:
+        failed += run_examples(arguments.only, launching.with_torchrun)
+    if failed:
+        raise SystemExit(f"failed with onecopy: {', '.join(failed)}")
+
+
+if __name__ == "__main__":
+    main()

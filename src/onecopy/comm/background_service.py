@@ -1,0 +1,312 @@
+"""One waiting thread in each process that answers requests of other ranks, wherever the main threads are.
+
+Requests go through the store of the default process group. Each process has an *inbox* there: a sequence of keys. The
+thread waits for the next one, on a connection of its own, a clone of the store. An answer is one more key. Data go over
+a :class:`Link`, a gloo group of two ranks that lives for one request.
+
+The thread ends when the default process group is freed, and at the latest before the interpreter ends. Global rank 0,
+whose process may be the host of the store, ends the threads of all processes before its own. A process that ends in
+order and has something left to answer about keeps its thread until then, for a while: rank 0 often saves when the
+others have nothing left to do.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import itertools
+import json
+import logging
+import multiprocessing.util
+import os
+import secrets
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, ClassVar
+
+import torch.distributed as dist
+from torch import Tensor
+
+from onecopy.comm.work import Work
+from onecopy.common.torch_private import PrefixStore, Store, clone_of, default_store
+from onecopy.errors import PeerFailedError
+
+logger = logging.getLogger(__name__)
+
+Message = dict[str, Any]
+Subjects = weakref.WeakValueDictionary[str, Any]
+
+STOP = "stop"
+"""The kind of the request that ends a thread."""
+
+ALL_SERVICES = "onecopy/services"
+"""The key under which the store counts the inboxes of all processes."""
+
+OF_RANK_0 = "onecopy/services/rank 0"
+"""The key that tells that global rank 0 has a service."""
+
+LONG_WAIT = timedelta(days=10)
+"""One wait for a request; the thread then waits again."""
+
+SECONDS_FOR_RANK_0 = 60.0
+"""How long a process that ends in order goes on answering, so that rank 0 can save."""
+
+SECONDS_TO_END = 5.0
+"""How long a process waits at its end for its thread, and global rank 0 for the threads of all others."""
+
+BARRIER_HINT = "let all ranks wait for the save, with torch.distributed.barrier() after it"
+
+
+class Link:
+    """A gloo group of the rank that asks and one rank that answers, made by both for one request."""
+
+    def __init__(self, store: Store, name: str, is_caller: bool, timeout: timedelta) -> None:
+        group_rank = 0 if is_caller else 1
+        self._other = 1 - group_rank
+        self._group: Any = dist.ProcessGroupGloo(PrefixStore(f"{name}/link", store), group_rank, 2, timeout)
+
+    def send(self, tensor: Tensor) -> Work:
+        """Start sending contiguous CPU memory to the other rank."""
+        work: Work = self._group.send([tensor], self._other, 0)
+        return work
+
+    def receive(self, tensor: Tensor) -> Work:
+        """Start receiving into contiguous CPU memory; messages arrive in the order they were sent."""
+        work: Work = self._group.recv([tensor], self._other, 0)
+        return work
+
+    def close(self) -> None:
+        """End the connection, so that the other rank does not wait for this one."""
+        self._group = None
+
+
+class Answering:
+    """A request, seen by the thread that answers it.
+
+    Attributes:
+        request: the entries of the request.
+        subject: the object that the request is about; None if it no longer exists in this process.
+        is_answered: whether the answer has been sent.
+    """
+
+    def __init__(self, request: Message, subject: Any, store: Store) -> None:
+        self.request = request
+        self.subject = subject
+        self.is_answered = False
+        self._store = store
+
+    def answer(self, message: Message) -> None:
+        """Send the answer, once."""
+        self._store.set(self.request["reply"], json.dumps(message))
+        self.is_answered = True
+
+    def link(self) -> Link:
+        """Connect to the rank that asks, which connects when it has read the answer."""
+        timeout = timedelta(seconds=self.request["seconds"])
+        return Link(self._store, self.request["reply"], is_caller=False, timeout=timeout)
+
+
+Handler = Callable[[Answering], None]
+
+handlers: dict[str, Handler] = {}
+"""The functions that answer requests, by kind; they run on the service's thread."""
+
+
+class BackgroundService:
+    """The waiting thread of this process, for one default process group.
+
+    Attributes:
+        inbox: a number that names this process's inbox in the store, positive and unique.
+        subjects: the objects about which other ranks may ask, by keys that are equal on all ranks.
+    """
+
+    _by_group: ClassVar[weakref.WeakKeyDictionary[dist.ProcessGroup, BackgroundService]] = weakref.WeakKeyDictionary()
+
+    def __init__(self, store: Store, is_rank_0: bool) -> None:
+        self.inbox = secrets.randbits(62) + 1
+        self.subjects: Subjects = weakref.WeakValueDictionary()
+        # With the store itself, the host's server lives until stop() has ended all threads.
+        self._store: Store | None = store
+        self._is_rank_0 = is_rank_0
+        self._process = os.getpid()
+        self._numbers = itertools.count()
+        thread_store = clone_of(store)  # waiting on the store itself would block the main thread's calls
+        thread_store.set(f"{ALL_SERVICES}/{thread_store.add(ALL_SERVICES, 1)}", str(self.inbox))
+        if is_rank_0:
+            thread_store.set(OF_RANK_0, "1")
+        # The thread does not refer to the service, which is freed with the process group.
+        arguments = (thread_store, self.inbox, self.subjects)
+        self._thread = threading.Thread(target=_serve, args=arguments, name="onecopy-service", daemon=True)
+        self._thread.start()
+        atexit.register(self.end)
+        # A child of multiprocessing ends without the interpreter's exit functions, but with these.
+        self._at_exit = multiprocessing.util.Finalize(None, self.stop, exitpriority=0)
+
+    @classmethod
+    def of_process(cls) -> BackgroundService:
+        """The service of this process, started if there is none yet."""
+        group = dist.group.WORLD
+        assert group is not None
+        service = cls._by_group.get(group)
+        if service is None:
+            service = cls._by_group[group] = cls(default_store(), is_rank_0=dist.get_rank() == 0)
+            weakref.finalize(group, service.stop).atexit = False
+        return service
+
+    def ask(self, inbox: int, request: Message, timeout: timedelta) -> Asking:
+        """Send a request to the thread of another process, or of this one.
+
+        Args:
+            inbox: the inbox of that process.
+            request: the kind of the request, the key of its subject, and further entries.
+            timeout: how long the answer, a connection and each message may take.
+        """
+        if self._store is None:
+            raise PeerFailedError(
+                "cannot be asked any more: this process is ending, or has destroyed its process group"
+            )
+        # A connection of its own, because another thread may use the store: it is closed after the request.
+        store, reply = clone_of(self._store), f"onecopy/{self.inbox}/reply/{next(self._numbers)}"
+        _post(store, inbox, {**request, "reply": reply, "seconds": timeout.total_seconds()})
+        return Asking(store, inbox, reply, timeout)
+
+    def end(self) -> None:
+        """Stop before the interpreter ends. After a normal end of the program, wait for global rank 0 first."""
+        has_failed = hasattr(sys, "last_type")  # of an exception that has ended the program
+        may_be_asked = bool(self.subjects) and not self._is_rank_0 and os.getpid() == self._process
+        if self._store is not None and may_be_asked and not has_failed:
+            with contextlib.suppress(RuntimeError):  # the store's host has ended
+                if self._store.check([OF_RANK_0]):
+                    self._thread.join(SECONDS_FOR_RANK_0)
+        self.stop()
+
+    def stop(self) -> None:
+        """End the thread and wait for its end; on global rank 0, end the threads of all processes first."""
+        if self._store is None or os.getpid() != self._process:
+            return  # a fork has no thread
+        store, self._store = self._store, None
+        self._at_exit.cancel()
+        atexit.unregister(self.end)
+        with contextlib.suppress(RuntimeError):  # the store's host has ended, and with it this thread
+            if self._thread.is_alive():
+                inboxes = _living(store) if self._is_rank_0 else [self.inbox]
+                for inbox in inboxes:
+                    _post(store, inbox, {"kind": STOP})
+                _wait_for_ends(store, [inbox for inbox in inboxes if inbox != self.inbox])
+        if threading.current_thread() is not self._thread:
+            self._thread.join(SECONDS_TO_END)
+
+
+class Asking:
+    """A request, seen by the rank that asks."""
+
+    def __init__(self, store: Store, inbox: int, reply: str, timeout: timedelta) -> None:
+        self._store = store
+        self._inbox = inbox
+        self._reply = reply
+        self._timeout = timeout
+
+    def answer(self) -> Message:
+        """Wait for the answer; raise ``PeerFailedError`` if there is none. Its text continues a sentence."""
+        if self._store.check([_closed(self._inbox)]) and not self._store.check([self._reply]):
+            raise PeerFailedError(f"has ended, or has destroyed its process group: {BARRIER_HINT}")
+        try:
+            self._store.wait([self._reply], self._timeout)
+        except RuntimeError as error:
+            raise PeerFailedError(
+                f"has not answered within {self._timeout.total_seconds():.0f} s: its process has died or is stopped "
+                f"({error})"
+            ) from error
+        message: Message = json.loads(self._store.get(self._reply))
+        self._store.delete_key(self._reply)
+        return message
+
+    def link(self) -> Link:
+        """Connect to the rank that answers."""
+        return Link(self._store, self._reply, is_caller=True, timeout=self._timeout)
+
+
+def _post(store: Store, inbox: int, request: Message) -> None:
+    number = store.add(f"onecopy/{inbox}/count", 1)
+    store.set(f"onecopy/{inbox}/{number}", json.dumps(request))
+
+
+def _living(store: Store) -> list[int]:
+    """The inboxes of all processes whose threads have not ended."""
+    keys = [f"{ALL_SERVICES}/{number + 1}" for number in range(store.add(ALL_SERVICES, 0))]
+    inboxes = [int(store.get(key)) for key in keys if store.check([key])]
+    return [inbox for inbox in inboxes if not store.check([_ended(inbox)])]
+
+
+def _wait_for_ends(store: Store, inboxes: list[int]) -> None:
+    limit = time.monotonic() + SECONDS_TO_END
+    keys = [_ended(inbox) for inbox in inboxes]
+    # A wait of the store's own would print a warning if a process was killed.
+    while keys and not store.check(keys) and time.monotonic() < limit:
+        time.sleep(0.01)
+
+
+def _closed(inbox: int) -> str:
+    """The key that tells that later requests are not answered."""
+    return f"onecopy/{inbox}/closed"
+
+
+def _ended(inbox: int) -> str:
+    """The key that tells that the thread does not use the store any more."""
+    return f"onecopy/{inbox}/ended"
+
+
+def _serve(store: Store, inbox: int, subjects: Subjects) -> None:
+    """Answer requests until one of them is ``STOP``, or until the store is gone."""
+    number = 0
+    try:
+        while True:
+            number += 1
+            key = f"onecopy/{inbox}/{number}"
+            _wait_long(store, key)
+            request = json.loads(store.get(key))
+            store.delete_key(key)
+            if request["kind"] == STOP:
+                break
+            _handle(Answering(request, subjects.get(request["subject"]), store))
+        # A rank that asks from now on finds this key. Those that have asked before get an answer.
+        store.set(_closed(inbox), "1")
+        _refuse_rest(store, inbox, number)
+        store.set(_ended(inbox), "1")
+    except RuntimeError as error:  # the host of the store has ended
+        logger.debug("the background service has ended: %s", error)
+
+
+def _wait_long(store: Store, key: str) -> None:
+    while True:
+        begun = time.monotonic()
+        try:
+            store.wait([key], LONG_WAIT)
+            break
+        except dist.DistStoreError:
+            if time.monotonic() - begun < LONG_WAIT.total_seconds() / 2:
+                raise
+
+
+def _handle(answering: Answering) -> None:
+    """Run the handler of a request. An exception goes to the rank that asks, if it has no answer yet."""
+    try:
+        handlers[answering.request["kind"]](answering)
+    except Exception as error:
+        logger.debug("a request of another rank has failed", exc_info=True)
+        if not answering.is_answered:
+            answering.answer({"error": f"answers: {type(error).__name__}: {error}"})
+
+
+def _refuse_rest(store: Store, inbox: int, number: int) -> None:
+    """Answer the requests after the last one that was handled: this process ends."""
+    for later in range(number + 1, store.add(f"onecopy/{inbox}/count", 0) + 1):
+        key = f"onecopy/{inbox}/{later}"
+        if store.check([key]):
+            request = json.loads(store.get(key))
+            if request["kind"] != STOP:
+                Answering(request, None, store).answer({"error": f"is ending: {BARRIER_HINT}"})

@@ -1,0 +1,154 @@
+"""A Lightning strategy whose checkpoints are written by all ranks, without gathering the state on one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.strategies import DDPStrategy
+
+from onecopy import checkpoint as checkpoints
+from onecopy.checkpoint.directories import folder_of
+from onecopy.data_parallel import ShardedDataParallel
+from onecopy.errors import CheckpointError
+
+
+class ShardedStrategy(DDPStrategy):
+    """Trains with DDP or ShardedDataParallel and saves with :func:`onecopy.checkpoint.save`.
+
+    A checkpoint is a directory: the model and the optimizers as :func:`onecopy.checkpoint.save` writes them, and a file
+    with everything else that Lightning saves. Any number of ranks can load it. In hooks such as
+    ``on_save_checkpoint`` the entries ``state_dict`` and ``optimizer_states`` of the checkpoint are empty.
+
+    Args:
+        *arguments: arguments of ``DDPStrategy``.
+        shard_gradients: wrap the module in :class:`onecopy.ShardedDataParallel` instead of DDP. All optimizers must be
+            a :class:`onecopy.ZeroRedundancyOptimizer`.
+        wrapper_options: with ``shard_gradients``, arguments of ShardedDataParallel, such as ``overlap_forward``.
+        **options: arguments of ``DDPStrategy``. Without ``shard_gradients`` DDP's own are among them.
+    """
+
+    def __init__(
+        self,
+        *arguments: Any,
+        shard_gradients: bool = False,
+        wrapper_options: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(*arguments, **options)
+        self.shard_gradients = shard_gradients
+        self.wrapper_options = dict(wrapper_options or {})
+        self._loaded_folder: Path | None = None
+
+    def configure_ddp(self) -> None:
+        """Wrap the module in DDP; ShardedDataParallel needs the optimizers, which are made later."""
+        if not self.shard_gradients:
+            super().configure_ddp()
+
+    def setup_optimizers(self, trainer: Any) -> None:
+        """Make the optimizers, and with ``shard_gradients`` wrap the module.
+
+        Args:
+            trainer: the Trainer.
+        """
+        super().setup_optimizers(trainer)
+        if self.shard_gradients:
+            self.model = ShardedDataParallel(self.lightning_module, self.optimizers, **self.wrapper_options)
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Accumulate gradients without reducing them."""
+        if isinstance(self.model, ShardedDataParallel):
+            with self.model.no_sync():
+                yield
+        else:
+            with super().block_backward_sync():
+                yield
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Return nothing: :meth:`save_checkpoint` saves the model itself."""
+        return {}
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:  # noqa: ARG002 - Lightning passes it
+        """Return nothing: :meth:`save_checkpoint` saves the optimizers themselves.
+
+        Args:
+            optimizer: not used.
+        """
+        return {}
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Save the model, the optimizers and the rest of a checkpoint; all ranks write.
+
+        Args:
+            checkpoint: everything that Lightning saves, without the states of model and optimizers.
+            filepath: the directory to write to.
+            storage_options: arguments of the ``CheckpointIO`` plugin.
+        """
+        root, step = Path(filepath), int(checkpoint["global_step"])
+        # The step's directory is committed last, so that a directory without its file is never found.
+        if self.is_global_zero:
+            self.checkpoint_io.save_checkpoint(checkpoint, _rest_of(folder_of(root, step)), storage_options)
+        self.barrier()
+        optimizers = self.optimizers if "optimizer_states" in checkpoint else None
+        checkpoints.save(root, step, model=self.lightning_module, optimizer=optimizers, keep=1)
+        if self.is_global_zero:
+            for file in set(root.glob(_rest_of(root / "*").name)) - {_rest_of(folder_of(root, step))}:
+                file.unlink()
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Load all but the states of model and optimizers; an ordinary file of Lightning is loaded whole.
+
+        Args:
+            checkpoint_path: a directory of this strategy, or a checkpoint file.
+            weights_only: as in ``torch.load``.
+        """
+        root = Path(checkpoint_path)
+        self._loaded_folder = None
+        if root.is_dir():
+            self._loaded_folder = checkpoints.latest(root)
+            if self._loaded_folder is None:
+                raise CheckpointError(f"{root} has no complete checkpoint")
+            checkpoint_path = _rest_of(self._loaded_folder)
+        loaded: dict[str, Any] = super().load_checkpoint(checkpoint_path, weights_only=weights_only)
+        return loaded
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load the model; all ranks make this call together.
+
+        Args:
+            checkpoint: the result of :meth:`load_checkpoint`.
+            strict: whether the checkpoint must have exactly the names of the module's state dict.
+        """
+        if self._loaded_folder is None:
+            super().load_model_state_dict(checkpoint, strict)
+        else:
+            checkpoints.load(self._loaded_folder, model=self.lightning_module, strict=strict)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load the optimizers; all ranks make this call together.
+
+        Args:
+            checkpoint: the result of :meth:`load_checkpoint`.
+        """
+        if self._loaded_folder is None:
+            super().load_optimizer_state_dict(checkpoint)
+        else:
+            # With the model, because the state is saved under the names of the model.
+            module = self.lightning_module
+            checkpoints.load(self._loaded_folder, model=module, optimizer=self.optimizers, strict=module.strict_loading)
+
+    def teardown(self) -> None:
+        """Wait for parameters in flight and unwrap the module."""
+        if isinstance(self.model, ShardedDataParallel):
+            for optimizer in self.optimizers:
+                optimizer.wait()
+            self.model = self.lightning_module
+        super().teardown()
+
+
+def _rest_of(folder: Path) -> Path:
+    """The file with everything of a checkpoint but the states of model and optimizers."""
+    return folder.parent / f"lightning-{folder.name}.ckpt"

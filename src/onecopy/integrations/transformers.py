@@ -1,0 +1,99 @@
+"""A callback for transformers' Trainer: all ranks write the optimizer state, without gathering it on rank 0."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerCallback
+
+from onecopy import checkpoint
+
+FOLDER = "onecopy"
+"""The directory of optimizer state, scheduler and random number states in each of Trainer's checkpoints."""
+
+
+class ShardedCheckpoints(TrainerCallback):
+    """Saves the optimizer, the scheduler and random number states with :func:`onecopy.checkpoint.save`.
+
+    Use it with ``TrainingArguments(save_only_model=True)``: Trainer saves the model and its own state, and this
+    callback saves the rest in a directory ``onecopy`` beside. With ``trainer.train(resume_from_checkpoint=...)`` it
+    loads that directory. Any number of ranks can load it.
+
+    Args:
+        resume_from: the checkpoint that is resumed from, if it is not in ``output_dir``.
+    """
+
+    def __init__(self, resume_from: str | os.PathLike[str] | None = None) -> None:
+        self._resume_from = None if resume_from is None else Path(resume_from)
+        self._random_states: dict[str, Any] | None = None
+
+    def on_save(self, args: Any, state: Any, control: Any, **objects: Any) -> None:  # noqa: ARG002
+        """Save; all ranks write.
+
+        Args:
+            args: Trainer's arguments.
+            state: Trainer's state.
+            control: not used.
+            **objects: the optimizer, the scheduler and more.
+        """
+        if not args.save_only_model:
+            raise ValueError("ShardedCheckpoints needs TrainingArguments(save_only_model=True)")
+        extra = checkpoint.capture(scheduler=objects["lr_scheduler"])
+        folder = _folder_of(args, state) / FOLDER
+        checkpoint.save(folder, state.global_step, optimizer=_unwrapped(objects["optimizer"]), extra=extra)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **objects: Any) -> None:  # noqa: ARG002
+        """Load if training resumes.
+
+        Args:
+            args: Trainer's arguments.
+            state: Trainer's state.
+            control: not used.
+            **objects: the optimizer, the scheduler and more.
+        """
+        if not state.global_step:
+            return
+        folder = (self._resume_from or _folder_of(args, state)) / FOLDER
+        extra = checkpoint.load(folder, optimizer=_unwrapped(objects["optimizer"])).extra
+        checkpoint.restore(extra, scheduler=objects["lr_scheduler"])
+        self._random_states = extra
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **objects: Any) -> None:  # noqa: ARG002
+        """Set the random number states, if training resumes at the begin of an epoch.
+
+        Args:
+            args: not used.
+            state: Trainer's state.
+            control: not used.
+            **objects: not used.
+        """
+        if float(state.epoch or 0).is_integer():
+            self._restore_random_states()
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **objects: Any) -> None:  # noqa: ARG002
+        """Set the random number states, if training resumes inside an epoch: Trainer has skipped batches by now.
+
+        Args:
+            args: not used.
+            state: not used.
+            control: not used.
+            **objects: not used.
+        """
+        self._restore_random_states()
+
+    def _restore_random_states(self) -> None:
+        if self._random_states is not None:
+            checkpoint.restore(self._random_states)
+            self._random_states = None
+
+
+def _folder_of(args: Any, state: Any) -> Path:
+    """Trainer's directory for the checkpoint of a step."""
+    return Path(args.output_dir) / f"checkpoint-{state.global_step}"
+
+
+def _unwrapped(optimizer: Any) -> Any:
+    """The optimizer without Accelerate's wrapper."""
+    return getattr(optimizer, "optimizer", optimizer)

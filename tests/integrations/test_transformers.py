@@ -1,0 +1,79 @@
+"""The callback for transformers' Trainer, called as Trainer calls it; ``make clients`` runs it in Trainer itself."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import AdamW
+from torch.optim.lr_scheduler import StepLR
+
+from onecopy import ZeroRedundancyOptimizer
+from tests.support.harness import distributed
+from tests.support.models import small_model
+
+
+class Training:
+    """A model, a sharded optimizer and a scheduler, and the arguments of a callback's methods."""
+
+    def __init__(self) -> None:
+        self.model = DistributedDataParallel(small_model())
+        self.optimizer = ZeroRedundancyOptimizer(self.model.parameters(), AdamW, lr=0.01)
+        self.scheduler = StepLR(self.optimizer, 1, gamma=0.5)
+
+    def train(self, steps: int) -> None:
+        for _ in range(steps):
+            self.optimizer.zero_grad()
+            self.model(torch.randn(4, 8)).square().mean().backward()
+            self.optimizer.step()
+            self.scheduler.step()
+
+    @property
+    def objects(self) -> dict[str, Any]:
+        wrapped = SimpleNamespace(optimizer=self.optimizer)  # as Accelerate wraps it
+        return {"model": self.model.module, "optimizer": wrapped, "lr_scheduler": self.scheduler}
+
+
+@distributed(2)
+@pytest.mark.parametrize("epoch", [1.0, 1.5])
+def test_training_resumes_with_optimizer_scheduler_and_random_numbers(
+    world_size: int, epoch: float, tmp_path: Path
+) -> None:
+    from onecopy.integrations.transformers import ShardedCheckpoints
+
+    args = SimpleNamespace(output_dir=str(tmp_path), save_only_model=True)
+    first, second = Training(), Training()
+    torch.manual_seed(dist.get_rank())
+    first.train(3)
+    ShardedCheckpoints().on_save(args, SimpleNamespace(global_step=3, epoch=epoch), None, **first.objects)
+    weights = {name: tensor.clone() for name, tensor in first.model.state_dict().items()}
+    first.train(2)
+
+    second.model.load_state_dict(weights)  # Trainer does this
+    resumed, state = ShardedCheckpoints(), SimpleNamespace(global_step=3, epoch=epoch)
+    resumed.on_train_begin(args, state, None, **second.objects)
+    if epoch == 1.5:
+        torch.rand(7)  # Trainer skips batches
+    resumed.on_epoch_begin(args, state, None, **second.objects)
+    if epoch == 1.5:
+        torch.rand(7)
+    resumed.on_step_begin(args, state, None, **second.objects)
+    second.train(2)
+    for name, found in second.model.state_dict().items():
+        assert torch.equal(found, first.model.state_dict()[name]), name
+    assert second.scheduler.get_last_lr() == first.scheduler.get_last_lr()
+
+
+@distributed(2)
+def test_without_save_only_model_it_says_what_to_write(world_size: int, tmp_path: Path) -> None:
+    from onecopy.integrations.transformers import ShardedCheckpoints
+
+    args = SimpleNamespace(output_dir=str(tmp_path), save_only_model=False)
+    with pytest.raises(ValueError, match=re.escape("TrainingArguments(save_only_model=True)")):
+        ShardedCheckpoints().on_save(args, SimpleNamespace(global_step=3, epoch=1.0), None, **Training().objects)

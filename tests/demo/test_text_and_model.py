@@ -52,7 +52,7 @@ def test_it_learns_and_writes() -> None:
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-    assert losses[-1] < 0.75 * losses[0]
+    assert losses[-1] < 0.9 * losses[0]
     written = model.write(12, text.NUMBER["."])
     assert 1 <= len(written) <= 12
     assert text.NUMBER["."] not in written[:-1]

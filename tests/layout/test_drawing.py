@@ -37,7 +37,7 @@ def test_one_row_per_rank_none_longer_than_the_terminal(ranks: int, width: int) 
 
 
 def test_blocks_are_as_long_as_what_they_stand_for() -> None:
-    drawn = layout(1).draw(116, colour=False)
+    drawn = layout(1).draw(130, colour=False)
     bar = drawn.splitlines()[0].removeprefix("rank 0 ")
     starts = [place for place, character in enumerate(bar) if character == "│"]
     columns = len(bar.rpartition(" 11,584")[0].rstrip()) if " 11,584" in bar else 0

@@ -34,11 +34,14 @@ def launch(settings: Settings, ranks: int) -> None:
         RankFailedError: if a rank has failed.
     """
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
-    os.environ.setdefault("LOGLEVEL", "CRITICAL")  # of torchrun's agent, whose failures are reported here
+    from torch.distributed.elastic.agent.server import api as agent
     from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing import api as processes
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    for module in (agent, processes):
+        module.logger.setLevel("CRITICAL")  # signals and failures are reported here
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 
 from onecopy.demo.report import WITHOUT, largest_difference, memory_rows
 from onecopy.demo.settings import Result
@@ -14,7 +15,8 @@ from onecopy.planning.memory_report import COLOURS, KINDS
 
 MB = 1e6
 LINES = ("#000000", "#e69f00", "#009e73", "#0072b2")
-"""A colour for the loss of each training, from a palette that people with any kind of colour vision tell apart."""
+MARKS = ("", "o", "s", "^")
+"""A colour and a mark for the loss of each training."""
 
 
 def draw(results: Sequence[Result], path: Path) -> None:
@@ -24,7 +26,7 @@ def draw(results: Sequence[Result], path: Path) -> None:
         results: the trainings.
         path: the file to write; its suffix tells the format.
     """
-    figure = Figure(figsize=(11.5, 4.6), layout="constrained")
+    figure = Figure(figsize=(11.5, 2.6 + 0.5 * len(memory_rows(results))), layout="constrained")
     memory, losses = figure.subplots(1, 2, width_ratios=(1.15, 1))
     _draw_memory(memory, results)
     _draw_losses(losses, results)
@@ -46,7 +48,7 @@ def _draw_memory(axes: Any, results: Sequence[Result]) -> None:
         widths = [memory[kind] / MB for _, memory in rows]
         if not any(widths):
             continue
-        bars = axes.barh(names, widths, left=left, height=0.68, color=COLOURS[kind], label=kind)
+        bars = axes.barh(names, widths, left=left, height=0.68, color=COLOURS[kind])
         if rows[0][0] == WITHOUT:
             bars[0].set_alpha(0.45)
         left = [start + width for start, width in zip(left, widths, strict=True)]
@@ -62,29 +64,35 @@ def _draw_memory(axes: Any, results: Sequence[Result]) -> None:
     axes.invert_yaxis()
     axes.set_xlim(0, 1.28 * max(left))
     axes.set_xlabel("MB on the rank with the most")
-    axes.set_title("Memory per rank", loc="left", fontsize=11)
-    axes.legend(loc="upper center", bbox_to_anchor=(0.45, -0.14), ncols=4, frameon=False, fontsize=9)
+    axes.set_title("Memory per rank", loc="left", fontsize=11, pad=24)
+    handles = [Patch(color=COLOURS[kind], label=kind) for kind in KINDS if any(memory[kind] for _, memory in rows)]
+    axes.legend(handles=handles, loc="lower left", bbox_to_anchor=(-0.02, 1), ncols=4, frameon=False, fontsize=9)
     axes.spines[["top", "right"]].set_visible(False)
 
 
 def _draw_losses(axes: Any, results: Sequence[Result]) -> None:
+    compared = len(results) > 1
     for place, result in enumerate(results):
-        # Curves that are equal lie under each other: the first ones are wide, the last ones narrow and dashed.
-        width, style = (
-            1.4 + 2.2 * (len(results) - 1 - place),
-            "-" if place == 0 or len(results) == 1 else (0, (4, 2 + place)),
-        )
         steps = range(1, len(result.losses) + 1)
-        colour = LINES[place % len(LINES)] if len(results) > 1 else LINES[-1]
-        axes.plot(steps, result.losses, color=colour, linewidth=width, linestyle=style, label=result.name,
-                  alpha=0.25 if place == 0 and len(results) > 1 else 1.0)  # fmt: skip
+        # Equal curves hide each other: the first is wide, and the others have marks in different places.
+        base = place == 0 and compared
+        axes.plot(
+            steps,
+            result.losses,
+            color=LINES[place % len(LINES)],
+            linewidth=4 if base else 1,
+            alpha=0.3 if base else 1,
+            marker="" if base or not compared else MARKS[place % len(MARKS)],
+            markevery=(len(steps) // 20 * place // 2, max(1, len(steps) // 10)),
+            markersize=6,
+            label=result.name,
+        )
     axes.set_xlabel("step")
     axes.set_ylabel("loss, the mean of all ranks")
-    axes.set_title("The same training", loc="left", fontsize=11) if len(results) > 1 else axes.set_title(
-        "Loss", loc="left", fontsize=11
-    )
+    axes.set_title("Loss", loc="left", fontsize=11)
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.25)
-    if len(results) > 1:
+    if compared:
         most = max(largest_difference(result, results[0]) for result in results[1:])
-        axes.legend(frameon=False, fontsize=9, loc="upper right", title=f"largest difference: {most:.1g}")
+        title = "equal in every step" if most == 0 else f"largest difference {most:.1g}"
+        axes.legend(frameon=False, fontsize=9, loc="upper right", title=title, alignment="left")

@@ -71,7 +71,8 @@ def print_report(console: Console, results: Sequence[Result]) -> None:
         console.print(f"{best} saves {saved:.1f} MB of {sum(before.values()) / MB:.1f} MB on each rank ({share:.0%}).")
     console.print(
         "Bytes are those of parameters, gradients and optimizer state on the rank with the most, between two steps; "
-        '"process" is all that the process has in memory, torch itself included.',
+        '"process" is all that the process has in memory, torch itself included. '
+        "Times are those of this run. onecopy bench compares them in turns.",
         style="dim",
     )
     console.print(Text.assemble("The model writes: ", (f'"{results[-1].text}"', "italic")))

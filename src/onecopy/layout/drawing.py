@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -45,10 +46,10 @@ class Block:
 
 
 def shortened(label: str, room: int) -> str:
-    """Return the end of a label that fits into some columns; nothing if too little would be left."""
-    if len(label) <= room:
-        return label
-    return "…" + label[len(label) - room + 1 :] if room >= 6 else ""
+    """Return a label that fits into some columns, as ``b.0.up`` for ``blocks.0.up.weight``; nothing if none does."""
+    without = label.replace(".weight", "")
+    initials = re.sub(r"([A-Za-z])[A-Za-z_]+\.", r"\1.", without)
+    return next((text for text in (label, without, initials) if len(text) <= room), "")
 
 
 def draw_rows(rows: Sequence[Sequence[Block]], width: int, colour: bool) -> str:

@@ -46,10 +46,10 @@ def draw(
     figure = Figure(figsize=(WIDTH, sum(heights)), layout="constrained")
     axes = figure.subplots(len(heights), squeeze=False, height_ratios=heights)[:, 0]
     _draw_memory(axes[0], rows, activations, memory)
-    axes[0].set_title(title, fontsize=11, loc="left")
+    axes[0].set_title(title, fontsize=11, loc="left", pad=26)
     if layout is not None:
         draw_rows(axes[1], layout.blocks_per_rank, len(layout.params), WIDTH - 0.8)
-        axes[1].set_title(f"level 1: {str(layout).partition(chr(10))[0]}", fontsize=10, loc="left")
+        axes[1].set_title(f"\nlevel 1: {str(layout).partition(chr(10))[0]}", fontsize=10, loc="left")
     figure.savefig(path, dpi=150)
 
 
@@ -64,11 +64,13 @@ def _draw_memory(axes: Any, rows: Sequence[Row], activations: float | None, memo
         left = [start + width for start, width in zip(left, widths, strict=True)]
     usable = None if memory is None else USABLE * memory / scale
     for place, total in enumerate(left):
-        axes.annotate(f"{total:.1f}", (total, place), (4, 0), textcoords="offset points", va="center", fontsize=9)
+        axes.annotate(f"{total:.3g}", (total, place), (4, 0), textcoords="offset points", va="center", fontsize=9)
     if usable is not None:
         axes.axvline(usable, color="#d55e00", linestyle="--", linewidth=1.2, label="usable memory")
     axes.invert_yaxis()
     axes.set_xlim(0, 1.1 * max([*left, usable or 0.0]))
     axes.set_xlabel(f"{unit} on the rank with the most")
-    axes.legend(fontsize=8, ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.22 - 0.1 / len(rows)), frameon=False)
+    bars = [patch for patch in axes.containers if patch.get_label() in COLOURS]
+    axes.legend(handles=[*bars, *axes.get_lines()], fontsize=9, ncols=7, loc="lower left", bbox_to_anchor=(-0.01, 1),
+                frameon=False, columnspacing=1.2, handlelength=1.2)  # fmt: skip
     axes.spines[["top", "right"]].set_visible(False)

@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 NEWEST := .venv-newest
 CLIENTS := .venv-clients
 STAMP := $(VENV)/.installed
+DEMO_STAMP := $(VENV)/.installed-demo
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 # Before a command that trains: torch's bf16 matmul dies on some processors if a variable is not set.
 SAFELY := $(BIN)/python src/onecopy/bench/bf16_probe.py
 RANKS ?= 2
@@ -28,12 +30,19 @@ setup: $(STAMP) ## create .venv with everything that development needs
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(INSTALL) torch
+	$(INSTALL) -e '.[dev]'
 	@touch $(STAMP)
 
-demo: setup ## train a small model with plain DDP, with torch's class and with onecopy, and compare
-	OMP_NUM_THREADS=1 $(SAFELY) $(BIN)/torchrun --standalone --nproc-per-node 2 examples/demo.py
+# The demo needs a few packages only. Development tools that are there already stay.
+$(DEMO_STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(INSTALL) torch
+	$(INSTALL) -e '.[demo]'
+	@touch $(DEMO_STAMP)
+
+demo: $(DEMO_STAMP) ## train a small GPT with plain DDP and at every level, and compare memory and losses: RANKS=2
+	$(SAFELY) $(BIN)/onecopy train --compare --ranks $(RANKS)
 
 test: setup ## run the test suite
 	$(BIN)/python -m pytest
@@ -73,7 +82,7 @@ bench: setup ## compare with every peer in one run (30 minutes and more): RANKS_
 	$(BIN)/onecopy bench --ranks $(RANKS_LIST) --link $(LINK) --variants '$(VARIANTS)' --rounds $(ROUNDS) --out bench.jsonl
 
 bench-setup: setup ## install the peers that the benchmark can compare with
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt deepspeed fairscale
+	$(INSTALL) deepspeed fairscale
 
 bench-check: setup ## fail if a ratio to DDP is worse than the recorded one, beyond noise: RANKS=2 ROUNDS=20
 	$(BIN)/onecopy bench --ranks $(RANKS) --parts time --variants 'onecopy' --rounds $(ROUNDS) --out bench-check.jsonl

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import typer
+import typer.main
 from safetensors.torch import load_file
 from torch import nn
 from typer.testing import CliRunner, Result
@@ -111,6 +116,62 @@ def test_a_command_that_cannot_be_done_prints_one_line_and_returns_an_exit_code(
         assert text in re.sub(r"\s+", " ", result.output + result.stderr)
         assert "Traceback" not in result.output
     assert (tmp_path / "there.pt").read_text() == "mine"
+
+
+def test_inspect_and_verify_print_json_for_programs(saved: Path) -> None:
+    found = json.loads(run("inspect", saved, "--json").stdout)
+    assert (found["step"], found["ranks"]) == (5, 1)
+    assert found["tensors"]["model/0.weight"]["shape"] == [80, 6]
+    assert json.loads(run("verify", saved.parent, "--json").stdout)["bytes"] > 1920
+
+
+def commands(group: Any, words: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    yield words
+    for name, command in getattr(group, "commands", {}).items():
+        yield from commands(command, (*words, name))
+
+
+ALL_COMMANDS = list(commands(typer.main.get_command(app)))
+
+
+@pytest.mark.parametrize("words", ALL_COMMANDS, ids=" ".join)
+def test_the_help_of_every_command_has_an_example(words: tuple[str, ...]) -> None:
+    result = CliRunner().invoke(app, [*words, "--help"])
+    assert result.exit_code == 0
+    assert re.search(r"Examples?:\s+(onecopy|torchrun)", result.output), result.output
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["no-such-command"],
+        ["checkpoint", "convert", "one", "two", "--to", "torch", "--step", "3"],
+        ["bench", "--ranks", "two"],
+        ["bench", "--size", "depth=x"],
+        ["bench", "--model", "unknown"],
+    ],
+)
+def test_a_wrong_command_has_exit_code_2(words: list[str]) -> None:
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 2, result.output
+    assert "Traceback" not in result.output
+
+
+def test_a_file_that_is_missing_is_one_line_and_exit_code_1(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["bench", "show", str(tmp_path / "none.jsonl")])
+    assert result.exit_code == 1
+    assert "none.jsonl" in result.stderr
+
+
+def test_the_shell_completes_commands_and_options() -> None:
+    for typed, expected in (("onecopy pl", "plan"), ("onecopy plan --opt", "--optimizer")):
+        environment = {
+            "_ONECOPY_COMPLETE": "complete_bash",
+            "COMP_WORDS": typed,
+            "COMP_CWORD": str(len(typed.split()) - 1),
+        }
+        result = CliRunner().invoke(app, [], env=environment, prog_name="onecopy")
+        assert expected in result.output.split(), result.output
 
 
 def test_the_dozen_lines_of_the_docs_read_it_without_onecopy(saved: Path, tmp_path: Path) -> None:

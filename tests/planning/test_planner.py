@@ -142,9 +142,15 @@ def test_activations_are_part_of_what_must_fit() -> None:
 def test_the_command_prints_tables_advice_and_layout(tmp_path: Path) -> None:
     result = run(f"{__name__}:make_model", "--ranks", 3, "--memory", 1, "--layout", "--plot", tmp_path / "plan.png")
     assert result.exit_code == 0, result.output
-    for text in ("FSDP2", "fits", "optimizer = ", "owned elements", "15,004 elements on 3 ranks"):
+    for text in ("FSDP2", "fits", "optimizer = ", "level 1: 4 parameters", "15,004 elements on 3 ranks", "rank 2 │"):
         assert text in result.output, result.output
     assert (tmp_path / "plan.png").stat().st_size > 10_000
+
+
+def test_json_has_the_layout_if_it_is_asked_for() -> None:
+    shards = json.loads(run(f"{__name__}:make_model", "--ranks", 3, "--layout", "--json").output)["layout"]
+    assert sum(shard["stop"] - shard["start"] for shard in shards) == 15_004
+    assert {shard["owner"] for shard in shards} == {0, 1, 2}
 
 
 def test_json_for_programs() -> None:
@@ -166,10 +172,11 @@ def test_json_for_programs() -> None:
         (["--params", "1e9", "model:make"], "give either MODEL or --params"),
         (["--params", "0"], "--params must be at least 1"),
         (["--params", "10", "--largest", "11"], "--largest must be from 1 to the number of parameters"),
+        (["no_such_module:make"], "cannot be imported"),
     ],
 )
 def test_mistakes_are_one_line(arguments: list[str], message: str) -> None:
     result = run(*arguments)
-    assert result.exit_code == 1
-    assert message in " ".join(result.output.split())
+    assert result.exit_code == 2
+    assert message in " ".join(result.output.replace("│", " ").split())
     assert "Traceback" not in result.output

@@ -17,6 +17,7 @@ ROOT = Path(onecopy.__file__).parent
 
 ORDER = (
     "cli",
+    "demo",
     "bench",
     "integrations",
     "checkpoint",

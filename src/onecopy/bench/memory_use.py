@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 
 from onecopy.bench.models import Sizes
 from onecopy.bench.step_time import iterate
 from onecopy.bench.variants import MEMORY_ONLY, VARIANTS, Trained
 from onecopy.common.nested_tensors import tensors_in
+from onecopy.common.tensor_storages import storages
 
 KINDS = ("parameters", "gradients", "state", "other")
 
@@ -64,24 +63,6 @@ def by_kind(trained: Trained) -> dict[str, int]:
     other = sum(size for address, size in all_tensors.items() if address not in known)
     found = [*(sum(kind.values()) for kind in (params, grads, state)), other]
     return dict(zip(KINDS, found, strict=True))
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    """Return the local part of a tensor that is sharded among ranks, or the tensor itself."""
-    inner = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    local: Tensor = getattr(inner, "local", inner)  # a sharded gradient of ours
-    return local
-
-
-def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
-    """Return the bytes of each distinct storage of some tensors, by address."""
-    found = {}
-    for tensor in tensors:
-        with contextlib.suppress(RuntimeError, NotImplementedError):  # the tensor has no storage
-            storage = local_part(tensor).untyped_storage()
-            found[storage.data_ptr()] = storage.nbytes()
-    found.pop(0, None)
-    return found
 
 
 def peak_growth(run: Callable[[], object]) -> int:

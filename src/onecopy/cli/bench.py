@@ -13,13 +13,22 @@ from onecopy.bench.launching import machine
 from onecopy.bench.models import MODELS
 from onecopy.bench.tables import print_tables
 from onecopy.bench.variants import VARIANTS, chosen
+from onecopy.cli.errors import guarded, need
 
-app = typer.Typer(help="Compare onecopy with its alternatives in one run on this machine.")
+EXAMPLES = """Examples:
+
+  onecopy bench --ranks 2 --rounds 5 --parts time --variants 'DDP;onecopy'
+
+  onecopy bench show bench.jsonl
+"""
+
+app = typer.Typer(help="Compare onecopy with its alternatives in one run on this machine.", epilog=EXAMPLES)
 
 Rows = Annotated[Path, typer.Argument(help="The file of results that a run has written.")]
 
 
 @app.callback(invoke_without_command=True)
+@guarded
 def bench(
     context: typer.Context,
     ranks: Annotated[str, typer.Option(help="Numbers of ranks, separated by commas.")] = "2,4",
@@ -56,12 +65,12 @@ def bench(
         raise typer.BadParameter(f"there is no model {unknown[0]!r}; there are {', '.join(MODELS)}")
     plan = running.Plan(
         names=names,
-        ranks=[int(number) for number in ranks.split(",")],
+        ranks=[_number("--ranks", number) for number in ranks.split(",")],
         models=model.split(","),
         links=["" if name == "loopback" else name for name in link.split(",")],
         rounds=rounds,
         parts=parts.split(","),
-        sizes={key: int(value) for key, _, value in (text.partition("=") for text in size or [])},
+        sizes={key: _number(f"--size {key}", value) for key, _, value in (text.partition("=") for text in size or [])},
     )
     console = Console(width=150)
     message = bf16_probe.protect()
@@ -80,22 +89,26 @@ def bench(
     console.print(f"results are in {out}")
 
 
-@app.command()
+@app.command(epilog="Example: onecopy bench show bench.jsonl")
+@guarded
 def show(path: Rows) -> None:
     """Print the tables of an earlier run."""
     print_tables(running.read(path), Console(width=150))
 
 
-@app.command()
+@app.command(epilog="Example: onecopy bench draw bench.jsonl pictures")
+@guarded
 def draw(path: Rows, folder: Annotated[Path, typer.Argument(help="The directory for the pictures.")]) -> None:
     """Draw pictures from the results of an earlier run."""
+    need("matplotlib", "onecopy bench draw", "demo")
     from onecopy.bench.pictures import draw as draw_pictures
 
     for made in draw_pictures(running.read(path), folder):
         Console().print(str(made))
 
 
-@app.command()
+@app.command(epilog="Example: onecopy bench page bench.jsonl --target docs/benchmarks.md")
+@guarded
 def page(
     paths: Annotated[list[Path], typer.Argument(help="Files of results, all of one machine.")],
     target: Annotated[
@@ -104,6 +117,7 @@ def page(
     after: Annotated[Path | None, typer.Option(help="A file whose text is appended to the page.")] = None,
 ) -> None:
     """Write the page of results and draw its pictures."""
+    need("matplotlib", "onecopy bench page", "demo")
     from onecopy.bench.pictures import draw as draw_pictures
     from onecopy.bench.results_page import page as page_of
 
@@ -113,13 +127,15 @@ def page(
     Console().print(f"wrote {target}")
 
 
-@app.command()
+@app.command(epilog="Example: onecopy bench record bench.jsonl benchmarks/recorded.json")
+@guarded
 def record(path: Rows, target: Annotated[Path, typer.Argument(help="The file of recorded ratios.")]) -> None:
     """Record the ratios of a run, for the command check."""
     regression_check.record(running.read(path), target)
 
 
-@app.command()
+@app.command(epilog="Example: onecopy bench check bench.jsonl benchmarks/recorded.json")
+@guarded
 def check(path: Rows, recorded: Annotated[Path, typer.Argument(help="The file of recorded ratios.")]) -> None:
     """Fail if a ratio is worse than the recorded one by more than noise."""
     found = regression_check.losses(running.read(path), recorded)
@@ -131,3 +147,10 @@ def check(path: Rows, recorded: Annotated[Path, typer.Argument(help="The file of
     if found:
         raise typer.Exit(1)
     Console().print("no ratio is worse than the recorded one by more than noise")
+
+
+def _number(option: str, text: str) -> int:
+    """Return a number of an option; a wrong one is an error of the command line."""
+    if not text.strip().isdigit() or int(text) < 1:
+        raise typer.BadParameter(f"{option} takes numbers from 1 on, got {text!r}")
+    return int(text)

@@ -1,44 +1,42 @@
-"""The command line: ``onecopy plan``, ``onecopy checkpoint inspect|verify|convert`` and ``onecopy bench``."""
+"""The command line: ``onecopy train``, ``onecopy plan``, ``onecopy checkpoint`` and ``onecopy bench``."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
+import json
+from dataclasses import asdict
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
-try:
-    import typer
-    from rich.console import Console
-    from rich.table import Column, Table
-except ImportError as error:
-    raise SystemExit(f"the command line needs more packages ({error.name}): pip install 'onecopy[cli]'") from None
+import typer
+from rich.console import Console
+from rich.table import Column, Table
 
 from onecopy.checkpoint import conversion, directories
 from onecopy.checkpoint.manifest import Manifest
+from onecopy.cli import plan, train
 from onecopy.cli.bench import app as bench
-from onecopy.cli.plan import EXAMPLES, plan
-from onecopy.errors import OnecopyError
+from onecopy.cli.errors import guarded, need
 
 app = typer.Typer(
-    no_args_is_help=True, add_completion=False, help="Plan memory, inspect checkpoints, and measure onecopy."
+    no_args_is_help=True, help="See what onecopy saves, plan with it, inspect checkpoints, and measure.",
+    epilog="Example: onecopy plan --params 7e9 --ranks 64. Each command has --help with examples.",
+)  # fmt: skip
+checkpoint = typer.Typer(
+    no_args_is_help=True,
+    help="Inspect, verify and convert checkpoints.",
+    epilog="Example: onecopy checkpoint inspect runs/first",
 )
-checkpoint = typer.Typer(no_args_is_help=True, help="Inspect, verify and convert checkpoints.")
+app.command("train", epilog=train.EXAMPLES)(train.train)
+app.command("plan", epilog=plan.EXAMPLES)(plan.plan)
 app.add_typer(checkpoint, name="checkpoint")
 app.add_typer(bench, name="bench")
-
-
-@app.command("plan", epilog=EXAMPLES)
-@functools.wraps(plan)
-def guarded_plan(*args: Any, **kwargs: Any) -> None:
-    """Run the planner; errors are one line."""
-    _guarded(lambda: plan(*args, **kwargs))
 
 
 Source = Annotated[
     Path, typer.Argument(help="A checkpoint, or a directory with several checkpoints, of which the newest is taken.")
 ]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 
 
 class Form(str, Enum):
@@ -49,29 +47,32 @@ class Form(str, Enum):
     native = "native"
 
 
-@checkpoint.command()
-def inspect(path: Source) -> None:
+@checkpoint.command(epilog="Example: onecopy checkpoint inspect runs/first")
+@guarded
+def inspect(path: Source, as_json: AsJson = False) -> None:
     """Show the names, shapes, types and sizes of all tensors in a checkpoint, and the ranks that wrote them."""
+    folder = directories.candidates_in(path)[0]
+    found = directories.read_manifest(folder)
+    if as_json:
+        typer.echo(json.dumps(_as_json(folder, found), indent=1))
+    else:
+        _show(Console(), folder, found)
 
-    def show() -> None:
-        folder = directories.candidates_in(path)[0]
-        _show(Console(), folder, directories.read_manifest(folder))
 
-    _guarded(show)
-
-
-@checkpoint.command()
-def verify(path: Source) -> None:
+@checkpoint.command(epilog="Example: onecopy checkpoint verify runs/first/step-00000120")
+@guarded
+def verify(path: Source, as_json: AsJson = False) -> None:
     """Read all files of a checkpoint and compare them with their checksums."""
+    folder = directories.candidates_in(path)[0]
+    checked = directories.verify(folder)
+    if as_json:
+        typer.echo(json.dumps({"checkpoint": str(folder), "bytes": checked}))
+    else:
+        Console().print(f"{folder}: {_size(checked)}, all as written")
 
-    def check() -> None:
-        folder = directories.candidates_in(path)[0]
-        Console().print(f"{folder}: {_size(directories.verify(folder))}, all as written")
 
-    _guarded(check)
-
-
-@checkpoint.command()
+@checkpoint.command(epilog="Example: onecopy checkpoint convert runs/first model.safetensors --to safetensors")
+@guarded
 def convert(
     path: Annotated[Path, typer.Argument(help="A checkpoint. With --to native, a file written by torch.save.")],
     target: Annotated[
@@ -87,27 +88,38 @@ def convert(
     step: Annotated[int | None, typer.Option(help="With --to native: the step number of the new checkpoint.")] = None,
 ) -> None:
     """Convert a checkpoint to one file that torch or safetensors can read, or a torch.save file to a checkpoint."""
+    if step is not None and to is not Form.native:
+        raise typer.BadParameter("--step is for --to native")
+    written = target
+    if to is Form.torch:
+        conversion.to_torch(path, target)
+    elif to is Form.safetensors:
+        need("safetensors", "--to safetensors", "cli")
+        conversion.to_safetensors(path, target)
+    else:
+        written = conversion.from_torch(path, target, step)
+    Console().print(f"wrote {written}")
 
-    def run() -> None:
-        written = target
-        if to is Form.torch:
-            conversion.to_torch(path, target)
-        elif to is Form.safetensors:
-            conversion.to_safetensors(path, target)
-        else:
-            written = conversion.from_torch(path, target, step)
-        Console().print(f"wrote {written}")
 
-    _guarded(run)
-
-
-def _guarded(action: Callable[[], None]) -> None:
-    """Run a command and print an error that the user can correct as one line instead of a traceback."""
-    try:
-        action()
-    except (OnecopyError, OSError, TypeError, ValueError, KeyError, RuntimeError) as error:
-        Console(stderr=True).print(f"error: {error}", style="red", highlight=False, markup=False)
-        raise typer.Exit(1) from None
+def _as_json(folder: Path, found: Manifest) -> dict[str, object]:
+    return {
+        "checkpoint": str(folder),
+        "step": found.step,
+        "ranks": found.world_size,
+        "written_by": found.written_by,
+        "fingerprint": found.fingerprint,
+        "files": {name: file.size for name, file in found.files.items()},
+        "optimizers": [{"class": each.kind, "params": list(each.params)} for each in found.optimizers],
+        "tensors": {
+            key: {
+                "dtype": entry.dtype,
+                "shape": list(entry.shape),
+                "bytes": entry.nbytes,
+                "pieces": [asdict(piece) for piece in entry.pieces],
+            }
+            for key, entry in sorted(found.tensors.items())
+        },
+    }
 
 
 def _show(console: Console, folder: Path, found: Manifest) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from enum import Enum
+from math import prod
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,14 +15,13 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from onecopy.cli.errors import guarded, need
 from onecopy.layout import Layout, extend
 from onecopy.planning import estimate
 from onecopy.planning.advice import GB, USABLE, Advice, fits, recommend
 from onecopy.planning.comparison import UTILISATION, Row, activation_bytes, compare, planned_job
 from onecopy.planning.optimizers import OPTIMIZERS
 from onecopy.planning.sources import Source, from_counts, from_path
-
-MOST_DRAWN_RANKS, MOST_DRAWN_PARAMS = 16, 60
 
 EXAMPLES = """Examples:
 
@@ -30,6 +30,8 @@ EXAMPLES = """Examples:
   onecopy plan my_package.models:make_model --ranks 8 --memory 24
 
   onecopy plan path/to/config.json --ranks 8 --memory 80 --batch 4 --sequence 2048 --plot plan.png
+
+  onecopy plan my_package.models:make_model --ranks 4 --layout --plot layout.png
 """
 
 
@@ -45,6 +47,7 @@ OptimizerName = Enum("OptimizerName", {name: name for name in OPTIMIZERS}, type=
 ADAMW = OptimizerName("adamw")
 
 
+@guarded
 def plan(
     model: Annotated[
         str | None,
@@ -69,10 +72,15 @@ def plan(
     checkpointing: Annotated[bool, typer.Option(help="Activations are computed again in the backward pass.")] = False,
     tflops: Annotated[float, typer.Option(help="Peak TFLOP/s of one GPU, for the time of a step.")] = 300.0,
     layout: Annotated[bool, typer.Option("--layout", help="Also draw which rank owns which parameter.")] = False,
-    plot: Annotated[Path | None, typer.Option(help="Write a picture of the table, as PNG or SVG.")] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(help="Write a picture of the memory, with --layout also of the layout, as PNG or SVG."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
     """Compare the memory of all levels for a model and recommend one. Nothing is trained or downloaded."""
+    if plot is not None:
+        need("matplotlib", "--plot", "demo")
     source = _source(model, params, largest, hidden, layers)
     chosen = OPTIMIZERS[optimizer.value]
     job = planned_job(source, chosen, precision.value, batch * sequence, tflops * 1e12)
@@ -83,8 +91,9 @@ def plan(
     activations = activation_bytes(source, batch, sequence, itemsize, checkpointing) if batch * sequence else None
     limit = None if memory is None else memory * GB
     advice = recommend(rows, chosen, precision is Precision.bf16_master, limit, activations)
+    owners = extend(None, job.model.specs, ranks, "parameter", chosen.splittable) if layout else None
     if as_json:
-        typer.echo(json.dumps(_as_json(source, rows, activations, limit, advice), indent=1))
+        typer.echo(json.dumps(_as_json(source, rows, activations, limit, advice, owners), indent=1))
     else:
         console = Console()
         console.print(f"{escape(source.title)}: {job.model.elements:,} elements in {len(source.shapes)} parameters")
@@ -93,13 +102,13 @@ def plan(
         _print_assumptions(console, machine, activations, batch * sequence, tflops)
         console.print(f"\n[bold]{advice.choice}[/bold]: {advice.reason}\n")
         console.print(escape(advice.code), highlight=False, soft_wrap=True)
-        if layout:
-            console.print()
-            _print_layout(console, extend(None, job.model.specs, ranks, "parameter", chosen.splittable))
+        if owners is not None:
+            title = str(owners).partition("\n")[0]
+            typer.echo(f"\nlevel 1: {title}\n{owners.draw(console.width)}")
     if plot is not None:
         from onecopy.planning.picture import draw  # needs matplotlib
 
-        draw(rows, activations, limit, f"{source.title}, {ranks} ranks, {precision.value}", plot)
+        draw(rows, activations, limit, f"{source.title}, {ranks} ranks, {precision.value}", plot, owners)
         Console(stderr=True).print(f"wrote {plot}")
 
 
@@ -107,10 +116,13 @@ def _source(
     model: str | None, params: float | None, largest: float | None, hidden: int | None, layers: int | None
 ) -> Source:
     if (model is None) == (params is None):
-        raise ValueError("give either MODEL or --params, such as: onecopy plan --params 7e9 --ranks 64")
+        raise typer.BadParameter("give either MODEL or --params, such as: onecopy plan --params 7e9 --ranks 64")
     if params is not None and params < 1:
-        raise ValueError(f"--params must be at least 1, got {params:g}")
-    source = from_counts(params, largest) if params is not None else from_path(str(model))
+        raise typer.BadParameter(f"--params must be at least 1, got {params:g}")
+    try:
+        source = from_counts(params, largest) if params is not None else from_path(str(model))
+    except (TypeError, ValueError) as error:
+        raise typer.BadParameter(str(error)) from error
     if hidden is None and layers is None:
         return source
     return Source(source.title, source.shapes, hidden or source.hidden, layers or source.layers, source.vocabulary)
@@ -168,32 +180,20 @@ def _print_assumptions(
     console.print(*lines, sep="\n", style="dim", highlight=False, soft_wrap=True)
 
 
-def _print_layout(console: Console, layout: Layout) -> None:
-    """Print which rank owns how much of each parameter, and the totals."""
-    if layout.world_size <= MOST_DRAWN_RANKS and len(layout.params) <= MOST_DRAWN_PARAMS:
-        table = Table("parameter", *(f"rank {number}" for number in range(layout.world_size)), title="owned elements")
-        for spec in layout.params:
-            owned = {shard.owner: shard.numel for shard in layout.shards_of(spec.index)}
-            table.add_row(spec.name, *(f"{owned.get(number, 0):,}" for number in range(layout.world_size)))
-        console.print(table)
-    console.print(str(layout), highlight=False)
-
-
 def _as_json(
-    source: Source, rows: list[Row], activations: float | None, limit: float | None, advice: Advice
+    source: Source,
+    rows: list[Row],
+    activations: float | None,
+    limit: float | None,
+    advice: Advice,
+    owners: Layout | None,
 ) -> dict[str, Any]:
     return {
         "model": source.title,
-        "elements": sum(_product(shape) for shape in source.shapes.values()),
+        "elements": sum(prod(shape) for shape in source.shapes.values()),
         "activations": activations,
         "usable_memory": None if limit is None else USABLE * limit,
         "ways": [{**asdict(row), "total": row.total, "fits": fits(row, limit, activations)} for row in rows],
         "advice": asdict(advice),
+        "layout": None if owners is None else [asdict(shard) for shard in owners.shards],
     }
-
-
-def _product(shape: tuple[int, ...]) -> int:
-    product = 1
-    for size in shape:
-        product *= size
-    return product

@@ -136,6 +136,7 @@ class ShardedGradients:
         on_zero: a function to call when gradients are zeroed.
     """
 
+    are_sharded = True
     is_reduce_scattered = True
 
     def __init__(self, params: Sequence[Tensor], layout: Layout) -> None:

@@ -5,6 +5,9 @@ Nothing here uses a process group or a tensor's data.
 
 from __future__ import annotations
 
+import os
+import shutil
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import prod
@@ -12,6 +15,8 @@ from math import prod
 import torch
 
 from onecopy.common.digests import flag_digest
+from onecopy.layout import picture
+from onecopy.layout.drawing import Block, draw_rows
 
 CUT_MULTIPLE = 64
 """Cuts are at multiples of this many elements, so that vectorised kernels round a shard as they round the whole."""
@@ -124,6 +129,38 @@ class Layout:
         """The largest number of elements that a rank owns, divided by the mean (1.0 is perfect)."""
         totals = self.elements_per_rank
         return max(totals) * self.world_size / sum(totals) if sum(totals) else 1.0
+
+    @property
+    def blocks_per_rank(self) -> list[list[Block]]:
+        """What each rank owns, one list of blocks per rank, in the order of the parameters."""
+        rows: list[list[Block]] = [[] for _ in range(self.world_size)]
+        for shard in self.shards:
+            spec = self.params[shard.param]
+            if shard.numel:
+                block = Block(
+                    spec.index, spec.name, shard.numel, shard.numel * spec.dtype.itemsize, shard.numel / spec.numel
+                )
+                rows[shard.owner].append(block)
+        return rows
+
+    def draw(self, width: int = 0, colour: bool | None = None) -> str:
+        """Return a drawing in characters: one row per rank, one block for each parameter of which it owns something.
+
+        Args:
+            width: columns of the drawing; 0 for the width of the terminal.
+            colour: whether to use colours; by default if the standard output is a terminal.
+        """
+        if colour is None:
+            colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+        return draw_rows(self.blocks_per_rank, width or shutil.get_terminal_size((100, 24)).columns, colour)
+
+    def plot(self, path: str | os.PathLike[str]) -> None:
+        """Write the drawing as a picture. It needs matplotlib.
+
+        Args:
+            path: the file to write; its suffix tells the format, such as ``.png`` or ``.svg``.
+        """
+        picture.save(self.blocks_per_rank, len(self.params), str(self).partition("\n")[0], os.fspath(path))
 
     def digest(self) -> int:
         """Return a hash of the layout, by which ranks compare their layouts."""

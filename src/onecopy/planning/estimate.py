@@ -118,7 +118,7 @@ def step_seconds(way: Way, job: Job, machine: Machine) -> float:
     if machine.busy:
         processor_time *= CONTENTION
     reducing, sharing = (1 - machine.busy) * reducing, (1 - machine.busy) * sharing
-    last = min(1.0, max(_bucket_bytes(job, machine), job.model.largest_bytes) / job.model.nbytes)
+    last = min(1.0, max(_bucket_bytes(job.model, machine), job.model.largest_bytes) / job.model.nbytes)
     if way is Way.OVERLAP:  # the backward pass hides both, again without the last bucket
         return processor_time + max(reducing + sharing - backward, last * (reducing + sharing)) + flags
     exposed_reducing = max(reducing - backward, last * reducing)
@@ -142,25 +142,29 @@ def state_fraction(way: Way, model: Model, ranks: int) -> float:
 def memory_bytes(way: Way, job: Job, machine: Machine) -> dict[str, float]:
     """Return the bytes of tensors on the rank with the most of them, by kind, without activations."""
     model, fraction = job.model, state_fraction(way, job.model, machine.ranks)
-    bucket = _bucket_bytes(job, machine)
-    buffers = 0.0
-    if way.shards_gradients:
-        # Whole gradients of the buckets in flight. Between pairs, also the messages of all other ranks but one, whose
-        # messages are received in place. The buffer for messages is bounded: long messages are received in parts.
-        in_flight = max(2 * bucket, model.largest_bytes)
-        received = min(in_flight * max(0, machine.ranks - 2) / machine.ranks, limits.STAGED_BYTES)
-        buffers = in_flight + (received if machine.pairwise else 0)
-    elif way not in (Way.DDP, Way.TORCH) and not machine.pairwise:
-        # Two rounds of packed parameters: one is packed while the other is in flight.
-        buffers = min(2 * bucket, model.nbytes)
     return {
         "parameters": float(model.nbytes),
         "gradients": model.nbytes * (fraction if way.shards_gradients else 1.0),
         "state": model.elements * job.state_bytes * fraction,
         "master weights": float(model.elements * job.master_bytes) * fraction,
-        "buffers": buffers,
+        "buffers": buffer_bytes(way, model, machine),
     }
 
 
-def _bucket_bytes(job: Job, machine: Machine) -> int:
-    return job.model.bucket_bytes or limits.bucket_bytes(machine.ranks, machine.pairwise)
+def buffer_bytes(way: Way, model: Model, machine: Machine) -> float:
+    """Return the most bytes of buffers that are in flight in a step, beside parameters, gradients and state."""
+    bucket = _bucket_bytes(model, machine)
+    if way.shards_gradients:
+        # Whole gradients of the buckets in flight. Between pairs, also the messages of all other ranks but one, whose
+        # messages are received in place. The buffer for messages is bounded: long messages are received in parts.
+        in_flight = float(min(max(2 * bucket, model.largest_bytes), model.nbytes))
+        received = min(in_flight * max(0, machine.ranks - 2) / machine.ranks, limits.STAGED_BYTES)
+        return in_flight + (received if machine.pairwise else 0)
+    if way not in (Way.DDP, Way.TORCH) and not machine.pairwise:
+        # Two rounds of packed parameters: one is packed while the other is in flight.
+        return float(min(2 * bucket, model.nbytes))
+    return 0.0
+
+
+def _bucket_bytes(model: Model, machine: Machine) -> int:
+    return model.bucket_bytes or limits.bucket_bytes(machine.ranks, machine.pairwise)

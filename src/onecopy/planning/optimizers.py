@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,3 +41,20 @@ OPTIMIZERS: dict[str, PlannedOptimizer] = {
     "adamw4bit": PlannedOptimizer("torchao.optim.AdamW4bit", 2, 0.5 + 4 / 128, splittable=False),
 }
 """The optimizers that ``onecopy plan --optimizer`` knows."""
+
+
+def optimizer_of(optimizer_class: type, options: Mapping[str, Any]) -> PlannedOptimizer | None:
+    """Return the state of an optimizer class with some options, or None if the class is not known.
+
+    Args:
+        optimizer_class: the class. Its name and the package that defines it must be those of a known optimizer.
+        options: the options of a parameter group; some of them add a tensor.
+    """
+    package, name = optimizer_class.__module__.partition(".")[0], optimizer_class.__name__
+    for known in OPTIMIZERS.values():
+        if known.name.partition(".")[0] == package and known.name.rpartition(".")[2] == name:
+            if name == "SGD":
+                return replace(known, tensors=1 if options.get("momentum") else 0)
+            more = [name == "RMSprop" and options.get("momentum"), options.get("centered"), options.get("amsgrad")]
+            return replace(known, tensors=known.tensors + sum(map(bool, more)))
+    return None

@@ -90,7 +90,7 @@ def _from_config(file: Path) -> Source:
     try:
         import transformers
     except ImportError:
-        raise ValueError(f"{file}: a Hugging Face config needs transformers: pip install transformers") from None
+        raise RuntimeError(f"{file}: a Hugging Face config needs transformers: pip install transformers") from None
     values = json.loads(file.read_text())
     if not isinstance(values, dict) or "model_type" not in values:
         raise ValueError(f"{file} is no Hugging Face config: it has no model_type")

@@ -15,10 +15,12 @@ class Gradients(Protocol):
     """The gradients of one optimizer's parameters.
 
     Attributes:
+        are_sharded: whether ``param.grad`` has memory for the owned range only.
         is_reduce_scattered: whether only the owned ranges are reduced.
         accumulating: whether the last forward pass is known to have run under ``no_sync()``.
     """
 
+    are_sharded: bool
     is_reduce_scattered: bool
     accumulating: bool
 
@@ -43,6 +45,8 @@ class Gradients(Protocol):
 
 class FullGradients:
     """``param.grad`` is the whole gradient. After the reduce-scatter hook only its owned range is reduced."""
+
+    are_sharded = False
 
     def __init__(self, params: Sequence[Tensor]) -> None:
         self._params = params

@@ -8,8 +8,10 @@ from typing import Any, NoReturn
 from torch.optim import Optimizer
 
 from onecopy.layout import Layout
+from onecopy.planning.memory_report import MemoryReport
 from onecopy.step.engine import Engine
 from onecopy.step.inner_optimizer import InnerOptimizer
+from onecopy.step.memory_report import memory_report
 
 
 class OwnedState(MutableMapping[Any, Any]):
@@ -127,6 +129,15 @@ class OwnedStateOptimizer(Optimizer):
         element whose parameter still is the rounded master weight keeps the precision of the master weight.
         """
         self.engine.inner.refresh_master_weights()
+
+    def memory_report(self) -> MemoryReport:
+        """Return the predicted and the measured bytes of this rank's tensors, by kind. Print it for a table.
+
+        Call it after the first step and before ``zero_grad()``, on any rank: it does not communicate. Only the
+        parameters of this optimizer are counted. DDP's own copy of the gradients is not, which it has without
+        ``gradient_as_bucket_view=True``.
+        """
+        return memory_report(self.engine)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Set attributes from a dict; an entry ``state`` replaces this rank's state."""

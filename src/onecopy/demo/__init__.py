@@ -1,0 +1,1 @@
+"""The demo: a small GPT that learns generated sentences, at every level of sharding."""

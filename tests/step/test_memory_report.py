@@ -1,0 +1,110 @@
+"""``optimizer.memory_report()``: the planner's bytes beside those of the tensors of a real rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
+
+from onecopy import ShardedDataParallel, ZeroRedundancyOptimizer, reduce_scatter_hook
+from tests.support.harness import distributed
+
+WIDTH = 64
+
+
+def trained(level: int, optimizer_class: type[Optimizer], dtype: torch.dtype, **options: Any) -> tuple[Any, Any]:
+    """An optimizer after two steps, with gradients, and its wrapped model."""
+    torch.manual_seed(0)
+    module = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(6)), nn.Linear(WIDTH, 1500)).to(dtype)
+    model: Any
+    if level == 3:
+        optimizer = ZeroRedundancyOptimizer(module.parameters(), optimizer_class, lr=1e-3, **options)
+        model = ShardedDataParallel(module, optimizer)
+    else:
+        model = DistributedDataParallel(module, gradient_as_bucket_view=True)
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), optimizer_class, lr=1e-3, **options)
+        if level == 2:
+            model.register_comm_hook(optimizer, reduce_scatter_hook)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.ones(2, WIDTH, dtype=dtype)).sum().backward()
+        optimizer.step()
+    return optimizer, model
+
+
+@pytest.mark.parametrize("level", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("optimizer_class", "dtype", "options"),
+    [
+        (AdamW, torch.float32, {}),
+        (AdamW, torch.bfloat16, {"master_weights": True}),
+        (Adam, torch.bfloat16, {"amsgrad": True}),
+        (SGD, torch.float32, {"momentum": 0.9}),
+        (RMSprop, torch.float32, {"centered": True, "momentum": 0.5}),
+    ],
+)
+@distributed(1, 2, 3)
+def test_predicted_and_measured_bytes_differ_by_less_than_two_percent(
+    world_size: int, level: int, optimizer_class: type[Optimizer], dtype: torch.dtype, options: dict[str, Any]
+) -> None:
+    optimizer, _model = trained(level, optimizer_class, dtype, **options)
+    report = optimizer.memory_report()
+    assert dict(report.predicted) == pytest.approx(dict(report.measured), rel=0.02)
+    assert all(report.measured[kind] for kind in ("parameters", "gradients", "state"))
+    assert report.measured["state"] * world_size == pytest.approx(report.ddp["state"], rel=0.05)
+    shared = world_size if level == 3 else 1
+    assert report.measured["gradients"] * shared == pytest.approx(report.ddp["gradients"], rel=0.05)
+    assert bool(report.measured["master weights"]) == ("master_weights" in options)
+    assert (report.group_rank, report.world_size) == (optimizer.rank, world_size)
+
+
+@distributed(2)
+def test_it_prints_as_a_table_and_says_what_is_missing(world_size: int) -> None:
+    optimizer, _model = trained(1, AdamW, torch.float32)
+    text = str(optimizer.memory_report())
+    first, *_, last = text.splitlines()
+    assert first == f"memory of rank {optimizer.rank} of {world_size}"
+    for word in ("plain DDP", "predicted", "measured", "parameters", "gradients", "state", "total"):
+        assert word in text, text
+    assert "in flight" in last
+    assert "master weights" not in text
+    optimizer.zero_grad()
+    assert "there are no gradients now" in str(optimizer.memory_report())
+
+
+class Unknown(torch.optim.SGD):
+    """A class that the planner does not know."""
+
+
+@distributed(2)
+def test_the_state_of_an_unknown_class_is_measured_and_not_predicted(world_size: int) -> None:
+    optimizer, _model = trained(1, Unknown, torch.float32, momentum=0.9, elementwise=True)
+    report = optimizer.memory_report()
+    assert report.predicted["state"] is None
+    assert report.measured["state"] > 0
+    assert str(report).count(" - ") >= 3  # the state, and both totals
+
+
+@distributed(2)
+def test_it_needs_no_other_rank(world_size: int) -> None:
+    optimizer, _model = trained(1, AdamW, torch.float32)
+    if optimizer.rank == 0:
+        assert optimizer.memory_report().in_flight >= 0
+    optimizer.zero_grad()
+
+
+@distributed(2)
+def test_frozen_parameters_have_no_gradients_and_no_state(world_size: int) -> None:
+    module = nn.Sequential(nn.Linear(WIDTH, 200), nn.Linear(200, WIDTH))
+    module[0].requires_grad_(False)
+    model = DistributedDataParallel(module, gradient_as_bucket_view=True)
+    optimizer = ZeroRedundancyOptimizer(module.parameters(), AdamW, lr=1e-3)
+    model(torch.ones(2, WIDTH)).sum().backward()
+    optimizer.step()
+    report = optimizer.memory_report()
+    assert dict(report.predicted) == pytest.approx(dict(report.measured), rel=0.02)
+    assert report.measured["gradients"] < report.measured["parameters"]

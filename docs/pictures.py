@@ -78,7 +78,7 @@ def bare(axes: Any, width: float, height: float) -> None:
 def kept() -> Figure:
     """Draw which quarter of parameters, gradients and state each of four ranks keeps, at each level."""
     ways = {"plain DDP": "aaa", "levels 1 and 2": "aao", "level 3": "aoo", "FSDP2": "ooo"}
-    figure = Figure(figsize=(9, 3.3), layout="constrained")
+    figure = Figure(figsize=(9, 4.0), layout="constrained")
     all_axes = figure.subplots(1, len(ways))
     for axes, (title, pattern) in zip(all_axes, ways.items(), strict=True):
         bare(axes, 5.2, 7.2)
@@ -92,7 +92,9 @@ def kept() -> Figure:
                     full = mode == "a" or part == group_rank
                     box(axes, x, base + (3 - part) * 0.32, 1.1, 0.32, RANKS[part] if full else EMPTY)
         for group_rank in range(4):
-            axes.text(group_rank * 1.3 + 0.55, -0.1, f"rank {group_rank}", ha="center", va="top", fontsize=7, color=TEXT)
+            axes.text(
+                group_rank * 1.3 + 0.55, -0.1, f"rank {group_rank}", ha="center", va="top", fontsize=7, color=TEXT
+            )
     return figure
 
 
@@ -183,12 +185,27 @@ def collectives() -> Figure:
 
 
 STEPS = {
-    "plain DDP": [("backward", 4, 0), ("all-reduce gradients", 4, 1), ("update all", 2, 0)],
-    "level 1": [("backward", 4, 0), ("all-reduce gradients", 4, 1), ("update 1/N", 1, 0), ("all-gather", 2, 1)],
-    "level 2": [("backward", 4, 0), ("reduce-scatter", 2, 1), ("update 1/N", 1, 0), ("all-gather", 2, 1)],
-    "level 3": [("backward", 4, 0), ("reduce-scatter", 2, 1), ("update 1/N", 1, 0), ("all-gather", 2, 1)],
+    "plain DDP": [("backward", 0, 4, False), ("all-reduce gradients", 1.2, 4, True), ("update all", 5.2, 2, False)],
+    "level 1": [
+        ("backward", 0, 4, False),
+        ("all-reduce gradients", 1.2, 4, True),
+        ("update 1/N", 5.2, 1, False),
+        ("all-gather", 6.2, 2, True),
+    ],
+    "level 2": [
+        ("backward", 0, 4, False),
+        ("reduce-scatter", 2.4, 2, True),
+        ("update 1/N", 4.4, 1, False),
+        ("all-gather", 5.4, 2, True),
+    ],
+    "level 3": [
+        ("backward", 0, 4, False),
+        ("reduce-scatter", 2.4, 2, True),
+        ("update 1/N", 4.4, 1, False),
+        ("all-gather", 4.7, 2, True),
+    ],
 }
-"""The parts of a step: a text, a schematic length, and whether it is communication."""
+"""The parts of a step: a text, a schematic start and length, and whether it is communication."""
 
 
 def steps() -> Figure:
@@ -198,21 +215,20 @@ def steps() -> Figure:
     for row, (name, parts) in enumerate(STEPS.items()):
         y = 3 * (len(STEPS) - 1 - row)
         axes.text(-0.3, y + 0.95, name, ha="right", va="center", fontsize=9, color=TEXT)
-        now = 0.0
-        for text, length, sends in parts:
-            # Gradients are reduced while the backward pass still computes earlier layers.
-            start = 1.2 if sends and now == 4.0 and "gather" not in text else now
-            colour = "#d98f2b" if sends else "#4c78a8"
+        for text, start, length, sends in parts:
             low = y if sends else y + 1.0
+            style = "round,pad=0,rounding_size=0.1"
+            colour = "#d98f2b" if sends else "#4c78a8"
             axes.add_patch(
-                FancyBboxPatch((start, low), length, 0.8, boxstyle="round,pad=0,rounding_size=0.1", color=colour)
+                FancyBboxPatch((start, low), length, 0.8, boxstyle=style, facecolor=colour, edgecolor="white")
             )
             axes.text(start + length / 2, low + 0.4, text, ha="center", va="center", fontsize=7, color="white")
-            now = max(now, start + length)
     axes.set_xlim(-1.3, 9)
     axes.set_ylim(-0.3, 11.2)
     axes.axis("off")
-    axes.set_title("one step, time from left to right (not to scale): computation above, communication below", fontsize=9)
+    axes.set_title(
+        "one step, time from left to right (not to scale): computation above, communication below", fontsize=9
+    )
     return figure
 
 

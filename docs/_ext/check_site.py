@@ -79,7 +79,9 @@ def main(folder: Path) -> int:
         sys.stderr.write(line + "\n")
     if not found:
         count = len(list(folder.rglob("*.html")))
-        sys.stdout.write(f"{count} pages: every link inside the site leads somewhere; {len(SEARCHED)} names are found\n")
+        sys.stdout.write(
+            f"{count} pages: every link inside the site leads somewhere; {len(SEARCHED)} names are found\n"
+        )
     return 1 if found else 0
 
 

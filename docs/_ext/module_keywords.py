@@ -95,13 +95,13 @@ class _Collector(ast.NodeVisitor):
     def in_function(self) -> bool:
         return any(not isinstance(scope, ast.ClassDef) for scope in self.scopes)
 
-    def visit_ClassDef(self, node: ast.ClassDef) -> None:  # noqa: N802 - the name is ast's
+    def visit_ClassDef(self, node: ast.ClassDef) -> None:
         self._definition(node, CLASS)
 
-    def visit_FunctionDef(self, node: ast.FunctionDef) -> None:  # noqa: N802
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
         self._definition(node, FUNCTION)
 
-    def visit_AsyncFunctionDef(self, node: ast.AsyncFunctionDef) -> None:  # noqa: N802
+    def visit_AsyncFunctionDef(self, node: ast.AsyncFunctionDef) -> None:
         self._definition(node, FUNCTION)
 
     def _definition(self, node: ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef, kind: str) -> None:
@@ -117,20 +117,20 @@ class _Collector(ast.NodeVisitor):
             self.use(node.arg)
         self.generic_visit(node)
 
-    def visit_Import(self, node: ast.Import) -> None:  # noqa: N802
+    def visit_Import(self, node: ast.Import) -> None:
         for alias in node.names:
             self.define(alias.asname or alias.name, IMPORT, alias.name)
 
-    def visit_ImportFrom(self, node: ast.ImportFrom) -> None:  # noqa: N802
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
         for alias in node.names:
             self.define(alias.asname or alias.name, IMPORT, f"{node.module}.{alias.name}")
 
-    def visit_Name(self, node: ast.Name) -> None:  # noqa: N802
+    def visit_Name(self, node: ast.Name) -> None:
         if isinstance(node.ctx, ast.Store) and not self.in_function:
             self.define(node.id, IDENTIFIER, self.dotted(node.id))
         self.use(node.id)
 
-    def visit_Attribute(self, node: ast.Attribute) -> None:  # noqa: N802
+    def visit_Attribute(self, node: ast.Attribute) -> None:
         own = isinstance(node.value, ast.Name) and node.value.id == "self"
         if own and isinstance(node.ctx, ast.Store):
             classes = [scope.name for scope in self.scopes if isinstance(scope, ast.ClassDef)]

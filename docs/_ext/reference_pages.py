@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from module_keywords import KINDS, MODULE_LEVEL, Keyword, Module, keywords_of_kind, read_package
+from module_keywords import FUNCTION, KINDS, MODULE_LEVEL, Keyword, Module, keywords_of_kind, read_package
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -42,27 +42,33 @@ PUBLIC = {
 LINK = re.compile(r"\[([^\]]*)\]\(([^)\s]+)\)")
 
 
-def page_of(module: Module, children: Sequence[Module]) -> str:
+def page_of(module: Module, children: Sequence[Module], on_api_page: Sequence[str] = ()) -> str:
     """Return the reference page of a module as Markdown.
 
     Args:
         module: the module.
         children: its modules, if it is a package.
+        on_api_page: names of the module that the API page describes under the same dotted name.
     """
     folder = module.path.removeprefix("src/onecopy/").rpartition("/")[0] or "onecopy"
     parts = [
         f"# {module.name}",
         f"File: `{module.path}`. The page [{folder}](../folders/{folder}.md) explains the folder.",
         f"```{{eval-rst}}\n.. automodule:: {module.name}\n   :members:\n   :ignore-module-all:\n   :undoc-members:\n"
-        "   :private-members:\n   :show-inheritance:\n   :member-order: bysource\n```",
+        "   :private-members:\n   :show-inheritance:\n   :member-order: bysource\n"
+        + (f"   :exclude-members: {', '.join(on_api_page)}\n" if on_api_page else "")
+        + "```",
     ]
+    if on_api_page:
+        parts.append(f"The [API reference](api.md) has {', '.join(f'`{name}`' for name in on_api_page)}.")
     if children:
         lines = [f"- [{child.name}]({child.name}.md): {plain(child.summary)}" for child in children]
         parts.append("\n".join(lines))
         parts.append(toctree([child.name for child in children], hidden=True))
     parts.append("## Keyword index")
     parts.append(
-        "Each name of this module, the object that explains it, and the sections that use it. Local variables are left out."
+        "Each name of this module, the object that explains it, and the sections that use it. Local variables are "
+        "left out."
     )
     for kind in KINDS:
         found = list(keywords_of_kind(module, kind))
@@ -121,15 +127,21 @@ def children_of(module: Module, modules: Sequence[Module]) -> list[Module]:
 
 def modules_page(modules: Sequence[Module]) -> str:
     """Return the list of all modules by folder."""
-    parts = ["# Modules", "Every module, with the first sentence of its docstring. A page per module has its keyword index."]
+    parts = [
+        "# Modules",
+        "Every module, with the first sentence of its docstring. A page per module has its keyword index.",
+    ]
     for module in modules:
         below = children_of(module, modules)
         if below:
             parts.append(f"## {module.name}")
             parts.append(plain(module.summary))
-            parts.append("\n".join(["| module | content |", "|---|---|"] + [
-                f"| [{child.name}]({child.name}.md) | {plain(child.summary)} |" for child in below
-            ]))
+            parts.append(
+                "\n".join(
+                    ["| module | content |", "|---|---|"]
+                    + [f"| [{child.name}]({child.name}.md) | {plain(child.summary)} |" for child in below]
+                )
+            )
     parts.append(toctree(["onecopy"], hidden=True))
     return "\n\n".join(parts) + "\n"
 
@@ -149,9 +161,7 @@ def keywords_page(modules: Sequence[Module]) -> str:
             parts.append("\n".join(lines))
             parts.append(f"## {first}")
             letter, lines = first, []
-        links = ", ".join(
-            f"[{module.removeprefix('onecopy.')}]({module}.md#keyword-index)" for module in places[name]
-        )
+        links = ", ".join(f"[{module.removeprefix('onecopy.')}]({module}.md#keyword-index)" for module in places[name])
         lines.append(f"- `{name}`: {links}")
     parts.append("\n".join(lines))
     return "\n\n".join(part for part in parts if part) + "\n"
@@ -213,7 +223,9 @@ def pages(root: Path) -> Iterator[tuple[str, str]]:
 
     modules = read_package(root)
     for module in modules:
-        yield f"{module.name}.md", page_of(module, children_of(module, modules))
+        described = onecopy.checkpoint.__all__ if module.name == "onecopy.checkpoint" else []
+        own = [name for name in described if module.find(name, FUNCTION)]
+        yield f"{module.name}.md", page_of(module, children_of(module, modules), own)
     yield "modules.md", modules_page(modules)
     yield "keywords.md", keywords_page(modules)
     yield "api.md", api_page(onecopy.__all__, onecopy.checkpoint.__all__)

@@ -20,7 +20,13 @@ from tests.support.harness import pools
 from tests.support.paths import ROOT
 
 FOLDERS = sorted((ROOT / "docs/folders").glob("*.md"))
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md")), *FOLDERS]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "CHANGELOG.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    *FOLDERS,
+]
 
 BLOCK = re.compile(r"^```(\S*)[^\S\n]*(.*?)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")

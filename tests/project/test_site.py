@@ -185,9 +185,9 @@ def test_every_page_is_in_the_table_of_contents() -> None:
     listed: set[str] = set()
     for index in (ROOT / "docs/index.md", ROOT / "docs/folders/index.md"):
         for block in re.findall(r"^```\{toctree\}\n(.*?)^```", index.read_text(), re.MULTILINE | re.DOTALL):
-            entries = [line for line in block.splitlines() if line and not line.startswith(":")]
-            for entry in entries:
+            for entry in re.findall(r"^(?!:|reference/)\S+$", block, re.MULTILINE):
                 found = list(index.parent.glob(f"{entry}.md"))
+                assert found, f"{index}: {entry}"
                 listed |= {path.relative_to(ROOT / "docs").with_suffix("").as_posix() for path in found}
     pages = [path for place in ("docs", "docs/folders") for path in (ROOT / place).glob("*.md")]
     assert {path.relative_to(ROOT / "docs").with_suffix("").as_posix() for path in pages} == listed | {"index"}

@@ -76,10 +76,10 @@ fuzz: COUNT = 200
 fuzz: setup ## run COUNT random training programs, from SEED on, with plain DDP and with onecopy
 	$(BIN)/python -m tests.fuzz $(COUNT) --seed $(SEED)
 
-$(VENV)/.docs-installed: pyproject.toml constraints.txt
+$(VENV)/.%-installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$*]'
 	@touch $@
 
 docs: $(VENV)/.docs-installed ## build the site in docs/_build/html; warnings are errors
@@ -88,6 +88,9 @@ docs: $(VENV)/.docs-installed ## build the site in docs/_build/html; warnings ar
 
 docs-check: docs ## check every link and anchor inside the site, and that the search finds ten names
 	$(BIN)/python docs/_ext/check_site.py docs/_build/html
+
+notebook: $(VENV)/.notebook-installed ## run examples/shards_and_buckets.ipynb, which shows one step on four ranks, and keep its pictures
+	$(BIN)/jupyter-execute --inplace examples/shards_and_buckets.ipynb
 
 lint: setup ## check style and formatting
 	$(BIN)/ruff check .

@@ -83,7 +83,7 @@ $(VENV)/.%-installed: pyproject.toml constraints.txt
 	@touch $@
 
 docs: $(VENV)/.docs-installed ## build the site in docs/_build/html; warnings are errors
-	$(BIN)/python -m sphinx -W --keep-going --quiet -j auto -b html docs docs/_build/html
+	$(BIN)/python -m sphinx -W --keep-going --quiet -j auto -b html -d docs/_build/doctrees docs docs/_build/html
 	@echo "built docs/_build/html/index.html"
 
 docs-check: docs ## check every link and anchor inside the site, and that the search finds ten names

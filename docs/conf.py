@@ -38,6 +38,8 @@ python_use_unqualified_type_names = True
 toc_object_entries = False
 
 html_theme = "furo"
+pygments_style = "default"
+pygments_dark_style = "github-dark"
 html_title = f"onecopy {release}"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]

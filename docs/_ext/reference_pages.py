@@ -39,6 +39,9 @@ PUBLIC = {
 }
 """The sections of the API page. Names of ``onecopy.__all__`` that are in none of them come at the end."""
 
+OF_ABSTRACT_CLASSES = ("_abc_impl", "_is_protocol", "_is_runtime_protocol")
+"""Attributes that Python itself adds to classes."""
+
 LINK = re.compile(r"\[([^\]]*)\]\(([^)\s]+)\)")
 
 
@@ -56,8 +59,7 @@ def page_of(module: Module, children: Sequence[Module], on_api_page: Sequence[st
         f"File: `{module.path}`. The page [{folder}](../folders/{folder}.md) explains the folder.",
         f"```{{eval-rst}}\n.. automodule:: {module.name}\n   :members:\n   :ignore-module-all:\n   :undoc-members:\n"
         "   :private-members:\n   :show-inheritance:\n   :member-order: bysource\n"
-        + (f"   :exclude-members: {', '.join(on_api_page)}\n" if on_api_page else "")
-        + "```",
+        f"   :exclude-members: {', '.join([*OF_ABSTRACT_CLASSES, *on_api_page])}\n```",
     ]
     if on_api_page:
         parts.append(f"The [API reference](api.md) has {', '.join(f'`{name}`' for name in on_api_page)}.")
@@ -264,8 +266,25 @@ def link_to_parent(app: Any, env: Any, node: Any, content: Any) -> Any:
     return make_refnode(app.builder, node["refdoc"], entry.docname, entry.node_id, content, target)
 
 
+def lead_back_to_the_pages_of_modules(app: Any) -> list[Any]:
+    """Make each object on a page of source code link to the page that describes it.
+
+    viewcode assumes that all objects of a module are described under one dotted name, but public ones have two.
+    """
+    modules = getattr(app.env, "_viewcode_modules", {})
+    objects = app.env.get_domain("py").objects
+    for name, entry in list(modules.items()):
+        if entry:
+            code, tags, used, _ = entry
+            known = {each: objects.get(f"{name}.{each}") for each in used}
+            pages = {each: found.docname for each, found in known.items() if found is not None and not found.aliased}
+            modules[name] = (code, tags, pages, name)
+    return []
+
+
 def setup(app: Any) -> dict[str, bool]:
     """Connect the extension to a build."""
     app.connect("builder-inited", write_pages)
     app.connect("missing-reference", link_to_parent)
+    app.connect("html-collect-pages", lead_back_to_the_pages_of_modules, priority=400)  # before viewcode
     return {"parallel_read_safe": True, "parallel_write_safe": True}

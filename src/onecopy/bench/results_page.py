@@ -168,9 +168,9 @@ def _memory_finding(rows: Sequence[Row]) -> Iterator[str]:
     for row in select(rows, "memory"):
         if row["ranks"] == ranks and not row.get("error"):
             peaks[row["variant"]] = max(row["peak"], peaks.get(row["variant"], 0.0))
-    known = [f"{name} {peaks[variant] / MB:.1f} MB" for name, variant in COMPARED.items() if variant in peaks]
+    known = [f"{name}: {peaks[variant] / MB:.1f} MB" for name, variant in COMPARED.items() if variant in peaks]
     if known:
-        yield f"**Memory** at the peak of a step with {ranks} ranks: {', '.join(known)}."
+        yield f"**Memory** at the peak of a step with {ranks} ranks. {'; '.join(known)}."
 
 
 def _time_finding(rows: Sequence[Row]) -> Iterator[str]:
@@ -181,20 +181,20 @@ def _time_finding(rows: Sequence[Row]) -> Iterator[str]:
             if not each["error"]:
                 ratios.setdefault(each["variant"], []).append(each["to_ddp"])
     known = [
-        f"{name} {min(ratios[variant]):.3f} to {max(ratios[variant]):.3f}"
+        f"{name}: {min(ratios[variant]):.3f} to {max(ratios[variant]):.3f}"
         for name, variant in COMPARED.items()
         if variant in ratios and variant != YARDSTICK
     ]
     if known:
-        yield f"**Time** of a step as a ratio to DDP, over the runs below: {', '.join(known)}."
+        yield f"**Time** of a step as a ratio to DDP, over the runs below. {'; '.join(known)}."
 
 
 def _saving_finding(rows: Sequence[Row]) -> Iterator[str]:
     """Compare the times to gather the state and save."""
     seconds = {row["variant"]: row["save"] for row in select(rows, "save") if not row["error"] and "save" in row}
-    known = [f"{name} {seconds[variant]:.2f} s" for name, variant in COMPARED.items() if variant in seconds]
+    known = [f"{name}: {seconds[variant]:.2f} s" for name, variant in COMPARED.items() if variant in seconds]
     if known:
-        yield f"**Saving** model and optimizer on 2 ranks: {', '.join(known)}."
+        yield f"**Saving** model and optimizer on 2 ranks. {'; '.join(known)}."
 
 
 def _pictures(pictures: Sequence[Path], *kinds: str) -> Iterator[str]:

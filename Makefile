@@ -21,7 +21,7 @@ TESTS ?=
 ONLY ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test accelerator test-all test-newest bench bench-setup bench-check bench-checkpoints bench-consolidation clients soak faults ends fuzz lint types clean
+.PHONY: help setup demo test accelerator test-all test-newest bench bench-setup bench-check bench-checkpoints bench-consolidation clients soak faults ends fuzz docs docs-check notebook lint types clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -99,6 +99,22 @@ fuzz: COUNT = 200
 fuzz: setup ## run COUNT random training programs, from SEED on, with plain DDP and with onecopy
 	$(BIN)/python -m tests.fuzz $(COUNT) --seed $(SEED)
 
+$(VENV)/.%-installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$*]'
+	@touch $@
+
+docs: $(VENV)/.docs-installed ## build the site in docs/_build/html; warnings are errors
+	$(BIN)/python -m sphinx -W --keep-going --quiet -j auto -b html -d docs/_build/doctrees docs docs/_build/html
+	@echo "built docs/_build/html/index.html"
+
+docs-check: docs ## check every link and anchor inside the site, and that the search finds ten names
+	$(BIN)/python docs/_ext/check_site.py docs/_build/html
+
+notebook: $(VENV)/.notebook-installed ## run examples/shards_and_buckets.ipynb, which shows one step on four ranks, and keep its pictures
+	$(BIN)/jupyter-execute --inplace examples/shards_and_buckets.ipynb
+
 lint: setup ## check style and formatting
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -107,4 +123,4 @@ types: setup ## check types, strictly
 	$(BIN)/mypy
 
 clean: ## remove the environments and caches
-	rm -rf $(VENV) $(NEWEST) $(CLIENTS) .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(NEWEST) $(CLIENTS) .mypy_cache .pytest_cache .ruff_cache .hypothesis docs/_build docs/reference

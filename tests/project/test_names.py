@@ -15,6 +15,9 @@ PAGE = (ROOT / "docs/names.md").read_text()
 RECORDED = ROOT / "tests/fixtures/torch_zero_test_names.txt"
 """The names in torch's test file, which is not installed with torch. ``python -m tests.project.test_names FILE``."""
 
+TESTS = ROOT / "tests/fixtures/torch_zero_tests.txt"
+"""The tests that unittest makes of torch's test file, each with its class."""
+
 FILES = [
     "optim/zero_redundancy_optimizer.py",
     "optim/zero_redundancy_optimizer.pyi",
@@ -64,8 +67,21 @@ def test_the_page_has_every_name_of_torchs_test_suite() -> None:
     assert names - first_cells() - {"__init__", "step", "main_hook", "join_hook", "zero"} == set()
 
 
+def test_the_page_has_each_of_torchs_tests_with_the_tests_that_cover_it() -> None:
+    (section,) = re.findall(r"^### Each of its 42 tests\n(.*?)^### ", PAGE, re.MULTILINE | re.DOTALL)
+    found = []
+    for title, table in re.findall(r"^`(\w+)`:\n\n((?:\|.*\n)+)", section, re.MULTILINE):
+        for name, cell in re.findall(r"^\| `(\w+)` \| (.*) \|$", table, re.MULTILINE):
+            found.append(f"{title}.{name}")
+            assert "::" in cell, name
+    recorded = TESTS.read_text().split()
+    assert len(recorded) == 42
+    assert sorted(found) == sorted(recorded)
+
+
 def test_the_page_has_no_name_that_torch_does_not_have() -> None:
-    known = names_of_torch() | set(RECORDED.read_text().split())
+    tests = {line.rpartition(".")[2] for line in TESTS.read_text().split()}
+    known = names_of_torch() | set(RECORDED.read_text().split()) | tests
     assert first_cells() - known == set()
 
 

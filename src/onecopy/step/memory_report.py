@@ -13,7 +13,7 @@ from onecopy.common.tensor_storages import storage_bytes
 from onecopy.planning.collectives import Way
 from onecopy.planning.estimate import Machine, buffer_bytes
 from onecopy.planning.memory_report import KINDS, MemoryReport, predicted_bytes
-from onecopy.planning.models import Model
+from onecopy.planning.model_shapes import Model
 from onecopy.planning.optimizers import optimizer_of
 from onecopy.step.engine import Engine
 

@@ -275,7 +275,7 @@ WAYS_TO_COPY: dict[str, Callable[[Any], object]] = {
 @distributed(1)
 def test_copying_is_refused_and_says_what_to_do(world_size: int, way: str) -> None:
     optimizer = make()
-    message = r"cannot be pickled.*consolidate_state_dict\(\).*state_dict\(\).*construct a new one"
+    message = r"cannot be pickled.*state_dict\(\).*construct a new one"
     with pytest.raises(TypeError, match=message):
         WAYS_TO_COPY[way](optimizer)
     optimizer.step()

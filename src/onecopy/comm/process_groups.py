@@ -32,9 +32,9 @@ def member_group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     if not dist.is_available() or not dist.is_initialized():
         raise RuntimeError(
             "no process group is initialised: call torch.distributed.init_process_group() first "
-            "(torchrun sets what it needs), also when there is only one process; with Accelerate or transformers, make "
-            "the Accelerator or the TrainingArguments before the optimizer, or give Trainer optimizer_cls_and_kwargs="
-            "(ZeroRedundancyOptimizer, {'optimizer_class': AdamW, ...})"
+            "(torchrun sets what it needs), also when there is only one process; with Accelerate or transformers, "
+            "construct the Accelerator or the TrainingArguments before the optimizer, or give Trainer "
+            "optimizer_cls_and_kwargs=(ZeroRedundancyOptimizer, {'optimizer_class': AdamW, ...})"
         )
     group = dist.group.WORLD if process_group is None else process_group
     if group is None or dist.get_rank(group) < 0:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
@@ -17,7 +19,7 @@ def main() -> None:
     net = make_model()
     optimizer = run.make_optimizer(net.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
-    loader = DataLoader(make_samples(), batch_size=BATCH)
+    loader: Any = DataLoader(make_samples(), batch_size=BATCH)
     model, optimizer, loader, scheduler = accelerator.prepare(net, optimizer, loader, scheduler)
     folder, first = run.checkpoints / "state", 0
     if run.is_resumed:

@@ -104,8 +104,8 @@ def make_model(width: int = 32, features: int = FEATURES) -> nn.Sequential:
         return nn.Sequential(nn.Linear(features, width), nn.Tanh(), nn.Linear(width, features), nn.Linear(features, 1))
 
 
-def make_samples(features: int = FEATURES) -> list[tuple[Tensor, Tensor]]:
-    """The samples of all ranks together."""
+def make_samples(features: int = FEATURES) -> Any:
+    """The samples of all ranks together, pairs of tensors."""
     inputs = torch.randn(SAMPLES, features, generator=torch.Generator().manual_seed(1))
     return [(row, row.sin().sum().reshape(1)) for row in inputs]
 

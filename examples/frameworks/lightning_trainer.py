@@ -18,9 +18,10 @@ class Module(lightning.LightningModule):
         super().__init__()
         self.layer = nn.Linear(16, 1)
 
-    def training_step(self, batch: Tensor) -> Tensor:
+    def training_step(self, batch: list[Tensor]) -> Tensor:
         """Return the loss."""
-        return (self.layer(batch) - batch.sum(1, keepdim=True)).square().mean()
+        (inputs,) = batch
+        return nn.functional.mse_loss(self.layer(inputs), inputs.sum(1, keepdim=True))
 
     def configure_optimizers(self) -> ZeroRedundancyOptimizer:
         """Return the sharded optimizer."""
@@ -31,6 +32,6 @@ file = Path(sys.argv[1]) / "last.ckpt"
 epochs = 2 if file.exists() else 1
 # strategy="ddp" works too. It gathers the state on rank 0 to save it.
 trainer = lightning.Trainer(accelerator="cpu", devices=2, strategy=ShardedStrategy(), max_epochs=epochs, logger=False)
-loader = torch.utils.data.DataLoader(list(torch.randn(64, 16)), batch_size=8, shuffle=True)
+loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(64, 16)), batch_size=8, shuffle=True)
 trainer.fit(Module(), loader, ckpt_path=file if file.exists() else None)
 trainer.save_checkpoint(file)

@@ -274,11 +274,13 @@ def lead_back_to_the_pages_of_modules(app: Any) -> list[Any]:
     modules = getattr(app.env, "_viewcode_modules", {})
     objects = app.env.get_domain("py").objects
     for name, entry in list(modules.items()):
-        if entry:
-            code, tags, used, _ = entry
-            known = {each: objects.get(f"{name}.{each}") for each in used}
-            pages = {each: found.docname for each, found in known.items() if found is not None and not found.aliased}
-            modules[name] = (code, tags, pages, name)
+        if not entry:  # a module without source, which has no page
+            del modules[name]
+            continue
+        code, tags, used, _ = entry
+        known = {each: objects.get(f"{name}.{each}") for each in used}
+        pages = {each: found.docname for each, found in known.items() if found is not None and not found.aliased}
+        modules[name] = (code, tags, pages, name)
     return []
 
 

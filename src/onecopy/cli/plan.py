@@ -81,8 +81,7 @@ def plan(
     """Compare the memory of all levels for a model and recommend one. Nothing is trained or downloaded."""
     if plot is not None:
         need("matplotlib", "--plot", "demo")
-    source = _source(model, params, largest, hidden, layers)
-    chosen = OPTIMIZERS[optimizer.value]
+    source, chosen = _source(model, params, largest, hidden, layers), OPTIMIZERS[optimizer.value]
     job = planned_job(source, chosen, precision.value, batch * sequence, tflops * 1e12)
     speed = bandwidth if ranks <= ranks_per_machine else network
     machine = estimate.Machine(ranks, speed * GB, estimate.collective_latency(ranks), pairwise=False)
@@ -103,8 +102,7 @@ def plan(
         console.print(f"\n[bold]{advice.choice}[/bold]: {advice.reason}\n")
         console.print(escape(advice.code), highlight=False, soft_wrap=True)
         if owners is not None:
-            title = str(owners).partition("\n")[0]
-            typer.echo(f"\nlevel 1: {title}\n{owners.draw(console.width)}")
+            typer.echo("\nlevel 1: {}\n{}".format(str(owners).partition("\n")[0], owners.draw(console.width)))
     if plot is not None:
         from onecopy.planning.picture import draw  # needs matplotlib
 

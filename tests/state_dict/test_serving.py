@@ -9,6 +9,7 @@ import os
 import pickle
 import threading
 import time
+import weakref
 
 import pytest
 import torch
@@ -19,8 +20,9 @@ from torch.optim import Adam
 from onecopy import ZeroRedundancyOptimizer
 from onecopy.comm.background_service import BackgroundService
 from onecopy.errors import PeerFailedError, RanksDisagreeError
+from onecopy.state_dict import serving
 from onecopy.state_dict.gather import FullState
-from tests.support.harness import distributed
+from tests.support.harness import EVERYTHING, distributed
 from tests.support.serving import KINDS, Served, counted_requests
 from tests.support.state_dicts import Pair, expect_same
 
@@ -55,6 +57,7 @@ def test_ranks_that_do_not_read_the_state_cost_nothing(world_size: int) -> None:
     training = Served("parameter")
     training.step()
     with counted_requests() as counts:
+        dist.barrier()  # all ranks count
         state_dict = training.zero.state_dict()
         assert state_dict["param_groups"] == training.plain.state_dict()["param_groups"]
         dist.barrier()
@@ -136,19 +139,46 @@ def test_a_rank_that_is_ahead_is_named(world_size: int) -> None:
     dist.barrier()
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @distributed(2)
-def test_an_optimizer_that_another_rank_deleted_is_named(world_size: int) -> None:
-    training = Served("element")
+def test_an_optimizer_that_another_rank_has_just_deleted_is_still_read(world_size: int, kind: str) -> None:
+    training = Served(kind)
     training.step()
     zero = training.zero
     if dist.get_rank() == 1:
-        del training, zero
+        deleted = weakref.ref(zero)
+        del zero, training.zero, training.model
         gc.collect()
+        assert deleted() is None
     dist.barrier()
     if dist.get_rank() == 0:
-        with pytest.raises(PeerFailedError, match=r"no state from rank 1, which no longer has this optimizer.*barrier"):
-            zero.state_dict()
+        training.expect_plain(zero.state_dict())
     dist.barrier()
+
+
+@pytest.mark.parametrize("how", ["another one is constructed", "time passes"])
+@distributed(2)
+def test_an_optimizer_that_another_rank_deleted_is_named(world_size: int, how: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        if how == "time passes":
+            patch.setattr(serving, "SECONDS_AFTER_DELETION", 0.05)
+        training = Served("element")
+        training.step()
+        zero = training.zero
+        if dist.get_rank() == 1:
+            del training, zero
+            gc.collect()
+        if how == "time passes":
+            time.sleep(0.5)
+        else:
+            Served("element")
+            gc.collect()
+        dist.barrier()
+        if dist.get_rank() == 0:
+            match = r"no state from rank 1, which no longer has this optimizer.*barrier"
+            with pytest.raises(PeerFailedError, match=match):
+                zero.state_dict()
+        dist.barrier()
 
 
 @distributed(2)
@@ -248,7 +278,7 @@ def test_constructions_leave_nothing(world_size: int) -> None:
 
     construct()
     before = resources()
-    for number in range(500):
+    for number in range(500 if EVERYTHING else 150):
         ZeroRedundancyOptimizer([nn.Parameter(torch.ones(10))], Adam)
         if number % 50 == 0:
             construct()

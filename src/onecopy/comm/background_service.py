@@ -157,6 +157,11 @@ class BackgroundService:
             weakref.finalize(group, service.stop).atexit = False
         return service
 
+    @property
+    def is_running(self) -> bool:
+        """Whether the thread has not been stopped."""
+        return self._store is not None
+
     def ask(self, inbox: int, request: Message, timeout: timedelta) -> Asking:
         """Send a request to the thread of another process, or of this one.
 

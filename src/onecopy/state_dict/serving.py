@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import threading
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -44,7 +45,39 @@ from onecopy.step.state_clock import OtherStepError
 KIND = "state_dict"
 CPU = torch.device("cpu")
 
+SECONDS_AFTER_DELETION = 60.0
+"""How long the state of a deleted optimizer can still be read."""
+
 _numbers = itertools.count()
+
+
+class _Deleted:
+    """Keeps the engines of deleted optimizers for a while, or until another optimizer is constructed.
+
+    Rank 0 often saves when ``main()`` has returned on the other ranks.
+    """
+
+    def __init__(self) -> None:
+        self._engines: list[Engine] = []
+        self._timer: threading.Timer | None = None
+
+    def keep(self, engine: Engine) -> None:
+        """Keep an engine, and all others for as long."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._engines.append(engine)
+        self._timer = threading.Timer(SECONDS_AFTER_DELETION, self.release)
+        self._timer.daemon = True
+        self._timer.start()
+
+    def release(self) -> None:
+        """Free the engines that are kept."""
+        timer, self._engines, self._timer = self._timer, [], None
+        if timer is not None:
+            timer.cancel()
+
+
+_deleted = _Deleted()
 
 
 class StateDictServer:
@@ -69,6 +102,7 @@ class StateDictServer:
 
     def _start(self) -> None:
         inbox = 0
+        _deleted.release()
         try:
             self._service = BackgroundService.of_process()
             inbox = self._service.inbox
@@ -79,6 +113,12 @@ class StateDictServer:
         self._key = f"{rows[0][0]}/{rows[0][1]}"
         if self._service is not None:
             self._service.subjects[self._key] = self._engine
+
+    def __del__(self) -> None:
+        """Keep the state for a while, unless this process is ending."""
+        if self._service is not None and self._service.is_running:
+            self._service.subjects[self._key] = self._engine  # again: a collected cycle has cleared weak references
+            _deleted.keep(self._engine)
 
     def _is_on_accelerator(self) -> bool:
         # The host is ahead of the accelerator there, so the state in memory belongs to no step that the host knows.

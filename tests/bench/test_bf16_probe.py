@@ -177,9 +177,13 @@ def test_the_script_runs_a_command_and_passes_its_exit_code_on() -> None:
 def test_all_scripts_that_the_makefile_starts_are_started_safely() -> None:
     text = MAKEFILE.read_text()
     assert (MAKEFILE.parent / re.findall(r"^SAFELY := \S+ (\S+)$", text, re.MULTILINE)[0]).samefile(bf16_probe.__file__)
-    started = [line for line in text.splitlines() if re.search(r"^\t.*(torchrun|(benchmarks|examples)/\w+\.py)", line)]
+    started = [
+        line
+        for line in text.splitlines()
+        if re.search(r"^\t.*(torchrun|onecopy train|(benchmarks|examples)/\w+\.py)", line)
+    ]
     assert len(started) == 5
-    assert all(re.search(r"\$\(SAFELY\) \$\(BIN\)/(torchrun|python) ", line) for line in started)
+    assert all(re.search(r"\$\(SAFELY\) \$\(BIN\)/(torchrun|python|onecopy) ", line) for line in started)
 
 
 def test_the_setting_reaches_the_ranks_of_the_benchmark(

@@ -18,7 +18,7 @@ from rich.table import Table
 from onecopy.cli.errors import guarded, need
 from onecopy.layout import Layout, extend
 from onecopy.planning import estimate
-from onecopy.planning.advice import GB, USABLE, Advice, fits, recommend
+from onecopy.planning.advice import GB, USABLE, Advice, fits, recommend, unit_of
 from onecopy.planning.comparison import UTILISATION, Row, activation_bytes, compare, planned_job
 from onecopy.planning.optimizers import OPTIMIZERS
 from onecopy.planning.sources import Source, from_counts, from_path
@@ -127,20 +127,21 @@ def _source(
 
 
 def _print_memory(console: Console, rows: list[Row], limit: float | None, activations: float | None) -> None:
+    unit, scale = unit_of(rows)
     kinds = [kind for kind in rows[0].memory if any(row.memory[kind] for row in rows)]
     columns = ["", *kinds, *(["activations"] if activations else []), "total", *(["fits"] if limit is not None else [])]
     table = Table(
         *columns,
-        title="GB on the rank with the most",
+        title=f"{unit} on the rank with the most",
         box=SIMPLE_HEAD,
         padding=(0, 1),
         collapse_padding=True,
         pad_edge=False,
     )
     for row in rows:
-        cells = [f"{row.memory[kind] / GB:.2f}" for kind in kinds]
-        cells += [f"{activations / GB:.1f}"] if activations else []
-        cells.append(f"{(row.total + (activations or 0)) / GB:.2f}")
+        cells = [f"{row.memory[kind] / scale:.2f}" for kind in kinds]
+        cells += [f"{activations / scale:.1f}"] if activations else []
+        cells.append(f"{(row.total + (activations or 0)) / scale:.2f}")
         if limit is not None:
             cells.append("yes" if fits(row, limit, activations) else "no")
         table.add_row(row.name, *cells)
@@ -149,14 +150,15 @@ def _print_memory(console: Console, rows: list[Row], limit: float | None, activa
 
 def _print_step(console: Console, rows: list[Row]) -> None:
     timed = any(row.step for row in rows)
-    columns = ["", "GB sent", "collectives", "operations", "ms of collectives", *(["ms of a step"] * timed)]
+    unit, scale = unit_of(rows)
+    columns = ["", f"{unit} sent", "collectives", "operations", "ms of collectives", *(["ms of a step"] * timed)]
     table = Table(
         *columns, title="one step of one rank", box=SIMPLE_HEAD, padding=(0, 1), collapse_padding=True, pad_edge=False
     )
     for row in rows:
         step = ["-" if row.step is None else f"{1e3 * row.step:.0f}"] if timed else []
         counts = (f"{row.calls:,}", f"{row.operations:,}")
-        table.add_row(row.name, f"{row.sent / GB:.2f}", *counts, f"{1e3 * row.communication:.0f}", *step)
+        table.add_row(row.name, f"{row.sent / scale:.2f}", *counts, f"{1e3 * row.communication:.0f}", *step)
     console.print(table)
 
 

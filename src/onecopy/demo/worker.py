@@ -76,7 +76,9 @@ def main(text: str) -> None:
     try:
         with process_group():
             run(Settings.from_json(text), stop)
-    except (OnecopyError, OSError) as error:
+    except (OnecopyError, OSError, RuntimeError) as error:
+        if type(error) is RuntimeError and "gloo" not in str(error):
+            raise  # a mistake of ours, with its traceback; gloo reports a rank that has gone
         Console(stderr=True).print(f"error: {error}", style="red", highlight=False, markup=False, soft_wrap=True)
         raise SystemExit(1) from None
 

@@ -17,6 +17,11 @@ WORTH_IT = 0.05
 GB = 1e9
 
 
+def unit_of(rows: Sequence[Row]) -> tuple[str, float]:
+    """Return the unit in which the memory of these ways of training is shown, and its bytes."""
+    return ("GB", GB) if max(row.total for row in rows) >= GB else ("MB", 1e6)
+
+
 @dataclass(frozen=True, slots=True)
 class Advice:
     """A recommendation.
@@ -65,7 +70,8 @@ def recommend(
 
     order = [DDP, LEVEL_1, LEVEL_3, FSDP2]
     fitting = [name for name in order if fits(by_name[name], memory, activations)]
-    saved = f"{(ddp.total - by_name[LEVEL_1].total) / GB:.2f} GB ({saving(LEVEL_1):.0%})"
+    unit, scale = unit_of(rows)
+    saved = f"{(ddp.total - by_name[LEVEL_1].total) / scale:.2f} {unit} ({saving(LEVEL_1):.0%})"
     if memory is not None and not fitting:
         least = min(by_name[name].total for name in order) + others
         return advice(

@@ -12,7 +12,7 @@ from onecopy.layout import Layout
 from onecopy.layout.drawing import MOST_ROWS
 from onecopy.layout.picture import draw_rows
 from onecopy.planning import memory_report
-from onecopy.planning.advice import GB, USABLE
+from onecopy.planning.advice import USABLE, unit_of
 from onecopy.planning.comparison import Row
 
 COLOURS = {**memory_report.COLOURS, "buffers": "#999999", "activations": "#d9d9d9"}
@@ -54,8 +54,7 @@ def draw(
 
 
 def _draw_memory(axes: Any, rows: Sequence[Row], activations: float | None, memory: float | None) -> None:
-    most = max(row.total + (activations or 0.0) for row in rows)
-    scale, unit = (GB, "GB") if most >= GB else (1e6, "MB")
+    unit, scale = unit_of(rows)
     left = [0.0] * len(rows)
     for kind, colour in COLOURS.items():
         widths = [(activations or 0.0 if kind == "activations" else row.memory[kind]) / scale for row in rows]

@@ -110,7 +110,7 @@ def ended_elsewhere(folder: Path) -> None:
         if dist.get_rank() == 1:
             del optimizer
             gc.collect()
-        dist.barrier()
+        trained()  # a deleted optimizer is kept until another one is constructed
         if dist.get_rank() == 0:
             optimizer.state_dict()
     finally:

@@ -164,7 +164,7 @@ def swap(one: Path, other: Path) -> None:
 
 
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
-    "newer": (lambda path: reseal(path / "manifest.json", b'"version":1', b'"version":3'), "manifest.json"),
+    "newer": (lambda path: reseal(path / "manifest.json", b'"version":1', b'"version":9'), "manifest.json"),
     "truncated": (lambda path: os.truncate(path / "rank-00001.safetensors", 999), "rank-00001.safetensors"),
     "missing": (lambda path: (path / "rank-00000.safetensors").unlink(), "rank-00000.safetensors"),
     "swapped": (lambda path: swap(path / "rank-00000.safetensors", path / "rank-00001.safetensors"), "rank-0000"),

@@ -15,11 +15,13 @@ from onecopy.checkpoint.directories import verify
 from onecopy.checkpoint.loading import Loaded
 from onecopy.checkpoint.optimizer_view import Optimizers
 from onecopy.checkpoint.save_plan import PerRank
+from onecopy.checkpoint.signing import SigningKey
 from onecopy.checkpoint.training_state import capture, restore
 
 __all__ = [
     "Loaded",
     "PerRank",
+    "SigningKey",
     "capture",
     "get_optimizer_state_dict",
     "latest",
@@ -43,6 +45,7 @@ def save(
     extra: dict[str, Any] | None = None,
     keep: int | None = None,
     blocking: bool = True,
+    key: SigningKey | None = None,
     process_group: Any = None,
 ) -> Path:
     """Save a checkpoint to ``root/step-...``. All ranks make this call together, and each rank writes its part.
@@ -60,13 +63,14 @@ def save(
         keep: when this checkpoint is complete, remove all but this many of the newest ones.
         blocking: whether to write before returning. Otherwise this call copies everything, and a thread writes it; an
             error of the thread is raised by the next call of this module.
+        key: sign the checkpoint, so that :func:`load` with the same key refuses checkpoints that others have written.
         process_group: the ranks that save (default: all ranks; without torch.distributed, this process).
 
     Returns:
         The checkpoint's directory.
     """
     _background.finish()
-    job = saving.prepare(root, step, model, optimizer, extra, keep, blocking, process_group)
+    job = saving.prepare(root, step, model, optimizer, extra, keep, blocking, key, process_group)
     if blocking:
         return job.run()
     _background.start(job)
@@ -86,6 +90,7 @@ def load(
     optimizer: Optimizers = None,
     strict: bool = True,
     missing_ok: Literal[False] = False,
+    key: SigningKey | None = None,
     process_group: Any = None,
 ) -> Loaded: ...
 
@@ -98,6 +103,7 @@ def load(
     optimizer: Optimizers = None,
     strict: bool = True,
     missing_ok: bool,
+    key: SigningKey | None = None,
     process_group: Any = None,
 ) -> Loaded | None: ...
 
@@ -109,6 +115,7 @@ def load(
     optimizer: Optimizers = None,
     strict: bool = True,
     missing_ok: bool = False,
+    key: SigningKey | None = None,
     process_group: Any = None,
 ) -> Loaded | None:
     """Load a checkpoint that any number of ranks saved. All ranks make this call together, with the same arguments.
@@ -122,6 +129,7 @@ def load(
         optimizer: the optimizers to load into, in the order in which they were saved, or None.
         strict: whether the checkpoint must have exactly the names of the model's state dict.
         missing_ok: return None on all ranks if rank 0 finds no checkpoint, as at the start of a run.
+        key: load only what was signed with this key; None checks no signature.
         process_group: the ranks that load (default: all ranks; without torch.distributed, this process).
 
     Returns:
@@ -133,7 +141,7 @@ def load(
         CheckpointMismatchError: if the checkpoint does not fit; the message names the parameter.
     """
     _background.finish()
-    return loading.load(source, model, optimizer, strict, missing_ok, process_group)
+    return loading.load(source, model, optimizer, strict, missing_ok, key, process_group)
 
 
 def latest(root: str | os.PathLike[str]) -> Path | None:

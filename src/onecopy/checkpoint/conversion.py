@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from onecopy.checkpoint import disk
-from onecopy.checkpoint.directories import candidates_in, read_manifest
+from onecopy.checkpoint.directories import read_manifest, with_newest
 from onecopy.checkpoint.files import Reader, check_storable, whole_tensor
-from onecopy.checkpoint.manifest import Manifest, SavedOptimizer, SavedParam, keys_in
+from onecopy.checkpoint.manifest import Manifest, SavedOptimizer, SavedParam, keys_in, value_of
 from onecopy.checkpoint.optimizer_view import POSITION_NAME
 from onecopy.checkpoint.ranks import Ranks
 from onecopy.checkpoint.save_plan import (
@@ -45,12 +45,9 @@ def to_torch(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> 
     """
     with _opened(source) as (found, reader):
         tensors = {key: whole_tensor(reader, found, key) for key in found.tensors}
-        content: dict[str, Any] = {"step": found.step, "extra": tagged_json.decode(found.extra, tensors)}  # type: ignore[arg-type]
+        content: dict[str, Any] = {"step": found.step, "extra": value_of(found.extra, tensors)}
         if found.model is not None:
-            content["model"] = {
-                name: tagged_json.decode(tree, tensors)  # type: ignore[arg-type]
-                for name, tree in found.model.items()
-            }
+            content["model"] = {name: value_of(tree, tensors) for name, tree in found.model.items()}
         optimizers = [_state_dict_of(saved, tensors) for saved in found.optimizers]
         if optimizers:
             content["optimizer"] = optimizers[0] if len(optimizers) == 1 else optimizers
@@ -129,10 +126,16 @@ def from_torch(source: str | os.PathLike[str], root: str | os.PathLike[str], ste
 @contextlib.contextmanager
 def _opened(source: str | os.PathLike[str]) -> Iterator[tuple[Manifest, Reader]]:
     """Open a checkpoint for reading."""
-    folder = candidates_in(source)[0]
-    found = read_manifest(folder)
-    with Reader(folder, found.files) as reader:
-        yield found, reader
+    with contextlib.ExitStack() as stack:
+
+        def opened(folder: Path) -> tuple[Manifest, Reader]:
+            found = read_manifest(folder)
+            reader = stack.enter_context(Reader(folder, found.files))
+            reader.check_sizes()
+            reader.open_all(found.files)
+            return found, reader
+
+        yield with_newest(source, opened)
 
 
 @contextlib.contextmanager
@@ -160,8 +163,8 @@ def _state_dict_of(saved: SavedOptimizer, tensors: Mapping[str, Tensor]) -> dict
     groups = []
     for group in saved.groups:
         names = {"params": group["params"], **({"param_names": list(group["params"])} if saved.named else {})}
-        groups.append({**tagged_json.decode(group["options"], tensors), **names})  # type: ignore[arg-type]
-    state = {name: tagged_json.decode(tree, tensors) for name, tree in saved.state.items()}  # type: ignore[arg-type]
+        groups.append({**value_of(group["options"], tensors), **names})
+    state = {name: value_of(tree, tensors) for name, tree in saved.state.items()}
     return plain_state_dict(state, groups)
 
 

@@ -17,6 +17,7 @@ except ImportError as error:
 
 from onecopy.checkpoint import conversion, directories
 from onecopy.checkpoint.manifest import Manifest
+from onecopy.checkpoint.signing import SigningKey
 from onecopy.cli.bench import app as bench
 from onecopy.cli.plan import EXAMPLES, plan
 from onecopy.errors import OnecopyError
@@ -54,19 +55,25 @@ def inspect(path: Source) -> None:
     """Show the names, shapes, types and sizes of all tensors in a checkpoint, and the ranks that wrote them."""
 
     def show() -> None:
-        folder = directories.candidates_in(path)[0]
-        _show(Console(), folder, directories.read_manifest(folder))
+        folder, found = directories.with_newest(path, lambda folder: (folder, directories.read_manifest(folder)))
+        _show(Console(), folder, found)
 
     _guarded(show)
 
 
 @checkpoint.command()
-def verify(path: Source) -> None:
+def verify(
+    path: Source,
+    key_file: Annotated[
+        Path | None, typer.Option(help="A file with the key with which the checkpoint must have been signed.")
+    ] = None,
+) -> None:
     """Read all files of a checkpoint and compare them with their checksums."""
 
     def check() -> None:
-        folder = directories.candidates_in(path)[0]
-        Console().print(f"{folder}: {_size(directories.verify(folder))}, all as written")
+        key = SigningKey.from_file(key_file) if key_file else None
+        folder, size = directories.with_newest(path, lambda folder: (folder, directories.verify(folder, key=key)))
+        Console().print(f"{folder}: {_size(size)}, all as {'signed' if key else 'written'}")
 
     _guarded(check)
 

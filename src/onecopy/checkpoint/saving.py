@@ -33,7 +33,7 @@ from onecopy.checkpoint.argument_comparison import argument_facts
 from onecopy.checkpoint.directories import committed, folder_of, step_of, verify
 from onecopy.checkpoint.files import write_file
 from onecopy.checkpoint.manifest import Entry, File, Manifest, Piece, SavedOptimizer
-from onecopy.checkpoint.manifest_checks import MAX_BYTES
+from onecopy.checkpoint.manifest_checks import MAX_BYTES, is_count
 from onecopy.checkpoint.optimizer_view import (
     Optimizers,
     OptimizerView,
@@ -181,7 +181,8 @@ def prepare(
     ranks = Ranks(process_group, CALL)
     with ranks.fail_together(CALL) as together:
         disk.check_supported()
-        _check_arguments(step, keep)
+        check_step(step)
+        _check_keep(keep)
         check_key(key)
         folder = Path(root).absolute()  # the working directory may change during a save in the background
         views = optimizer_views(model, optimizer)
@@ -200,9 +201,13 @@ def prepare(
     return SaveJob(ranks, folder, step, keep, plan, key)
 
 
-def _check_arguments(step: int, keep: int | None) -> None:
-    if not isinstance(step, int) or isinstance(step, bool) or step < 0:
-        raise ValueError(f"step must be a number from 0 on, got {step!r}")
+def check_step(step: object) -> None:
+    """Raise ``ValueError`` unless a step is a number from 0 on."""
+    if not is_count(step):
+        raise ValueError(f"step must be a number from 0 on, got {step!r:.60}")
+
+
+def _check_keep(keep: int | None) -> None:
     if keep is not None and (not isinstance(keep, int) or keep < 1):
         raise ValueError(f"keep must be a number from 1 on, or None to keep all, got {keep!r}")
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import resource
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,19 @@ from hypothesis import strategies as st
 from onecopy.checkpoint import load, loading, save, verify
 from onecopy.errors import CheckpointError, CorruptCheckpointError
 from tests.support import hostile
-from tests.support.hostile import ATTACKS, NAME, PLACES, TEXTS, Pair, Seen, attempt, content_of, mutate, sealed
+from tests.support.hostile import (
+    ATTACKS,
+    NAME,
+    PLACES,
+    TEXTS,
+    Pair,
+    Seen,
+    attempt,
+    content_of,
+    little_memory,
+    mutate,
+    sealed,
+)
 
 
 @pytest.fixture(scope="module")
@@ -32,18 +42,6 @@ def origin(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def folder(origin: Path, tmp_path: Path) -> Path:
     """A copy of it that a test may change."""
     return Path(shutil.copytree(origin, tmp_path / "root" / origin.name))
-
-
-@contextlib.contextmanager
-def little_memory(nbytes: int = 256 << 20) -> Iterator[None]:
-    """Let this process use only so much more memory than it has now."""
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
-    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + nbytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
 NOT_DAMAGE = ("a class that is not safe", "a weight that is no tensor", "blocks of another size")

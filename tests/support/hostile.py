@@ -7,6 +7,7 @@ import copy
 import json
 import os
 import random
+import resource
 import shutil
 import signal
 import sys
@@ -358,6 +359,18 @@ def time_limit(seconds: float = LONGEST) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+
+
+@contextlib.contextmanager
+def little_memory(nbytes: int = 256 << 20) -> Iterator[None]:
+    """Let this process use only so much more memory than it has now."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + nbytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
 def held_by_files(folder: Path) -> dict[str, Tensor]:

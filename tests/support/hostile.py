@@ -196,6 +196,7 @@ ATTACKS: dict[str, Callable[[dict[str, Any]], object]] = {
     "state that is no dict": update(*OPTIMIZER, "state", "0.weight", value=["list", []]),
     "a weight that is no tensor": update("model", "0.weight", value=3),
     "a model that is a list": update("model", value=[]),
+    "no model, not even none": lambda content: content.pop("model"),
     "no optimizers": update("optimizers", value=None),
     "no version": update("version", value="1"),
     "blocks of another size": update("block_bytes", value=1),

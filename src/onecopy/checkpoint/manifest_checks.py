@@ -114,7 +114,7 @@ def check_content(content: Mapping[str, Any], block_bytes: int) -> None:
         _check_tensor(key, fields, content["files"], block_bytes, used)
     for name, ranges in used.items():
         _check_filled(name, content["files"][name], ranges)
-    model = content.get("model")
+    model = content.get("model", 0)
     _need(model is None or type(model) is dict, "'model' is not of type dict")
     for name, tree in (model or {}).items():
         _check_tree(tree, f"{name!r} of the model")

@@ -57,7 +57,8 @@ class Pair:
         names = {id(param): name for name, param in self.model.named_parameters()}
         for param, state in self.optimizer.state.items():
             for key, value in state.items():
-                found[f"optimizer.0/{names[id(param)]}/{key}"] = value
+                if isinstance(value, Tensor):
+                    found[f"optimizer.0/{names[id(param)]}/{key}"] = value
         return found
 
 

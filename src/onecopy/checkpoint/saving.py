@@ -303,7 +303,9 @@ def _remove_leftovers(root: Path) -> None:
         if _UNFINISHED.fullmatch(path.name):
             with disk.locked(path, wait=False, without_locks=False) as has_lock:
                 if has_lock:
-                    logger.warning("removing %s, a leftover of a save that died", path)
+                    # A save that was about to lock an empty one makes it again.
+                    level = logging.WARNING if any(path.iterdir()) else logging.DEBUG
+                    logger.log(level, "removing %s, a leftover of a save that died", path)
                     disk.remove(path)
 
 

@@ -130,7 +130,7 @@ def test_the_comparison_with_the_files_notices_other_values(origin: Path) -> Non
     pair.load(origin)
     assert hostile.difference(origin, pair) == ""
     with torch.no_grad():
-        pair.model[0].weight[3, 4] += 1
+        pair.linear.weight[3, 4] += 1
     assert "model/0.weight is not what the files hold" in hostile.difference(origin, pair)
 
 

@@ -282,7 +282,7 @@ def test_a_failed_unlock_after_the_commit_fails_no_save(
         if how == fcntl.LOCK_UN:
             fail()
 
-    closed, real_close = [], os.close
+    closed, real_close = list[str](), os.close
 
     def refuse_close(descriptor: int) -> None:
         locked = "LOCK_UN" in closed

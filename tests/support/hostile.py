@@ -36,16 +36,17 @@ class Pair:
 
     def __init__(self, seed: int = 0, width: int = 32) -> None:
         torch.manual_seed(seed)
-        self.model = nn.Sequential(nn.Linear(width, width), nn.LayerNorm(width))
+        self.linear, norm = nn.Linear(width, width), nn.LayerNorm(width)
+        self.model = nn.Sequential(self.linear, norm)
         self.model.register_buffer("seen", torch.arange(6.0).view(2, 3))
-        self.optimizer = AdamW([{"params": self.model[0].parameters()}, {"params": self.model[1].parameters()}], lr=0.1)
+        self.optimizer = AdamW([{"params": self.linear.parameters()}, {"params": norm.parameters()}], lr=0.1)
 
     def step(self) -> None:
-        self.model(torch.ones(1, self.model[0].in_features)).square().sum().backward()
+        self.model(torch.ones(1, self.linear.in_features)).square().sum().backward()
         self.optimizer.step()
 
     def save(self, root: Path, step: int = 1, **options: Any) -> Path:
-        extra = {"list": [1, 2.5, None, ("a", torch.arange(5))], "nan": float("nan"), 3: {"deep": [[[torch.ones(2)]]]}}
+        extra = {"list": [1, 2.5, None, ("a", torch.arange(5))], "nan": float("nan"), "deep": {3: [[[torch.ones(2)]]]}}
         return save(root, step, model=self.model, optimizer=self.optimizer, extra=extra, **options)
 
     def load(self, source: Path, **options: Any) -> Any:
@@ -225,34 +226,34 @@ def reseal_text(folder: Path, change: Callable[[bytes], bytes]) -> None:
     path.write_bytes(seal(change(path.read_bytes())))
 
 
-def replace_file(make: Callable[[Path], object]) -> Callable[[Path], object]:
+def zeros(path: Path, size: int) -> None:
+    path.touch()
+    os.truncate(path, size)
+
+
+SUBSTITUTES: dict[str, Callable[[Path], object]] = {
+    "a FIFO": os.mkfifo,
+    "a link to it": lambda path: path.symlink_to(path.parent.parent / "away"),
+    "a link to nothing": lambda path: path.symlink_to("nothing"),
+    "a directory": lambda path: path.mkdir(),
+    "a terabyte of zeros": lambda path: zeros(path, 1 << 40),
+}
+
+
+def replace_file(name: str, make: Callable[[Path], object]) -> Callable[[Path], object]:
     """Put something else in the place of a file of the checkpoint."""
 
     def change(folder: Path) -> None:
-        shutil.move(folder / NAME, folder.parent / "away")
-        make(folder / NAME)
+        shutil.move(folder / name, folder.parent / "away")
+        make(folder / name)
 
     return change
 
 
 PLACES: dict[str, Callable[[Path], object]] = {
-    "a FIFO": replace_file(os.mkfifo),
-    "a link to the file": replace_file(lambda path: path.symlink_to(path.parent.parent / "away")),
-    "a link to nothing": replace_file(lambda path: path.symlink_to("nothing")),
-    "a directory": replace_file(lambda path: path.mkdir()),
-    "a manifest that is a FIFO": lambda folder: (
-        os.remove(folder / "manifest.json"),
-        os.mkfifo(folder / "manifest.json"),
-    ),
-    "a manifest that is a link": lambda folder: (
-        shutil.move(folder / "manifest.json", folder.parent / "away"),
-        (folder / "manifest.json").symlink_to(folder.parent / "away"),
-    ),
-    "a manifest of a terabyte": lambda folder: os.truncate(folder / "manifest.json", 1 << 40),
-    "a manifest that is a directory": lambda folder: (
-        os.remove(folder / "manifest.json"),
-        (folder / "manifest.json").mkdir(),
-    ),
+    f"{what} in the place of {name}": replace_file(name, make)
+    for name in (NAME, "manifest.json")
+    for what, make in SUBSTITUTES.items()
 }
 """Changes of the files themselves."""
 
@@ -313,12 +314,16 @@ def mutate(content: Any, generator: random.Random) -> Any:
 
 @dataclass
 class Seen:
-    """What came of attacks: how many, refused, loaded, and everything that should not have happened."""
+    """What came of attacks: how many, refused, loaded, and everything that should not have happened.
+
+    ``peak`` is the most memory that a load took beyond the memory before it, in bytes.
+    """
 
     tried: int = 0
     refused: int = 0
     loaded: int = 0
     slowest: float = 0.0
+    peak: int = 0
     problems: list[str] = field(default_factory=list)
 
 
@@ -375,6 +380,16 @@ def little_memory(nbytes: int = 256 << 20) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
+def memory(name: str) -> int:
+    """A value of ``/proc/self/status`` in bytes: VmRSS is the memory now, VmHWM its peak since the last reset."""
+    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{name}:")]
+    return int(line.split()[1]) << 10
+
+
+def reset_peak() -> None:
+    Path("/proc/self/clear_refs").write_text("5")
+
+
 def held_by_files(folder: Path) -> dict[str, Tensor]:
     """Read the tensors of a checkpoint in the plainest way, without any check."""
     content = json.loads((folder / "manifest.json").read_bytes())
@@ -392,7 +407,8 @@ def held_by_files(folder: Path) -> dict[str, Tensor]:
 def attempt(folder: Path, pair: Pair, seen: Seen, what: str) -> None:
     """Load a checkpoint of an attacker; note whether it was refused, and what must not happen."""
     seen.tried += 1
-    begun = time.monotonic()
+    reset_peak()
+    before, begun = memory("VmRSS"), time.monotonic()
     problem = ""
     with opened_files() as opened:
         try:
@@ -408,6 +424,7 @@ def attempt(folder: Path, pair: Pair, seen: Seen, what: str) -> None:
                 raise
             problem, loaded = f"{type(error).__name__}: {error}", False
     seen.slowest = max(seen.slowest, time.monotonic() - begun)
+    seen.peak = max(seen.peak, memory("VmHWM") - before)
     outside = [path for path in opened if not os.path.abspath(path).startswith(f"{folder}{os.sep}")]
     outside = [
         path for path in outside if not path.endswith((".py", ".pyc")) and Path(path) not in (folder, folder.parent)

@@ -1,8 +1,9 @@
 """Checkpoints under hostile and crowded conditions, many times: nothing is lost, and nothing wrong is loaded.
 
-Loads beside a writer with ``keep=1``, two writers in one directory, random corruption, and random manifests of an
-attacker with right checksums. A hostile manifest must be refused with one of the errors for checkpoints, or load what
-the files hold. No load may open a file outside the checkpoint, hang, or need more memory than twice the file.
+Loads beside a writer with ``keep=1``, two writers in one directory, a disk that fails at every operation of a load,
+random corruption, and random manifests of an attacker with right checksums. A hostile manifest must be refused with one
+of the errors for checkpoints, or load what the files hold. No load may open a file outside the checkpoint, hang, or
+need more memory than twice the file.
 """
 
 from __future__ import annotations
@@ -19,7 +20,12 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tests.support.crowded import loads_beside_a_writer, random_corruption, saves_of_two_writers
+from tests.support.crowded import (
+    disk_faults_of_loads,
+    loads_beside_a_writer,
+    random_corruption,
+    saves_of_two_writers,
+)
 from tests.support.hostile import NAME, Pair, Seen, attack_at_random
 
 WIDTH = 1024
@@ -61,6 +67,7 @@ def main() -> int:
         faults: dict[str, Callable[[], Seen]] = {
             "loads beside a writer with keep=1": lambda: loads_beside_a_writer(root / "beside", count * 2 // 3),
             "saves of two writers": lambda: saves_of_two_writers(root / "two", count // 5),
+            "disk faults of loads": lambda: disk_faults_of_loads(root / "faults"),
             "random corruption": lambda: random_corruption(saved(root / "corrupt", 32), count, seed),
             "hostile manifests": lambda: hostile_manifests(root / "hostile", count, seed),
         }

@@ -17,6 +17,7 @@ import torch
 from onecopy.checkpoint import directories, disk, latest, load, save, saving, verify
 from onecopy.checkpoint.conversion import to_torch
 from onecopy.errors import CheckpointError, CorruptCheckpointError
+from tests.support.crowded import disk_faults_of_loads
 from tests.support.hostile import Pair
 
 LOADS = 40
@@ -239,6 +240,14 @@ def test_an_error_of_the_disk_in_the_newest_falls_back_to_the_one_before(
         assert "step-00000002 is damaged" in caplog.text
         assert os.strerror(errno.EIO) in caplog.text
         other.step()
+
+
+def test_every_operation_of_a_load_may_fail(tmp_path: Path) -> None:
+    seen = disk_faults_of_loads(tmp_path)
+    assert seen.problems == []
+    assert seen.tried == seen.loaded + seen.refused
+    assert seen.loaded > 10
+    assert seen.refused > 10
 
 
 def test_a_step_whose_checkpoint_cannot_be_read_can_be_saved_again(

@@ -1,7 +1,9 @@
-"""Processes that save to and load from one directory at the same time."""
+"""Processes that save to and load from one directory at the same time, disks that fail, and damaged files."""
 
 from __future__ import annotations
 
+import errno
+import itertools
 import multiprocessing
 import os
 import random
@@ -12,7 +14,7 @@ from typing import Any
 
 import torch
 
-from onecopy.checkpoint import load, save, verify
+from onecopy.checkpoint import disk, load, save, verify
 from onecopy.errors import CheckpointError, CorruptCheckpointError
 from tests.support.hostile import Pair, Seen
 
@@ -84,6 +86,59 @@ def saves_of_two_writers(root: Path, count: int) -> Seen:
     if left:
         seen.problems.append(f"leftovers: {left}")
     return seen
+
+
+def _failing_load(root: Path, name: str, number: int) -> tuple[Pair, Any]:
+    """Load while the call of a function of ``disk`` with this number fails; return what came of it."""
+    real, calls, pair = getattr(disk, name), itertools.count(), Pair(1)
+
+    def replacement(*arguments: Any) -> Any:
+        if next(calls) == number:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(*arguments)
+
+    setattr(disk, name, replacement)
+    try:
+        return pair, pair.load(root)
+    except Exception as error:
+        return pair, error
+    finally:
+        setattr(disk, name, real)
+
+
+def disk_faults_of_loads(root: Path) -> Seen:
+    """Fail once at every file operation of a load of the newer of two checkpoints.
+
+    Before anything is loaded, the older one must be taken. After that, the optimizer must refuse to step.
+    """
+    pair, seen = Pair(), Seen()
+    pair.step()
+    for step in (1, 2):
+        pair.save(root, step)
+    for name in ("size_of", "open_to_read", "read_into"):
+        for number in itertools.count():
+            begun = time.monotonic()
+            other, found = _failing_load(root, name, number)
+            seen.slowest = max(seen.slowest, time.monotonic() - begun)
+            if getattr(found, "step", 0) == 2:
+                break  # the load has fewer operations
+            seen.tried += 1
+            if getattr(found, "step", 0) == 1:
+                seen.loaded += 1
+            elif isinstance(found, CheckpointError) and _refuses(other):
+                seen.refused += 1
+            else:
+                seen.problems.append(f"{name} {number}: {found!r}")
+    return seen
+
+
+def _refuses(pair: Pair) -> bool:
+    """Whether the optimizer refuses to step."""
+    try:
+        pair.step()
+    except CheckpointError:
+        return True
+    return False
 
 
 def random_corruption(folder: Path, count: int, seed: int) -> Seen:

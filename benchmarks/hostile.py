@@ -9,6 +9,7 @@ need more memory than twice the file.
 from __future__ import annotations
 
 import argparse
+import logging
 import sys
 import tempfile
 import time
@@ -60,6 +61,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     count, seed = arguments.count, arguments.seed
+    logging.getLogger("onecopy").setLevel(logging.ERROR)  # every damaged checkpoint would be a warning
     console, failed = Console(), False
     table = Table("fault", *("tried", "loaded or saved", "refused", "problems", "slowest", "peak", "time"))
     with tempfile.TemporaryDirectory() as name:

@@ -47,6 +47,7 @@ LOADS: Cases = {
     **EITHER,
     "strict": (lambda _: {"strict": False}, "strict: True", "strict: False"),
     "missing_ok": (lambda _: {"missing_ok": True}, "missing_ok: False", "missing_ok: True"),
+    "check_base": (lambda _: {"check_base": False}, "check_base: True", "check_base: False"),
 }
 
 SAVES: Cases = {
@@ -54,6 +55,7 @@ SAVES: Cases = {
     "step": (lambda _: {"step": 3}, "step: 2", "step: 3"),
     "keep": (lambda _: {"keep": 3}, "keep: None", "keep: 3"),
     "blocking": (lambda _: {"blocking": False}, "blocking: True", "blocking: False"),
+    "trainable_only": (lambda _: {"trainable_only": True}, "trainable_only: False", "trainable_only: True"),
     "PerRank": (
         lambda _: {"extra": {"own": PerRank(1), "shared": 2}},
         "PerRank values of extra: none",

@@ -28,6 +28,7 @@ from torch.optim import SGD, AdamW
 from onecopy import ZeroRedundancyOptimizer, hook_with_zero_step
 from onecopy.checkpoint import disk, latest, load, save, verify, wait
 from onecopy.checkpoint.load_plan import Copy
+from onecopy.checkpoint.manifest import VERSION
 from onecopy.errors import CheckpointError, CorruptCheckpointError, OnecopyError
 from tests.support.checkpoints import Side, contents_of, load_side, make, model_of, push, save_side, train
 from tests.support.harness import distributed, pools
@@ -164,7 +165,10 @@ def swap(one: Path, other: Path) -> None:
 
 
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
-    "newer": (lambda path: reseal(path / "manifest.json", b'"version":1', b'"version":9'), "manifest.json"),
+    "newer": (
+        lambda path: reseal(path / "manifest.json", b'"version":1', b'"version":%d' % (VERSION + 1)),
+        "manifest.json",
+    ),
     "truncated": (lambda path: os.truncate(path / "rank-00001.safetensors", 999), "rank-00001.safetensors"),
     "missing": (lambda path: (path / "rank-00000.safetensors").unlink(), "rank-00000.safetensors"),
     "swapped": (lambda path: swap(path / "rank-00000.safetensors", path / "rank-00001.safetensors"), "rank-0000"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from tests.support.checkpoints import (
     WIDTH,
     WORDS,
     Side,
+    check_any_to_any,
     load_side,
     make,
     model_of,
@@ -40,31 +41,6 @@ from tests.support.models import assert_same_tree
 from tests.support.state_dicts import expect_same
 
 # From anything to anything
-
-
-def check_any_to_any(root: Path, source: Side, targets: Iterable[Side]) -> None:
-    """Save half way; every target that loads it holds the same, and goes on as the source did.
-
-    With more than two ranks DDP and ShardedDataParallel add gradients up in different orders, so only two go on.
-    """
-    more = [2, 3] if dist.get_world_size() == 2 else []
-    train(source, [0, 1])
-    save_side(root, 2, source)
-    state, model = state_of(source), model_of(source)
-    train(source, more)
-    found = []
-    for target in targets:
-        train(target, [7])
-        assert load_side(root, target).step == 2
-        loaded = (model_of(target), state_of(target))
-        train(target, more)
-        found.append((*loaded, model_of(target)))
-    for number, (ours, mine, continued) in enumerate(found):  # here no rank waits for another
-        if dist.get_rank() == 0:
-            assert_same_tree(ours, model, f"model of target {number}")
-            assert_same_tree(mine, state, f"state of target {number}")
-        if more:
-            assert_same_tree(continued, model_of(source), f"continued by target {number}")
 
 
 @pytest.mark.parametrize("source", KINDS)

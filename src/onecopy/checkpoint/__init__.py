@@ -45,6 +45,7 @@ def save(
     extra: dict[str, Any] | None = None,
     keep: int | None = None,
     blocking: bool = True,
+    trainable_only: bool = False,
     key: SigningKey | None = None,
     process_group: Any = None,
 ) -> Path:
@@ -63,6 +64,8 @@ def save(
         keep: when this checkpoint is complete, remove all but this many of the newest ones.
         blocking: whether to write before returning. Otherwise this call copies everything, and a thread writes it; an
             error of the thread is raised by the next call of this module.
+        trainable_only: whether to save digests of the frozen parameters (``requires_grad=False``) instead of their
+            values, for adapters (LoRA). :func:`load` then needs a model with the same frozen parameters.
         key: sign the checkpoint, so that :func:`load` with the same key refuses checkpoints that others have written.
         process_group: the ranks that save (default: all ranks; without torch.distributed, this process).
 
@@ -70,7 +73,7 @@ def save(
         The checkpoint's directory.
     """
     _background.finish()
-    job = saving.prepare(root, step, model, optimizer, extra, keep, blocking, key, process_group)
+    job = saving.prepare(root, step, model, optimizer, extra, keep, blocking, trainable_only, key, process_group)
     if blocking:
         return job.run()
     _background.start(job)
@@ -90,6 +93,7 @@ def load(
     optimizer: Optimizers = None,
     strict: bool = True,
     missing_ok: Literal[False] = False,
+    check_base: bool = True,
     key: SigningKey | None = None,
     process_group: Any = None,
 ) -> Loaded: ...
@@ -103,6 +107,7 @@ def load(
     optimizer: Optimizers = None,
     strict: bool = True,
     missing_ok: bool,
+    check_base: bool = True,
     key: SigningKey | None = None,
     process_group: Any = None,
 ) -> Loaded | None: ...
@@ -115,6 +120,7 @@ def load(
     optimizer: Optimizers = None,
     strict: bool = True,
     missing_ok: bool = False,
+    check_base: bool = True,
     key: SigningKey | None = None,
     process_group: Any = None,
 ) -> Loaded | None:
@@ -129,6 +135,8 @@ def load(
         optimizer: the optimizers to load into, in the order in which they were saved, or None.
         strict: whether the checkpoint must have exactly the names of the model's state dict.
         missing_ok: return None on all ranks if rank 0 finds no checkpoint, as at the start of a run.
+        check_base: whether the frozen parameters must be those with which the checkpoint was saved, if it was saved
+            with ``trainable_only``.
         key: load only what was signed with this key; None checks no signature.
         process_group: the ranks that load (default: all ranks; without torch.distributed, this process).
 
@@ -141,7 +149,7 @@ def load(
         CheckpointMismatchError: if the checkpoint does not fit; the message names the parameter.
     """
     _background.finish()
-    return loading.load(source, model, optimizer, strict, missing_ok, key, process_group)
+    return loading.load(source, model, optimizer, strict, missing_ok, check_base, key, process_group)
 
 
 def latest(root: str | os.PathLike[str]) -> Path | None:

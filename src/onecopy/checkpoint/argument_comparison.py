@@ -30,3 +30,9 @@ def tensor_facts(model: nn.Module | None, views: Sequence[OptimizerView]) -> lis
         for place, (name, param) in enumerate(zip(view.names, view.params, strict=True)):
             facts.append(Fact(f"parameter {place} of optimizer {number}", f"{name!r}, {tuple(param.shape)}"))
     return facts
+
+
+def trainable_facts(model: nn.Module) -> list[Fact]:
+    """Return facts about which parameters of a model are trainable, which must be equal on all ranks."""
+    params = unwrapped(model).named_parameters()
+    return [Fact(f"parameter {name!r}", "trainable" if param.requires_grad else "frozen") for name, param in params]

@@ -121,14 +121,16 @@ def plan_model(manifest: Manifest, model: nn.Module, views: Sequence[OptimizerVi
         raise CheckpointMismatchError("the checkpoint was saved without a model")
     wanted = module.state_dict()
     plan = ModelPlan()
-    plan.missing = [name for name in wanted if name not in manifest.model]
+    live = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers(remove_duplicate=False))
+    base = manifest.base or {}
+    plan.missing = [name for name in wanted if name not in manifest.model and name not in base]
     plan.unexpected = [name for name in manifest.model if name not in wanted]
+    plan.unexpected += [name for name in base if name not in live]
     if strict and (plan.missing or plan.unexpected):
         raise CheckpointMismatchError(
             f"the checkpoint is of another model: it lacks {plan.missing[:5]} and has {plan.unexpected[:5]}, which the "
             "model does not; strict=False loads the names that both have"
         )
-    live = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers(remove_duplicate=False))
     # A tied parameter has several names; an optimizer uses the first.
     first_name = {id(param): name for name, param in module.named_parameters()}
     converts = isinstance(model, ShardedDataParallel) and model.mixed_precision.param_dtype is not None

@@ -1,9 +1,10 @@
 """Loads a checkpoint: every rank checks all bytes it needs, and only then copies them into place.
 
 1. All ranks compare their arguments, and take the newest checkpoint that rank 0 found.
-2. Each rank matches the manifest with its model and optimizers, and reads and checks every byte it needs. All ranks
-   raise if a rank failed. If this checkpoint is damaged, rank 0 lists the checkpoints again, because a save may have
-   removed this one, and all ranks go on to the newest one that was not tried. Nothing has changed yet.
+2. Each rank matches the manifest with its model and optimizers, compares frozen parameters with their digests if the
+   checkpoint does not have their values, and reads and checks every byte it needs. All ranks raise if a rank failed. If
+   this checkpoint is damaged, rank 0 lists the checkpoints again, because a save may have removed this one, and all
+   ranks go on to the newest one that was not tried. Nothing has changed yet.
 3. Each rank reads again, from the same open files, straight into place, and checks every byte there once more. This
    takes no more memory than one block, or one tensor whose strides differ. If a rank fails here, all ranks raise, and
    the optimizers refuse to step until a load succeeds.
@@ -28,6 +29,7 @@ from torch.utils.hooks import RemovableHandle
 from onecopy.checkpoint.argument_comparison import argument_facts, tensor_facts
 from onecopy.checkpoint.directories import candidates_in, read_manifest
 from onecopy.checkpoint.files import Reader, whole_tensor
+from onecopy.checkpoint.frozen_base import compare_base
 from onecopy.checkpoint.load_plan import Copy, ModelPlan, OptimizerPlan, decoded_options, plan_model, plan_optimizer
 from onecopy.checkpoint.manifest import Manifest, keys_in, value_of
 from onecopy.checkpoint.optimizer_view import (
@@ -132,6 +134,7 @@ def load(
     optimizer: Optimizers,
     strict: bool,
     missing_ok: bool,
+    check_base: bool,
     key: SigningKey | None,
     process_group: Any,
 ) -> Loaded | None:
@@ -143,6 +146,7 @@ def load(
         wait_for_parameters(views, model)
         together.facts = argument_facts(model, views)
         together.facts += [Fact("strict", str(bool(strict))), Fact("missing_ok", str(bool(missing_ok)))]
+        together.facts += [Fact("check_base", str(bool(check_base)))]
         together.facts += [Fact("key", "None" if key is None else "given"), *tensor_facts(model, views)]
     damages: dict[str, str] = {}
     path = ""
@@ -156,7 +160,7 @@ def load(
         if path in paths:
             logger.warning("%s is damaged, so another one is loaded: %s", path, damages[path])
         path = untried[0]
-        loaded = _load_from(Path(path), model, views, strict, key, ranks)
+        loaded = _load_from(Path(path), model, views, strict, check_base, key, ranks)
         if isinstance(loaded, Loaded):
             return loaded
         damages[path] = loaded
@@ -180,6 +184,7 @@ def _load_from(
     model: nn.Module | None,
     views: Sequence[OptimizerView],
     strict: bool,
+    check_base: bool,
     key: SigningKey | None,
     ranks: Ranks,
 ) -> Loaded | str:
@@ -191,7 +196,7 @@ def _load_from(
                 manifest = read_manifest(folder, key)
                 reader = stack.enter_context(Reader(folder, manifest.files, key is not None))
                 reader.check_sizes()
-                plan = _match(manifest, model, views, strict)
+                plan = _match(manifest, model, views, strict, check_base)
                 reader.open_all(plan.file_names)
                 with bar("checking", plan.nbytes, ranks.rank) as advance:
                     for copy in plan.copies:
@@ -210,16 +215,23 @@ def _load_from(
     return Loaded(manifest.step, extra, folder, per_rank, plan.model.missing, plan.model.unexpected)
 
 
-def _match(manifest: Manifest, model: nn.Module | None, views: Sequence[OptimizerView], strict: bool) -> _LoadPlan:
+def _match(
+    manifest: Manifest,
+    model: nn.Module | None,
+    views: Sequence[OptimizerView],
+    strict: bool,
+    check_base: bool,
+) -> _LoadPlan:
     """Match a checkpoint with the model and the optimizers; raise if it does not fit."""
     if views and len(manifest.optimizers) != len(views):
         raise CheckpointMismatchError(
             f"the checkpoint has {len(manifest.optimizers)} optimizers, and {len(views)} were given to load into"
         )
+    model_plan = plan_model(manifest, model, views, strict) if model is not None else ModelPlan()
+    if model is not None and manifest.base is not None and check_base:
+        compare_base(manifest, model)
     return _LoadPlan(
-        manifest,
-        plan_model(manifest, model, views, strict) if model is not None else ModelPlan(),
-        [plan_optimizer(manifest, number, view) for number, view in enumerate(views)],
+        manifest, model_plan, [plan_optimizer(manifest, number, view) for number, view in enumerate(views)]
     )
 
 

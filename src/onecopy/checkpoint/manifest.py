@@ -26,10 +26,11 @@ from onecopy.errors import CheckpointError, CorruptCheckpointError
 
 FORMAT = "onecopy checkpoint"
 VERSION = 3
-"""The newest version of the format. It is used for signed checkpoints, and version 2 for trees that have new tags."""
+"""The newest version of the format. A checkpoint has the lowest version that can describe it."""
 
-_NEW_TAGS = (b'["subclass",', b'["dtype",', b'["Size",')
-"""Version 1 does not have these. They are not found inside a string, where quotation marks are escaped."""
+_TAGS_OF_2 = (b'["subclass",', b'["dtype",', b'["Size",')
+"""Tensors of subclasses, dtypes and sizes are not in version 1. The tags are not found inside a string, where quotation
+marks are escaped. Version 3 has the field ``base``, or a signature."""
 
 NAME = "manifest.json"
 BLOCK_BYTES = 4 << 20
@@ -123,6 +124,15 @@ class SavedOptimizer:
 
 
 @dataclass(frozen=True, slots=True)
+class FrozenParam:
+    """A parameter that a checkpoint with ``trainable_only`` does not have: its dtype, shape and ``tensor_digest``."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
 class Manifest:
     """The description of a whole checkpoint.
 
@@ -137,6 +147,7 @@ class Manifest:
         optimizers: the optimizers, in the order in which they were saved.
         extra: the tree of ``extra``.
         per_rank: the tree of each rank's ``PerRank`` values.
+        base: the frozen parameters by name, if only the trainable ones were saved; else None.
     """
 
     step: int
@@ -149,18 +160,24 @@ class Manifest:
     optimizers: tuple[SavedOptimizer, ...]
     extra: Any
     per_rank: tuple[Any, ...]
+    base: dict[str, FrozenParam] | None = None
 
 
 def dump(manifest: Manifest, key: SigningKey | None = None) -> bytes:
     """Return the manifest as JSON that begins with its own checksum and, with a key, an HMAC of all that follows."""
-    content = {"format": FORMAT, "version": VERSION if key else 1, "block_bytes": BLOCK_BYTES, **asdict(manifest)}
+    content = {"format": FORMAT, "version": 1, "block_bytes": BLOCK_BYTES, **asdict(manifest)}
+    if manifest.base is None:
+        del content["base"]
     if key is None:
         pieces = [piece for entry in content["tensors"].values() for piece in entry["pieces"]]
         for described in (*content["files"].values(), *pieces):
             del described["sha256"]
     text = json.dumps(content, separators=(",", ":"), allow_nan=False).encode()
-    if key is None and any(tag in text for tag in _NEW_TAGS):
-        content["version"] = 2
+    version = 2 if any(tag in text for tag in _TAGS_OF_2) else 1
+    if manifest.base is not None or key is not None:
+        version = 3
+    if version > 1:
+        content["version"] = version
         text = json.dumps(content, separators=(",", ":"), allow_nan=False).encode()
     front = b'{"crc32":"' + _BLANK + b'",' + (b'"hmac":"' + key.sign(text[1:]) + b'",' if key else b"")
     blank = front + text[1:]
@@ -222,6 +239,7 @@ def _parsed(content: dict[str, Any], where: str, signed: bool) -> Manifest:
         optimizers=tuple(_optimizer(fields) for fields in content["optimizers"]),
         extra=content["extra"],
         per_rank=tuple(content["per_rank"]),
+        base=_base(content.get("base")),
     )
     _check_references(manifest, where)
     if signed:
@@ -235,6 +253,12 @@ def _entry(fields: Mapping[str, Any]) -> Entry:
         for piece in fields["pieces"]
     )
     return Entry(fields["dtype"], tuple(fields["shape"]), tuple(fields["stride"]), pieces)
+
+
+def _base(fields: Mapping[str, Any] | None) -> dict[str, FrozenParam] | None:
+    if fields is None:
+        return None
+    return {name: FrozenParam(each["dtype"], tuple(each["shape"]), each["digest"]) for name, each in fields.items()}
 
 
 def _optimizer(fields: Mapping[str, Any]) -> SavedOptimizer:

@@ -118,6 +118,7 @@ def check_content(content: Mapping[str, Any], block_bytes: int) -> None:
     _need(model is None or type(model) is dict, "'model' is not of type dict")
     for name, tree in (model or {}).items():
         _check_tree(tree, f"{name!r} of the model")
+    _check_base(content.get("base"), model)
     for number, optimizer in enumerate(content["optimizers"]):
         _check_optimizer(optimizer, f"optimizer {number}")
     _check_dict(content["extra"], "'extra'")
@@ -211,6 +212,16 @@ def _check_filled(name: str, file: Mapping[str, int], ranges: list[tuple[int, in
         _need(start == position or start == stop <= file["size"], f"pieces overlap in {name}, or leave a gap in it")
         position = max(position, stop)
     _need(position == file["size"], f"{name} has {file['size']} bytes, but its pieces end at {position}")
+
+
+def _check_base(base: Any, model: Any) -> None:
+    """Check the frozen parameters whose values the checkpoint does not have."""
+    _need(base is None or type(base) is dict, "'base' is not of type dict")
+    for name, param in (base or {}).items():
+        _need(type(param) is dict and param.keys() == {"dtype", "shape", "digest"}, "'base' is malformed")
+        _need(type(param["dtype"]) is str and type(param["digest"]) is str, "'base' is malformed")
+        _need(_are_counts(param["shape"]), "'base' is malformed")
+        _need(model is not None and name not in model, f"{_shown(name)} is in 'base', and the model has its value")
 
 
 def _check_optimizer(optimizer: Any, what: str) -> None:

@@ -7,7 +7,7 @@ rank saves for itself, is here too.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from onecopy.checkpoint.files import LivePiece, check_storable
-from onecopy.checkpoint.manifest import Entry, SavedOptimizer, SavedParam, names_of_tensors, with_keys
+from onecopy.checkpoint.frozen_base import describe_frozen, frozen_parameters
+from onecopy.checkpoint.manifest import Entry, FrozenParam, SavedOptimizer, SavedParam, names_of_tensors, with_keys
 from onecopy.checkpoint.optimizer_view import OptimizerView, StateShard, unwrapped
 from onecopy.common import tagged_json
 from onecopy.common.flat_views import dense_copy, flat_view
@@ -48,6 +49,7 @@ class SavePlan:
         extra: the tree of ``extra``; rank 0's is saved.
         per_rank: the tree of this rank's :class:`PerRank` values.
         signature: names, shapes and dtypes of the model's tensors, as text.
+        base: this rank's part of the descriptions of frozen parameters; None if their values are saved.
     """
 
     pieces: list[LivePiece] = field(default_factory=list)
@@ -57,6 +59,7 @@ class SavePlan:
     extra: Any = None
     per_rank: Any = None
     signature: list[str] = field(default_factory=list)
+    base: dict[str, FrozenParam] | None = None
 
     def fingerprint(self) -> str:
         """Return a digest of the model's names, shapes and dtypes and of the optimizers' classes and groups."""
@@ -96,6 +99,7 @@ def plan_save(
     extra: Mapping[str, Any] | None,
     rank: int,
     world_size: int,
+    trainable_only: bool,
 ) -> SavePlan:
     """Describe the model, the optimizers and ``extra``, and choose this rank's pieces; dense tensors are not copied.
 
@@ -106,13 +110,20 @@ def plan_save(
         extra: further data.
         rank: this rank among the ranks that save.
         world_size: the number of ranks that save.
+        trainable_only: whether to leave out the values of frozen parameters.
     """
     plan = SavePlan()
     replicated: KeyedTensors = []
+    frozen: dict[str, Tensor] = {}
     if model is not None:
         module = unwrapped(model)
-        plan.model = model_trees(module.state_dict(), replicated)
+        if trainable_only:
+            frozen = frozen_parameters(model)
+            plan.base = describe_frozen(frozen, rank, world_size)
+        saved = {name: value for name, value in module.state_dict().items() if name not in frozen}
+        plan.model = model_trees(saved, replicated)
         plan.signature = [f"{key} {tensor.dtype} {tuple(tensor.shape)}" for key, tensor in replicated]
+        plan.signature += [f"frozen {name} {param.dtype} {tuple(param.shape)}" for name, param in frozen.items()]
         # Buffers (running statistics) may differ between ranks; DDP continues with the buffers of rank 0.
         params = {part.data_ptr() for param in module.parameters() for part in leaves_of(param)}
         buffers = [(key, tensor) for key, tensor in replicated if tensor.data_ptr() not in params]
@@ -120,7 +131,7 @@ def plan_save(
         if rank == 0:
             plan.pieces += [whole_piece(key, tensor) for key, tensor in buffers]
     for number, (view, writes) in enumerate(zip(views, writes_state, strict=True)):
-        _add_optimizer(plan, number, view, writes, replicated)
+        _add_optimizer(plan, number, view, writes, replicated, frozen)
     add_extra(plan, extra, rank)
     plan.pieces += _pieces_of_rank(replicated, rank, world_size)
     return plan
@@ -184,8 +195,18 @@ def state_tree(values: Mapping[Any, Any], number: int, name: str) -> tuple[Any, 
     return keyed_tree(values, f"optimizer.{number}/{name}", f"state of parameter {name!r}")
 
 
-def _add_optimizer(plan: SavePlan, number: int, view: OptimizerView, writes: bool, replicated: KeyedTensors) -> None:
-    """Describe one optimizer; add the tensors that all ranks have to ``replicated``, and sharded ones as pieces."""
+def _add_optimizer(
+    plan: SavePlan,
+    number: int,
+    view: OptimizerView,
+    writes: bool,
+    replicated: KeyedTensors,
+    frozen: Collection[str],
+) -> None:
+    """Describe one optimizer; add the tensors that all ranks have to ``replicated``, and sharded ones as pieces.
+
+    Nothing is written for a parameter in ``frozen`` that has no state, because its master weight is its value.
+    """
     view.check_state_keys()
     params = {
         name: SavedParam(tuple(param.shape), tuple(param.stride()), tagged_json.dtype_name(param.dtype))
@@ -200,10 +221,10 @@ def _add_optimizer(plan: SavePlan, number: int, view: OptimizerView, writes: boo
     state: dict[str, Any] = {}
     checksums: dict[str, int] = {}
     for shard in view.state_shards() if writes else ():
-        values = state_with_master(shard.state, shard.tensor, shard.param_view)
-        if not values:
-            continue
         name = view.names[shard.index]
+        values = state_with_master(shard.state, shard.tensor, shard.param_view)
+        if not values or (name in frozen and not shard.state):
+            continue
         if shard.is_cut:
             check_not_cut(values, name)
         state[name], tensors = state_tree(values, number, name)

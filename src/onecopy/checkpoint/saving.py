@@ -29,10 +29,10 @@ import torch
 from torch import nn
 
 from onecopy.checkpoint import disk, manifest
-from onecopy.checkpoint.argument_comparison import argument_facts
+from onecopy.checkpoint.argument_comparison import argument_facts, trainable_facts
 from onecopy.checkpoint.directories import committed, folder_of, step_of, verify
 from onecopy.checkpoint.files import write_file
-from onecopy.checkpoint.manifest import Entry, File, Manifest, Piece, SavedOptimizer
+from onecopy.checkpoint.manifest import Entry, File, FrozenParam, Manifest, Piece, SavedOptimizer
 from onecopy.checkpoint.manifest_checks import MAX_BYTES, is_count
 from onecopy.checkpoint.optimizer_view import (
     Optimizers,
@@ -136,6 +136,7 @@ class SaveJob:
             states,
             self.plan.checksums,
             self.plan.per_rank,
+            {name: astuple(param) for name, param in (self.plan.base or {}).items()},
         ]
 
     def _commit(self, temporary: Path, final: Path, descriptions: Sequence[Any]) -> None:
@@ -174,6 +175,7 @@ def prepare(
     extra: dict[str, Any] | None,
     keep: int | None,
     blocking: bool,
+    trainable_only: bool,
     key: SigningKey | None,
     process_group: Any,
 ) -> SaveJob:
@@ -184,18 +186,23 @@ def prepare(
         check_step(step)
         _check_keep(keep)
         check_key(key)
+        if trainable_only and model is None:
+            raise ValueError("trainable_only=True needs the model whose parameters are trainable: pass model=")
         folder = Path(root).absolute()  # the working directory may change during a save in the background
         views = optimizer_views(model, optimizer)
         owner_groups = [_owner_group(view, ranks) for view in views]
         wait_for_parameters(views, model)
         together.facts = [Fact("step", str(step)), Fact("keep", str(keep)), Fact("blocking", str(bool(blocking)))]
+        together.facts += [Fact("trainable_only", str(bool(trainable_only)))]
         together.facts.append(Fact("key", "None" if key is None else "given"))
         together.facts += [*argument_facts(model, views), Fact("PerRank values of extra", _per_rank_keys(extra))]
+        if trainable_only and model is not None:
+            together.facts += trainable_facts(model)
     first_groups = ranks.gather_json(CALL, tagged_json.dumps(owner_groups))[0]
     with ranks.fail_together(CALL) as together:
         # Where several groups of ranks have replicas of the state, the group of the first rank writes it.
         writes_state = [mine == first for mine, first in zip(owner_groups, first_groups, strict=True)]
-        plan = plan_save(model, views, writes_state, extra, ranks.rank, ranks.world_size)
+        plan = plan_save(model, views, writes_state, extra, ranks.rank, ranks.world_size, trainable_only)
         together.facts = [Fact("model and optimizers", plan.fingerprint())]
         together.facts += [Fact("options of the optimizers", plan.options_digest())]
     return SaveJob(ranks, folder, step, keep, plan, key)
@@ -238,9 +245,11 @@ def _assemble(job: SaveJob, descriptions: Sequence[Any]) -> Manifest:
     entries: dict[str, Entry] = {}
     pieces: dict[str, list[Piece]] = {}
     per_rank = []
-    for name, file, rows, _, _, values in descriptions:
+    base: dict[str, FrozenParam] = {}
+    for name, file, rows, _, _, values, frozen in descriptions:
         files[name] = File(*file)
         per_rank.append(values)
+        base.update((key, FrozenParam(dtype, tuple(shape), digest)) for key, (dtype, shape, digest) in frozen.items())
         for key, dtype, shape, stride, offset, start, stop, checksums, digests in rows:
             entries.setdefault(key, Entry(dtype, tuple(shape), tuple(stride)))
             pieces.setdefault(key, []).append(Piece(name, offset, start, stop, tuple(checksums), tuple(digests)))
@@ -263,13 +272,14 @@ def _assemble(job: SaveJob, descriptions: Sequence[Any]) -> Manifest:
         optimizers=tuple(optimizers),
         extra=plan.extra,
         per_rank=tuple(per_rank),
+        base=None if plan.base is None else dict(sorted(base.items())),
     )
 
 
 def _merged_state(number: int, optimizer: SavedOptimizer, descriptions: Sequence[Any]) -> dict[str, Any]:
     """Return the state trees of one optimizer by parameter; raise if the owners of a cut parameter differ."""
     found: dict[str, tuple[Any, int]] = {}
-    for _, _, _, states, checksums, _ in descriptions:
+    for _, _, _, states, checksums, *_ in descriptions:
         for name, tree in states[number].items():
             state = tree, checksums[number].get(name, 0)
             if found.setdefault(name, state) != state:

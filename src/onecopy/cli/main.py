@@ -123,6 +123,8 @@ def _show(console: Console, folder: Path, found: Manifest) -> None:
     versions = ", ".join(f"{name} {version}" for name, version in found.written_by.items())
     console.print(f"{folder}: step {found.step}, {_size(total)}, written by {found.world_size} ranks ({versions})")
     console.print(f"fingerprint {found.fingerprint}")
+    if found.base is not None:
+        console.print(f"saved with trainable_only: the values of {len(found.base)} frozen parameters are not in it")
     files = Table("file", "bytes", "pieces", title="files")
     for name, file in found.files.items():
         pieces = sum(piece.file == name for entry in found.tensors.values() for piece in entry.pieces)

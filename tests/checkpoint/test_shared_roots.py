@@ -171,6 +171,22 @@ def test_a_directory_that_another_save_takes_for_a_leftover_is_made_again(
     assert len(removed) == 1
 
 
+def test_a_directory_that_is_always_removed_is_an_error_and_no_endless_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = disk.make_directory
+
+    def make(path: Path) -> None:
+        real(path)
+        if path.name.endswith(".tmp"):
+            path.rmdir()
+
+    monkeypatch.setattr(disk, "make_directory", make)
+    with pytest.raises(CheckpointError, match=r"making .*\.tmp failed: it was removed again and again"):
+        save(tmp_path, 1)
+    assert names_in(tmp_path) == []
+
+
 def test_a_directory_that_is_being_removed_is_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another save that comes meanwhile does not take it for a leftover."""
     save(tmp_path, 1)

@@ -59,6 +59,9 @@ _EXISTS = (
 
 CALL = "saving a checkpoint"
 
+ATTEMPTS = 20
+"""How often a temporary directory is made again if another process removes it."""
+
 
 @dataclass(slots=True)
 class SaveJob:
@@ -107,10 +110,12 @@ class SaveJob:
                     with explained_os_errors(f"checking {final}, which exists already,"):
                         _rename_damaged(final)
                 _remove_leftovers(self.root)
-                has_lock = False
-                while not has_lock:  # another save may take it for a leftover before it is locked
+                for _ in range(ATTEMPTS):  # another save may take it for a leftover before it is locked
                     disk.make_directory(self.root / name)
-                    has_lock = stack.enter_context(disk.locked(self.root / name))
+                    if stack.enter_context(disk.locked(self.root / name)):
+                        break
+                else:
+                    raise OSError("it was removed again and again before it could be locked")
         return self.root / str(self.ranks.gather_json(CALL, tagged_json.dumps(name))[0])
 
     def _write(self, temporary: Path) -> list[Any]:

@@ -198,6 +198,11 @@ ATTACKS: dict[str, Callable[[dict[str, Any]], object]] = {
     "state that is no dict": update(*OPTIMIZER, "state", "0.weight", value=["list", []]),
     "a weight that is no tensor": update("model", "0.weight", value=3),
     "a model that is a list": update("model", value=[]),
+    "frozen parameters that are a list": update("base", value=[]),
+    "a frozen parameter with its value": update(
+        "base", value={"0.weight": {"dtype": "float32", "shape": [32, 32], "digest": ""}}
+    ),
+    "a frozen parameter of no shape": update("base", value={"x": {"dtype": "float32", "shape": [-1], "digest": ""}}),
     "no model, not even none": lambda content: content.pop("model"),
     "no optimizers": update("optimizers", value=None),
     "no version": update("version", value="1"),

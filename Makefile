@@ -21,7 +21,7 @@ TESTS ?=
 ONLY ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test accelerator test-all test-newest bench bench-setup bench-check bench-checkpoints bench-consolidation clients soak faults ends fuzz docs docs-check notebook lint types clean
+.PHONY: help setup demo test accelerator test-all test-newest bench bench-setup bench-check bench-checkpoints bench-consolidation clients soak faults hostile ends fuzz fuzz-manifests docs docs-check notebook lint types clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -59,6 +59,15 @@ bench-checkpoints: setup ## time saving and loading, beside torch's class, torch
 
 faults: setup ## kill ranks at COUNT points of a save, and check that the newest checkpoint always loads
 	$(SAFELY) $(BIN)/python benchmarks/faults.py $(COUNT)
+
+hostile: COUNT = 3000
+hostile: setup ## COUNT hostile manifests and corrupted files, and processes that save and load in one directory
+	$(SAFELY) $(BIN)/python benchmarks/hostile.py $(COUNT) --seed $(SEED)
+
+fuzz-manifests: COUNT = 100000
+fuzz-manifests: setup ## COUNT random manifests, guided by coverage (installs atheris)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check atheris
+	$(SAFELY) $(BIN)/python benchmarks/fuzz_manifests.py $(COUNT) --seed $(SEED)
 
 test-all: setup ## the test suite with every case of its tables on every number of ranks; those of the simulated accelerator are in make accelerator
 	ONECOPY_ALL_CASES=1 $(BIN)/python -m pytest --ignore tests/accelerator

@@ -21,7 +21,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from onecopy import Layout, ParamSpec
-from onecopy.checkpoint import files, latest, load, manifest, save
+from onecopy.checkpoint import files, latest, load, manifest, manifest_checks, save
 from onecopy.checkpoint.files import LivePiece, Reader, whole_tensor, write_file
 from onecopy.checkpoint.load_plan import Copy
 from onecopy.checkpoint.manifest import Entry, File, Manifest, Piece
@@ -33,7 +33,7 @@ from onecopy.layout import CUT_MULTIPLE, extend, plan_buckets
 from tests.support.state_dicts import expect_same
 
 POLICIES = ("parameter", "element", "bucket")
-STORABLE = tuple(files._NAMES)
+STORABLE = tuple(manifest_checks.SAFETENSORS_NAMES)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64)
 Shape = tuple[int, ...]
 
@@ -77,7 +77,8 @@ def entry_of(tensor: Tensor) -> Entry:
 
 
 def manifest_of(tensors: dict[str, Entry], written: dict[str, File], world_size: int) -> Manifest:
-    return Manifest(1, world_size, {}, "", written, tensors, None, (), tagged_json.encode({}, [], ""), ())
+    nothing = tagged_json.encode({}, [], "")
+    return Manifest(1, world_size, {}, "", written, tensors, None, (), nothing, (nothing,) * world_size)
 
 
 def write(folder: Path, tensors: Sequence[Tensor], layout: Layout) -> Manifest:
@@ -342,7 +343,7 @@ def without_checksums(entry: Entry) -> Entry:
 def test_pieces_that_do_not_cover_a_tensor_once_are_refused(change: Any, tmp_path: Path) -> None:
     made = saved_manifest(tmp_path)
     bad = replace(made, tensors={**made.tensors, "p0": change(made.tensors["p0"])})
-    with pytest.raises(CorruptCheckpointError, match=r"here: the pieces of 'p0'"):
+    with pytest.raises(CorruptCheckpointError, match=r"here is malformed: the pieces of 'p0'"):
         manifest.parse(manifest.dump(bad), "here")
 
 

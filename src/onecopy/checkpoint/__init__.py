@@ -15,11 +15,13 @@ from onecopy.checkpoint.directories import verify
 from onecopy.checkpoint.loading import Loaded
 from onecopy.checkpoint.optimizer_view import Optimizers
 from onecopy.checkpoint.save_plan import PerRank
+from onecopy.checkpoint.signing import SigningKey
 from onecopy.checkpoint.training_state import capture, restore
 
 __all__ = [
     "Loaded",
     "PerRank",
+    "SigningKey",
     "capture",
     "get_optimizer_state_dict",
     "latest",
@@ -44,6 +46,7 @@ def save(
     keep: int | None = None,
     blocking: bool = True,
     trainable_only: bool = False,
+    key: SigningKey | None = None,
     process_group: Any = None,
 ) -> Path:
     """Save a checkpoint to ``root/step-...``. All ranks make this call together, and each rank writes its part.
@@ -63,13 +66,14 @@ def save(
             error of the thread is raised by the next call of this module.
         trainable_only: whether to save digests of the frozen parameters (``requires_grad=False``) instead of their
             values, for adapters (LoRA). :func:`load` then needs a model with the same frozen parameters.
+        key: sign the checkpoint, so that :func:`load` with the same key refuses checkpoints that others have written.
         process_group: the ranks that save (default: all ranks; without torch.distributed, this process).
 
     Returns:
         The checkpoint's directory.
     """
     _background.finish()
-    job = saving.prepare(root, step, model, optimizer, extra, keep, blocking, trainable_only, process_group)
+    job = saving.prepare(root, step, model, optimizer, extra, keep, blocking, trainable_only, key, process_group)
     if blocking:
         return job.run()
     _background.start(job)
@@ -90,6 +94,7 @@ def load(
     strict: bool = True,
     missing_ok: Literal[False] = False,
     check_base: bool = True,
+    key: SigningKey | None = None,
     process_group: Any = None,
 ) -> Loaded: ...
 
@@ -103,6 +108,7 @@ def load(
     strict: bool = True,
     missing_ok: bool,
     check_base: bool = True,
+    key: SigningKey | None = None,
     process_group: Any = None,
 ) -> Loaded | None: ...
 
@@ -115,6 +121,7 @@ def load(
     strict: bool = True,
     missing_ok: bool = False,
     check_base: bool = True,
+    key: SigningKey | None = None,
     process_group: Any = None,
 ) -> Loaded | None:
     """Load a checkpoint that any number of ranks saved. All ranks make this call together, with the same arguments.
@@ -130,6 +137,7 @@ def load(
         missing_ok: return None on all ranks if rank 0 finds no checkpoint, as at the start of a run.
         check_base: whether the frozen parameters must be those with which the checkpoint was saved, if it was saved
             with ``trainable_only``.
+        key: load only what was signed with this key; None checks no signature.
         process_group: the ranks that load (default: all ranks; without torch.distributed, this process).
 
     Returns:
@@ -141,7 +149,7 @@ def load(
         CheckpointMismatchError: if the checkpoint does not fit; the message names the parameter.
     """
     _background.finish()
-    return loading.load(source, model, optimizer, strict, missing_ok, check_base, process_group)
+    return loading.load(source, model, optimizer, strict, missing_ok, check_base, key, process_group)
 
 
 def latest(root: str | os.PathLike[str]) -> Path | None:

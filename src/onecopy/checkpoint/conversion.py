@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,9 @@ import torch
 from torch import Tensor
 
 from onecopy.checkpoint import disk
-from onecopy.checkpoint.directories import candidates_in, read_manifest
+from onecopy.checkpoint.directories import read_manifest, with_newest
 from onecopy.checkpoint.files import Reader, check_storable, whole_tensor
-from onecopy.checkpoint.manifest import Manifest, SavedOptimizer, SavedParam, keys_in
+from onecopy.checkpoint.manifest import Manifest, SavedOptimizer, SavedParam, keys_in, value_of
 from onecopy.checkpoint.optimizer_view import POSITION_NAME
 from onecopy.checkpoint.ranks import Ranks
 from onecopy.checkpoint.save_plan import (
@@ -26,11 +27,17 @@ from onecopy.checkpoint.save_plan import (
     state_tree,
     whole_piece,
 )
-from onecopy.checkpoint.saving import SaveJob
+from onecopy.checkpoint.saving import SaveJob, check_step
 from onecopy.common import tagged_json
+from onecopy.errors import CheckpointError
 from onecopy.state_dict.forms import plain_state_dict
 from onecopy.step import master_weights
 from onecopy.step.group_options import options_of
+
+GROWTH = 4
+EXTRA_BYTES = 16 << 20
+EXTRA_VALUES = 100_000
+"""The values of a file that is converted take at most this many times its size, and this many bytes and values more."""
 
 
 def to_torch(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
@@ -45,12 +52,9 @@ def to_torch(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> 
     """
     with _opened(source) as (found, reader):
         tensors = {key: whole_tensor(reader, found, key) for key in found.tensors}
-        content: dict[str, Any] = {"step": found.step, "extra": tagged_json.decode(found.extra, tensors)}  # type: ignore[arg-type]
+        content: dict[str, Any] = {"step": found.step, "extra": value_of(found.extra, tensors)}
         if found.model is not None:
-            content["model"] = {
-                name: tagged_json.decode(tree, tensors)  # type: ignore[arg-type]
-                for name, tree in found.model.items()
-            }
+            content["model"] = {name: value_of(tree, tensors) for name, tree in found.model.items()}
         optimizers = [_state_dict_of(saved, tensors) for saved in found.optimizers]
         if optimizers:
             content["optimizer"] = optimizers[0] if len(optimizers) == 1 else optimizers
@@ -100,10 +104,26 @@ def from_torch(source: str | os.PathLike[str], root: str | os.PathLike[str], ste
         source: the file; it is loaded with ``weights_only=True``.
         root: the directory for checkpoints.
         step: the number to save under; by default the file's own, or 0.
+
+    Raises:
+        CheckpointError: if the file cannot be read, or if its values are much larger than the file.
     """
-    content = torch.load(source, weights_only=True, map_location="cpu", mmap=True)
+    content = _load_torch_file(Path(source))
+    try:
+        plan, given_step = _plan_of(content)
+    except (TypeError, ValueError):
+        raise
+    except Exception as error:  # the file may hold anything
+        raise CheckpointError(f"{source} does not hold state dicts: {type(error).__name__}: {error}") from error
+    step = given_step if step is None else step
+    check_step(step)
+    return SaveJob(Ranks.single(), Path(root), step, None, plan).run()
+
+
+def _plan_of(content: Any) -> tuple[SavePlan, Any]:
+    """Return what to save of the content of a ``torch.save`` file, and the step that it has."""
     if not isinstance(content, dict):
-        raise ValueError(f"{source} does not hold a dict")
+        raise ValueError("the file does not hold a dict")
     if "param_groups" in content:
         content = {"optimizer": content}
     elif not {"model", "optimizer"} & set(content):
@@ -116,23 +136,86 @@ def from_torch(source: str | os.PathLike[str], root: str | os.PathLike[str], ste
     for number, state_dict in enumerate(given if isinstance(given, list) else [given]):
         plan.optimizers.append(_saved_optimizer(state_dict, number, tensors))
         plan.checksums.append({})
-    given_step = content.pop("step", 0)
-    step = given_step if step is None else step
+    step = content.pop("step", 0)
     extra = content.pop("extra", {})
     add_extra(plan, {**content, **extra} if isinstance(extra, dict) else {**content, "extra": extra}, 0)
     for key, tensor in tensors:
         check_storable(tensor, key)
         plan.pieces.append(whole_piece(key, tensor))
-    return SaveJob(Ranks.single(), Path(root), step, None, plan).run()
+    return plan, step
+
+
+def _load_torch_file(path: Path) -> Any:
+    """Return the content of a ``torch.save`` file that anybody may have written.
+
+    Raises:
+        CheckpointError: if it is not such a file, or if its values are much larger than the file.
+    """
+    size = path.stat().st_size
+    try:
+        with zipfile.ZipFile(path) as archive:
+            packed = [each.filename for each in archive.infolist() if each.compress_type != zipfile.ZIP_STORED]
+        if packed:
+            raise ValueError(f"{packed[0]!r} in it is compressed")
+        content = torch.load(path, weights_only=True, map_location="cpu", mmap=True)
+    except OSError:
+        raise
+    except Exception as error:
+        raise CheckpointError(f"{path} cannot be read as a file of torch.save: {error}") from error
+    _check_expansion(content, size, path)
+    return content
+
+
+def _check_expansion(content: Any, size: int, path: Path) -> None:
+    """Raise if the values of a file would be much larger as a checkpoint than the file is.
+
+    A tensor of a few bytes can be expanded to any size, and a list can be in another one many times.
+    """
+    values, nbytes = size + EXTRA_VALUES, GROWTH * size + EXTRA_BYTES + _shared_bytes(content)
+    pending = [content]
+    while pending:
+        value = pending.pop()
+        if isinstance(value, Tensor):
+            nbytes -= value.numel() * value.element_size()
+        elif isinstance(value, dict):
+            pending += [*value.keys(), *value.values()]
+            values -= 2 * len(value)
+        elif isinstance(value, (list, tuple, set)):
+            pending += value
+            values -= len(value)
+        elif isinstance(value, (str, bytes, bytearray)):
+            nbytes -= len(value)
+        if values < 0 or nbytes < 0:
+            raise CheckpointError(
+                f"{path} has {size} bytes, and its values are many times as large: it is not converted"
+            )
+
+
+def _shared_bytes(content: Any) -> int:
+    """Return the bytes that names of the model share with other names; a checkpoint has them once."""
+    model = content.get("model", content) if isinstance(content, dict) else None
+    known, total = set(), 0
+    for value in model.values() if isinstance(model, dict) else ():
+        if isinstance(value, Tensor) and value.layout is torch.strided:
+            identity = (value.data_ptr(), value.shape, value.stride(), value.dtype)
+            total += value.numel() * value.element_size() if identity in known else 0
+            known.add(identity)
+    return total
 
 
 @contextlib.contextmanager
 def _opened(source: str | os.PathLike[str]) -> Iterator[tuple[Manifest, Reader]]:
     """Open a checkpoint for reading."""
-    folder = candidates_in(source)[0]
-    found = read_manifest(folder)
-    with Reader(folder, found.files) as reader:
-        yield found, reader
+    with contextlib.ExitStack() as stack:
+
+        def opened(folder: Path) -> tuple[Manifest, Reader]:
+            found = read_manifest(folder)
+            reader = stack.enter_context(Reader(folder, found.files))
+            reader.check_sizes()
+            reader.open_all(found.files)
+            return found, reader
+
+        yield with_newest(source, opened)
 
 
 @contextlib.contextmanager
@@ -160,8 +243,8 @@ def _state_dict_of(saved: SavedOptimizer, tensors: Mapping[str, Tensor]) -> dict
     groups = []
     for group in saved.groups:
         names = {"params": group["params"], **({"param_names": list(group["params"])} if saved.named else {})}
-        groups.append({**tagged_json.decode(group["options"], tensors), **names})  # type: ignore[arg-type]
-    state = {name: tagged_json.decode(tree, tensors) for name, tree in saved.state.items()}  # type: ignore[arg-type]
+        groups.append({**value_of(group["options"], tensors), **names})
+    state = {name: value_of(tree, tensors) for name, tree in saved.state.items()}
     return plain_state_dict(state, groups)
 
 

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 from onecopy.checkpoint import manifest as manifests
-from onecopy.checkpoint.files import Reader
+from onecopy.checkpoint.files import Reader, read_whole
 from onecopy.checkpoint.manifest import Manifest
+from onecopy.checkpoint.manifest_checks import MAX_BYTES
 from onecopy.checkpoint.progress_bar import bar
+from onecopy.checkpoint.signing import SigningKey, check_key
 from onecopy.errors import CorruptCheckpointError
+
+Result = TypeVar("Result")
 
 DIGITS = 8
 _COMMITTED = re.compile(r"step-(\d{8,})")
@@ -28,26 +34,68 @@ def step_of(folder: Path) -> int:
 
 def committed(root: Path) -> list[Path]:
     """Return all complete checkpoints under a root, the newest first."""
+    found, before = _listed(root), None
+    while found != before:  # another process may have renamed some while they were listed
+        found, before = _listed(root), found
+    return found
+
+
+def _listed(root: Path) -> list[Path]:
     if not root.is_dir():
         return []
-    found = [(int(match[1]), path) for path in root.iterdir() if (match := _COMMITTED.fullmatch(path.name))]
-    return [path for _, path in sorted(found, reverse=True) if (path / manifests.NAME).is_file()]
-
-
-def read_manifest(folder: Path) -> Manifest:
-    """Read the manifest of a checkpoint; raise if the directory is not a complete checkpoint."""
-    path = folder / manifests.NAME
     try:
-        text = path.read_bytes()
+        found = [(int(match[1]), path) for path in root.iterdir() if (match := _COMMITTED.fullmatch(path.name))]
     except FileNotFoundError:
-        raise CorruptCheckpointError(f"{path} is missing: {folder} is not a complete checkpoint") from None
-    return manifests.parse(text, str(path))
+        return []
+    return [path for _, path in sorted(found, reverse=True) if _has_manifest(path)]
+
+
+def _has_manifest(folder: Path) -> bool:
+    """Whether a directory has a manifest. If that cannot be found out, a load has to say why."""
+    try:
+        os.lstat(folder / manifests.NAME)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError:
+        return True
+    return True
+
+
+def read_manifest(folder: Path, key: SigningKey | None = None) -> Manifest:
+    """Read the manifest of a checkpoint; raise if the directory is not a complete checkpoint.
+
+    Args:
+        folder: the checkpoint.
+        key: the key with which it must have been signed, or None.
+    """
+    return manifests.parse(_manifest_text(folder), str(folder / manifests.NAME), key)
+
+
+def _manifest_text(folder: Path) -> bytes:
+    path = folder / manifests.NAME
+    if not _has_manifest(folder):
+        raise CorruptCheckpointError(f"{path} is missing: {folder} is not a complete checkpoint")
+    return read_whole(path, MAX_BYTES)
+
+
+def with_newest(source: str | os.PathLike[str], action: Callable[[Path], Result]) -> Result:
+    """Call a function with the path of a checkpoint, or of the newest one in a directory; return its result.
+
+    If it finds the checkpoint damaged and another one is the newest by then, a save has removed the first one.
+    """
+    folder = candidates_in(source)[0]
+    try:
+        return action(folder)
+    except CorruptCheckpointError:
+        if candidates_in(source)[0] == folder:
+            raise
+    return with_newest(source, action)
 
 
 def candidates_in(source: str | os.PathLike[str]) -> list[Path]:
     """Return the path itself if it is a checkpoint, else the checkpoints under it, the newest first."""
     path = Path(source)
-    if (path / manifests.NAME).exists() or path.name.startswith("step-"):
+    if _has_manifest(path) or path.name.startswith("step-"):
         return [path]
     found = committed(path)
     if not found:
@@ -55,22 +103,28 @@ def candidates_in(source: str | os.PathLike[str]) -> list[Path]:
     return found
 
 
-def verify(source: str | os.PathLike[str]) -> int:
+def verify(source: str | os.PathLike[str], *, key: SigningKey | None = None) -> int:
     """Check every byte of a checkpoint, or of the newest one in a directory; return the number of bytes.
 
     Args:
         source: a checkpoint, or a directory with several.
+        key: the key with which it must have been signed; None checks no signature.
 
     Raises:
         CorruptCheckpointError: if a file is damaged, missing or too short; the message names the file.
     """
-    folder = candidates_in(source)[0]
-    found = read_manifest(folder)
+    check_key(key)
+    return with_newest(source, lambda folder: _verify(folder, key))
+
+
+def _verify(folder: Path, key: SigningKey | None) -> int:
+    text = _manifest_text(folder)
+    found = manifests.parse(text, str(folder / manifests.NAME), key)
     total = sum(entry.nbytes for entry in found.tensors.values())
-    with Reader(folder, found.files) as reader, bar("checking", total) as advance:
-        for name in found.files:
-            reader.check_file(name)
-        for key, entry in found.tensors.items():
-            for _, _, part in reader.blocks(key, entry, 0, entry.numel):
+    with Reader(folder, found.files, key is not None) as reader, bar("checking", total) as advance:
+        reader.check_sizes()
+        reader.open_all(found.files)
+        for name, entry in found.tensors.items():
+            for _, _, part in reader.blocks(name, entry, 0, entry.numel):
                 advance(part.numel() * part.element_size())
-    return sum(file.size for file in found.files.values()) + (folder / manifests.NAME).stat().st_size
+    return sum(file.size for file in found.files.values()) + len(text)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import shutil
+import stat
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -22,6 +24,9 @@ logger = logging.getLogger(__name__)
 
 EARLY_BYTES = 64 << 20
 """Bytes that are written before an early flush starts."""
+
+DAMAGE = {getattr(errno, name) for name in ("EIO", "EBADMSG", "EUCLEAN", "ESTALE", "ELOOP") if hasattr(errno, name)}
+"""Errors of reads that a damaged disk, a removed file or a symbolic link in the place of a file causes."""
 
 
 def check_supported() -> None:
@@ -122,30 +127,79 @@ def read_into(descriptor: int, memory: memoryview, offset: int) -> int:
     return done
 
 
+def size_of(path: Path) -> int | None:
+    """Return the size of a regular file; None for anything else, such as a symbolic link, a FIFO or a device."""
+    found = os.lstat(path)
+    return found.st_size if stat.S_ISREG(found.st_mode) else None
+
+
+def open_to_read(path: Path) -> int:
+    """Open a file for reading, without following a symbolic link and without waiting for a FIFO."""
+    check_supported()
+    return os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+
+
 @contextlib.contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Lock a directory during the block; the lock also ends with the process."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+def locked(path: Path, wait: bool = True, without_locks: bool = True) -> Iterator[bool]:
+    """Lock a directory during the block; the lock also ends with the process.
+
+    Args:
+        path: the directory.
+        wait: whether to wait for another process that has locked it.
+        without_locks: the result on file systems that lock no directories.
+
+    Yields:
+        Whether this process has the lock and ``path`` is still the directory that it has locked.
+    """
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        except OSError as error:  # some network file systems lock no directories
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError as error:
+        if wait and not isinstance(error, FileNotFoundError):
+            raise
+        descriptor = None  # removed by another process, or not a directory, or not ours
+    if descriptor is None:
+        yield False
+        return
+    try:
+        yield _lock(descriptor, path, wait, without_locks) and _is_same(descriptor, path)
+    finally:
+        _unlock(descriptor, path)
+
+
+def _lock(descriptor: int, path: Path, wait: bool, without_locks: bool) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except BlockingIOError:
+        return False
+    except OSError as error:  # some network file systems lock no directories
+        if wait:
             logger.warning("%s cannot be locked, so it stays if this save dies: %s", path, error)
-        yield
-    finally:
-        os.close(descriptor)
+        return without_locks
+    return True
 
 
-def is_locked(path: Path) -> bool:
-    """Whether a running process has locked a directory."""
+def _is_same(descriptor: int, path: Path) -> bool:
+    """Whether a directory that was opened is still at its path."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        return os.path.samestat(os.fstat(descriptor), os.lstat(path))
     except FileNotFoundError:
-        return True  # its process has just renamed or removed it
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:  # locked, or on a file system without locks
-        return True
-    finally:
+        return False
+
+
+def _unlock(descriptor: int, path: Path) -> None:
+    """Unlock and close a directory. The work under the lock is done, so errors are only logged.
+
+    Processes that were forked in the meantime share the lock, so that closing the descriptor alone would not end it.
+    """
+    with _logged_errors(path):
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
+    with _logged_errors(path):
         os.close(descriptor)
-    return False
+
+
+@contextlib.contextmanager
+def _logged_errors(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        logger.warning("%s could not be unlocked: %s", path, error)

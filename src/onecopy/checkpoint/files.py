@@ -8,40 +8,25 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import hashlib
 import json
 import os
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from onecopy.checkpoint import disk
 from onecopy.checkpoint.manifest import BLOCK_BYTES, Entry, File, Manifest, Piece
+from onecopy.checkpoint.manifest_checks import SAFETENSORS_NAMES
+from onecopy.checkpoint.signing import digest
 from onecopy.common.flat_views import as_bytes
-from onecopy.errors import CorruptCheckpointError
-
-_NAMES = {
-    torch.bool: "BOOL",
-    torch.uint8: "U8",
-    torch.int8: "I8",
-    torch.uint16: "U16",
-    torch.int16: "I16",
-    torch.uint32: "U32",
-    torch.int32: "I32",
-    torch.uint64: "U64",
-    torch.int64: "I64",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float32: "F32",
-    torch.float64: "F64",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.complex64: "C64",
-}
+from onecopy.errors import CheckpointError, CorruptCheckpointError
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,12 +50,18 @@ def check_storable(tensor: Tensor, where: str) -> None:
     """Raise ``TypeError`` if a tensor cannot be saved; ``where`` names it in the message."""
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.device.type == "meta":
         raise TypeError(f"{where} is a {tensor.layout} tensor on {tensor.device}, which cannot be saved")
-    if tensor.dtype not in _NAMES:
+    if tensor.dtype not in SAFETENSORS_NAMES:
         raise TypeError(f"{where} is a tensor of type {tensor.dtype}, which cannot be saved")
 
 
-def write_file(path: Path, pieces: Sequence[LivePiece]) -> tuple[File, list[Piece]]:
-    """Write a file and flush it to the disk; return the descriptions of the file and, in order, of the pieces."""
+def write_file(path: Path, pieces: Sequence[LivePiece], signed: bool = False) -> tuple[File, list[Piece]]:
+    """Write a file and flush it to the disk; return the descriptions of the file and, in order, of the pieces.
+
+    Args:
+        path: the file, which must not exist.
+        pieces: the tensor data.
+        signed: whether to compute digests beside the checksums.
+    """
     # Larger elements first: then every piece is aligned.
     order = sorted(range(len(pieces)), key=lambda number: -pieces[number].flat.element_size())
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
@@ -79,7 +70,7 @@ def write_file(path: Path, pieces: Sequence[LivePiece]) -> tuple[File, list[Piec
         piece = pieces[number]
         nbytes = piece.flat.numel() * piece.flat.element_size()
         header[piece.name] = {
-            "dtype": _NAMES[piece.flat.dtype],
+            "dtype": SAFETENSORS_NAMES[piece.flat.dtype],
             "shape": [piece.flat.numel()],
             "data_offsets": [end, end + nbytes],
         }
@@ -88,32 +79,39 @@ def write_file(path: Path, pieces: Sequence[LivePiece]) -> tuple[File, list[Piec
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     front = len(text).to_bytes(8, "little") + text
-    checks: dict[int, tuple[int, ...]] = {}
+    checks: dict[int, list[tuple[int, str]]] = {}
     descriptor = disk.create(path)
     try:
         disk.write(descriptor, front)
         with disk.EarlyFlush(descriptor) as early:
             for number in order:
-                checks[number] = tuple(_write_blocks(descriptor, pieces[number].flat, early))
+                checks[number] = list(_write_blocks(descriptor, pieces[number].flat, early, signed))
         disk.flush(descriptor)
     finally:
         os.close(descriptor)
-    file = File(len(front) + end, len(front), zlib.crc32(front))
+    file = File(len(front) + end, len(front), zlib.crc32(front), digest(front) if signed else "")
     described = [
-        Piece(path.name, len(front) + offsets[number], piece.start, piece.stop, checks[number])
+        Piece(
+            path.name,
+            len(front) + offsets[number],
+            piece.start,
+            piece.stop,
+            tuple(checksum for checksum, _ in checks[number]),
+            tuple(text for _, text in checks[number] if text),
+        )
         for number, piece in enumerate(pieces)
     ]
     return file, described
 
 
-def _write_blocks(descriptor: int, flat: Tensor, early: disk.EarlyFlush) -> Iterator[int]:
-    """Write flat memory in blocks; yield the checksum of each block."""
+def _write_blocks(descriptor: int, flat: Tensor, early: disk.EarlyFlush, signed: bool) -> Iterator[tuple[int, str]]:
+    """Write flat memory in blocks; yield the checksum of each block, and its digest or nothing."""
     for block in as_bytes(flat).split(BLOCK_BYTES) if flat.numel() else ():
         host = block.cpu()
         memory = _memory_of(host)
         disk.write(descriptor, memory)
         early.wrote(host.numel())
-        yield zlib.crc32(memory)
+        yield zlib.crc32(memory), digest(memory) if signed else ""
 
 
 def _memory_of(flat: Tensor) -> memoryview:
@@ -122,13 +120,49 @@ def _memory_of(flat: Tensor) -> memoryview:
     return memoryview((ctypes.c_char * nbytes).from_address(flat.data_ptr())).cast("B")
 
 
-class Reader:
-    """Reads the files of a checkpoint; each file is opened once and stays open until the end of the ``with`` block."""
+@contextlib.contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Turn errors that a damaged or missing file causes into :class:`CorruptCheckpointError`."""
+    try:
+        yield
+    except (FileNotFoundError, NotADirectoryError):
+        raise CorruptCheckpointError(f"{path} is missing") from None
+    except OSError as error:
+        if error.errno not in disk.DAMAGE:
+            raise
+        raise CorruptCheckpointError(f"{path} cannot be read: {error}") from error
 
-    def __init__(self, folder: Path, files: Mapping[str, File]) -> None:
+
+def read_whole(path: Path, limit: int) -> bytes:
+    """Return the content of a small regular file; raise :class:`CorruptCheckpointError` if it cannot be read."""
+    with _reading(path):
+        size = disk.size_of(path)
+        if size is None:
+            raise CorruptCheckpointError(f"{path} is not a regular file")
+        if size > limit:
+            raise CorruptCheckpointError(f"{path} has {size} bytes, and at most {limit} are read")
+        descriptor = disk.open_to_read(path)
+        try:
+            content = bytearray(size)
+            return bytes(content[: disk.read_into(descriptor, memoryview(content), 0)])
+        finally:
+            os.close(descriptor)
+
+
+class Reader:
+    """Reads the files of a checkpoint; each file is opened once and stays open until the end of the ``with`` block.
+
+    Args:
+        folder: the checkpoint.
+        files: the descriptions of its files.
+        signed: whether to compare digests, too. The manifest must have them.
+    """
+
+    def __init__(self, folder: Path, files: Mapping[str, File], signed: bool = False) -> None:
         disk.check_supported()
         self._folder = folder
         self._files = files
+        self._signed = signed
         self._open: dict[str, int] = {}
         self._block = bytearray(BLOCK_BYTES)
         self._stack = contextlib.ExitStack()
@@ -141,84 +175,111 @@ class Reader:
     ) -> None:
         self._stack.close()
 
+    def check_sizes(self) -> None:
+        """Raise if a file is missing, not a regular file, or not as long as it was written; no file is opened."""
+        for name, file in self._files.items():
+            path = self._folder / name
+            with _reading(path):
+                size = disk.size_of(path)
+            if size is None:
+                raise CorruptCheckpointError(f"{path} is not a regular file")
+            if size != file.size:
+                raise CorruptCheckpointError(f"{path} has {size} bytes, but {file.size} were written")
+
+    def open_all(self, names: Iterable[str]) -> None:
+        """Open files and check their headers; from then on they can be read even if another process removes them."""
+        for name in names:
+            self._descriptor(name)
+
     def _descriptor(self, name: str) -> int:
         """Open a file, or return it if it is open; raise if its size or header is not as it was written."""
         if name not in self._open:
             path, expected = self._folder / name, self._files[name]
-            try:
-                descriptor = os.open(path, os.O_RDONLY)
-            except FileNotFoundError:
-                raise CorruptCheckpointError(f"{path} is missing") from None
-            self._stack.callback(os.close, descriptor)
-            size = os.fstat(descriptor).st_size
-            if size != expected.size:
-                raise CorruptCheckpointError(f"{path} has {size} bytes, but {expected.size} were written")
-            header = bytearray(expected.header)
-            disk.read_into(descriptor, memoryview(header), 0)
-            if zlib.crc32(header) != expected.crc32:
-                raise CorruptCheckpointError(f"{path} is damaged: the checksum of its header does not match")
+            with _reading(path):
+                descriptor = disk.open_to_read(path)
+                self._stack.callback(os.close, descriptor)
+                size = os.fstat(descriptor).st_size
+                if size != expected.size:
+                    raise CorruptCheckpointError(f"{path} has {size} bytes, but {expected.size} were written")
+                self._check_header(descriptor, path, expected)
             self._open[name] = descriptor
         return self._open[name]
 
-    def check_file(self, name: str) -> None:
-        """Raise if a file is missing or its size or header is not as it was written."""
-        self._descriptor(name)
+    def _check_header(self, descriptor: int, path: Path, expected: File) -> None:
+        """Compare a header of any length with its checksum, block by block."""
+        crc, sha = 0, hashlib.sha256()
+        for offset in range(0, expected.header, BLOCK_BYTES):
+            part = memoryview(self._block)[: min(BLOCK_BYTES, expected.header - offset)]
+            disk.read_into(descriptor, part, offset)
+            crc = zlib.crc32(part, crc)
+            sha.update(part)
+        if crc != expected.crc32 or (self._signed and sha.hexdigest() != expected.sha256):
+            raise CorruptCheckpointError(f"{path} is damaged: the checksum of its header does not match")
 
     def blocks(self, key: str, entry: Entry, start: int, stop: int) -> Iterator[tuple[int, int, Tensor]]:
         """Read and check elements ``[start, stop)`` of a tensor in memory order, block by block.
 
         Yields the start, the stop and the values of each part. The next part overwrites the values.
         """
-        for piece in entry.pieces:
-            if piece.start < stop and piece.stop > start:
-                yield from self._blocks_of(piece, key, entry, max(start, piece.start), min(stop, piece.stop))
-
-    def fill(self, flat: Tensor, key: str, entry: Entry, start: int, stop: int) -> None:
-        """Read elements ``[start, stop)`` of a tensor into flat memory; :meth:`blocks` has checked them before."""
         dtype = entry.torch_dtype
-        direct = flat.device.type == "cpu" and flat.dtype == dtype and not (flat.is_conj() or flat.is_neg())
-        for piece in entry.pieces:
-            low, high = max(start, piece.start), min(stop, piece.stop)
-            if low >= high:
-                continue
-            step = high - low if direct else BLOCK_BYTES // dtype.itemsize
-            for first in range(low, high, step):
-                target = flat[first - start : min(first + step, high) - start]
-                nbytes = target.numel() * dtype.itemsize
-                memory = _memory_of(target) if direct else memoryview(self._block)[:nbytes]
-                offset = piece.offset + (first - piece.start) * dtype.itemsize
-                if disk.read_into(self._descriptor(piece.file), memory, offset) != nbytes:
-                    raise CorruptCheckpointError(f"{self._folder / piece.file} ends within {key!r}")
-                if not direct:
-                    target.copy_(torch.frombuffer(memory, dtype=dtype))
-
-    def _blocks_of(
-        self, piece: Piece, key: str, entry: Entry, start: int, stop: int
-    ) -> Iterator[tuple[int, int, Tensor]]:
-        """Read and check elements ``[start, stop)`` of a tensor, all of which are in one piece."""
-        dtype = entry.torch_dtype
-        per_block = BLOCK_BYTES // dtype.itemsize
-        descriptor = self._descriptor(piece.file)
-        for number in range((start - piece.start) // per_block, -(-(stop - piece.start) // per_block)):
-            low = piece.start + number * per_block
-            high = min(low + per_block, piece.stop)
-            nbytes = (high - low) * dtype.itemsize
-            content = memoryview(self._block)[:nbytes]
-            count = disk.read_into(descriptor, content, piece.offset + (low - piece.start) * dtype.itemsize)
-            if count != nbytes or zlib.crc32(content) != piece.crc32[number]:
-                raise CorruptCheckpointError(
-                    f"{self._folder / piece.file} is damaged: elements {low} to {high} of {key!r} do not match their "
-                    "checksum"
-                )
+        for piece, number, low, high in _blocks_between(entry, start, stop):
+            content = memoryview(self._block)[: (high - low) * dtype.itemsize]
+            self._read(piece, number, key, low, high, content)
             first, last = max(low, start), min(high, stop)
             yield first, last, torch.frombuffer(content, dtype=dtype)[first - low : last - low]
+
+    def fill(self, flat: Tensor, key: str, entry: Entry, start: int, stop: int) -> None:
+        """Read elements ``[start, stop)`` of a tensor into flat memory, and check them there.
+
+        Whole blocks are read straight into CPU memory of the same dtype. If this raises, the memory is partly written.
+        """
+        dtype = entry.torch_dtype
+        direct = flat.device.type == "cpu" and flat.dtype == dtype and not (flat.is_conj() or flat.is_neg())
+        for piece, number, low, high in _blocks_between(entry, start, stop):
+            first, last = max(low, start), min(high, stop)
+            target = flat[first - start : last - start]
+            if direct and (first, last) == (low, high):
+                self._read(piece, number, key, low, high, _memory_of(target))
+            else:
+                content = memoryview(self._block)[: (high - low) * dtype.itemsize]
+                self._read(piece, number, key, low, high, content)
+                target.copy_(torch.frombuffer(content, dtype=dtype)[first - low : last - low])
+
+    def _read(self, piece: Piece, number: int, key: str, low: int, high: int, content: memoryview) -> None:
+        """Read one block, elements ``[low, high)`` of a tensor, into memory, and compare it with its checksum there."""
+        path = self._folder / piece.file
+        descriptor = self._descriptor(piece.file)
+        with _reading(path):
+            count = disk.read_into(descriptor, content, piece.offset + number * BLOCK_BYTES)
+        matches = count == len(content) and zlib.crc32(content) == piece.crc32[number]
+        if not matches or (self._signed and digest(content) != piece.sha256[number]):
+            raise CorruptCheckpointError(
+                f"{path} is damaged: elements {low} to {high} of {key!r} do not match their checksum"
+            )
+
+
+def _blocks_between(entry: Entry, start: int, stop: int) -> Iterator[tuple[Piece, int, int, int]]:
+    """Yield the blocks that have elements of ``[start, stop)``: the piece, the number in it, and the block's range."""
+    per_block = BLOCK_BYTES // entry.torch_dtype.itemsize
+    for piece in entry.pieces:
+        first, last = max(start, piece.start), min(stop, piece.stop)
+        if first < last:
+            for number in range((first - piece.start) // per_block, -(-(last - piece.start) // per_block)):
+                low = piece.start + number * per_block
+                yield piece, number, low, min(low + per_block, piece.stop)
+
+
+def new_tensor(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: Any, key: str) -> Tensor:
+    """Return uninitialized memory for a saved tensor; raise :class:`CheckpointError` if there is not enough."""
+    try:
+        return torch.empty_strided(shape, stride, dtype=dtype, device=device)
+    except (RuntimeError, MemoryError) as error:
+        raise CheckpointError(f"there is no memory for {key!r}, a {dtype} of shape {tuple(shape)}: {error}") from error
 
 
 def whole_tensor(reader: Reader, manifest: Manifest, key: str) -> Tensor:
     """Read one tensor from all its pieces."""
     entry = manifest.tensors[key]
-    tensor = torch.empty_strided(entry.shape, entry.stride, dtype=entry.torch_dtype)
-    flat = tensor.as_strided((entry.numel,), (1,))
-    for first, last, part in reader.blocks(key, entry, 0, entry.numel):
-        flat[first:last].copy_(part)
+    tensor = new_tensor(entry.shape, entry.stride, entry.torch_dtype, "cpu", key)
+    reader.fill(tensor.as_strided((entry.numel,), (1,)), key, entry, 0, entry.numel)
     return tensor

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
-from onecopy.checkpoint.files import Reader, whole_tensor
-from onecopy.checkpoint.manifest import Entry, Manifest, SavedOptimizer, keys_in, part_keys
+from onecopy.checkpoint.files import Reader, new_tensor, whole_tensor
+from onecopy.checkpoint.manifest import Entry, Manifest, SavedOptimizer, keys_in, part_keys, value_of
 from onecopy.checkpoint.optimizer_view import OptimizerView, StateShard, unwrapped
-from onecopy.common import tagged_json
 from onecopy.common.flat_views import flat_like, flat_view, is_dense
 from onecopy.data_parallel.wrapper import ShardedDataParallel
 from onecopy.errors import CheckpointMismatchError
@@ -142,7 +141,10 @@ def plan_model(manifest: Manifest, model: nn.Module, views: Sequence[OptimizerVi
         if name not in manifest.model:
             continue
         tree = manifest.model[name]
-        if not isinstance(value, Tensor) or tree[0] != "tensor":
+        kind = tree[0] if isinstance(tree, list) else None
+        if isinstance(value, Tensor) and kind not in ("tensor", "subclass"):
+            raise CheckpointMismatchError(f"{name!r} is a tensor in the model, and plain data in the checkpoint")
+        if not isinstance(value, Tensor) or kind != "tensor":
             plan.by_module[name] = tree
             plan.by_module_keys.update(keys_in(tree))
             continue
@@ -276,15 +278,16 @@ def _plan_param(manifest: Manifest, saved: SavedOptimizer, plan: OptimizerPlan, 
             plan.copies.append(_copy_of_part(manifest, key, name, shard))
             targets[key] = plan.copies[-1].target
             continue
-        targets[key] = _target(manifest.tensors[key], name, shard, shard.state.get(part))
+        targets[key] = _target(key, manifest.tensors[key], name, shard, shard.state.get(part))
         plan.copies.append(_copy_to(manifest, key, name, shard, targets[key]))
     if tree is not None:
-        state = tagged_json.decode(tree, targets)  # type: ignore[arg-type]  # keys stand where positions do
+        state = value_of(tree, targets)
         state.pop(master_weights.STATE_KEY, None)
         if state:
             plan.states[shard.index] = state
     weight = (manifest.model or {}).get(name)
-    if shard.param_view is not None and shard.index not in plan.loaded_masters and weight is not None:
+    without_master = shard.param_view is not None and shard.index not in plan.loaded_masters
+    if without_master and isinstance(weight, list) and weight[0] == "tensor":
         # Without a saved master weight, a saved parameter of its dtype is as precise.
         entry = manifest.tensors[weight[1]]
         if entry.torch_dtype == shard.tensor.dtype and entry.shape == tuple(shard.param.shape):
@@ -292,7 +295,7 @@ def _plan_param(manifest: Manifest, saved: SavedOptimizer, plan: OptimizerPlan, 
             plan.loaded_masters.add(shard.index)
 
 
-def _target(entry: Entry, name: str, shard: StateShard, current: Any) -> Tensor:
+def _target(key: str, entry: Entry, name: str, shard: StateShard, current: Any) -> Tensor:
     """Return memory for one tensor of the state: the current tensor if it fits, else a new one."""
     shape, stride, param_shape = entry.shape, entry.stride, tuple(shard.param.shape)
     if shard.is_cut and entry.shape == param_shape:
@@ -309,7 +312,7 @@ def _target(entry: Entry, name: str, shard: StateShard, current: Any) -> Tensor:
         reused: Tensor = current.detach()
         return reused
     device = shard.tensor.device if entry.shape else torch.device("cpu")
-    return torch.empty_strided(shape, stride, dtype=entry.torch_dtype, device=device)
+    return new_tensor(shape, stride, entry.torch_dtype, device, key)
 
 
 def _copy_of_part(manifest: Manifest, key: str, name: str, shard: StateShard) -> Copy:
@@ -320,7 +323,7 @@ def _copy_of_part(manifest: Manifest, key: str, name: str, shard: StateShard) ->
             f"parameter {name!r} is cut among ranks, but {key!r} in the checkpoint is part of a tensor of a subclass, "
             "of which a rank cannot have a range; keep parameters whole with elementwise=False"
         )
-    target = torch.empty_strided(entry.shape, entry.stride, dtype=entry.torch_dtype, device=shard.tensor.device)
+    target = new_tensor(entry.shape, entry.stride, entry.torch_dtype, shard.tensor.device, key)
     return Copy(key, entry, 0, entry.numel, target, target)
 
 
@@ -339,7 +342,7 @@ def decoded_options(plan: OptimizerPlan, tensors: Mapping[str, Tensor]) -> list[
     """Return the options of all groups, with their tensors in place of the keys."""
     found = []
     for tree, group in zip(plan.options, plan.view.optimizer.param_groups, strict=True):
-        options = tagged_json.decode(tree, tensors)  # type: ignore[arg-type]
+        options = value_of(tree, tensors)
         for key, value in options.items():
             current = group.get(key)
             if isinstance(value, Tensor) and isinstance(current, Tensor):

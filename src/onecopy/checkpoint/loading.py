@@ -1,12 +1,13 @@
 """Loads a checkpoint: every rank checks all bytes it needs, and only then copies them into place.
 
-1. All ranks compare their arguments, and take the checkpoint that rank 0 found.
+1. All ranks compare their arguments, and take the newest checkpoint that rank 0 found.
 2. Each rank matches the manifest with its model and optimizers, compares frozen parameters with their digests if the
-   checkpoint does not have their values, and reads and checks every byte it needs. All ranks raise if a rank failed, or
-   go on to an older checkpoint if this one is damaged. Nothing has changed yet.
-3. Each rank reads again, from the same open files, straight into place. This takes no more memory than one block, or
-   one tensor whose strides differ. If a rank fails here, all ranks raise, and the optimizers refuse to step until a
-   load succeeds.
+   checkpoint does not have their values, and reads and checks every byte it needs. All ranks raise if a rank failed. If
+   this checkpoint is damaged, rank 0 lists the checkpoints again, because a save may have removed this one, and all
+   ranks go on to the newest one that was not tried. Nothing has changed yet.
+3. Each rank reads again, from the same open files, straight into place, and checks every byte there once more. This
+   takes no more memory than one block, or one tensor whose strides differ. If a rank fails here, all ranks raise, and
+   the optimizers refuse to step until a load succeeds.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from onecopy.checkpoint.directories import candidates_in, read_manifest
 from onecopy.checkpoint.files import Reader, whole_tensor
 from onecopy.checkpoint.frozen_base import compare_base
 from onecopy.checkpoint.load_plan import Copy, ModelPlan, OptimizerPlan, decoded_options, plan_model, plan_optimizer
-from onecopy.checkpoint.manifest import Manifest, keys_in
+from onecopy.checkpoint.manifest import Manifest, keys_in, value_of
 from onecopy.checkpoint.optimizer_view import (
     Optimizers,
     OptimizerView,
@@ -40,6 +41,7 @@ from onecopy.checkpoint.optimizer_view import (
 )
 from onecopy.checkpoint.progress_bar import bar
 from onecopy.checkpoint.ranks import Ranks, explained_os_errors
+from onecopy.checkpoint.signing import SigningKey, check_key
 from onecopy.comm.agreement import Fact
 from onecopy.common import tagged_json
 from onecopy.errors import CheckpointError, CheckpointMismatchError, CorruptCheckpointError
@@ -119,6 +121,12 @@ class _LoadPlan:
         trees = [saved.extra, *saved.per_rank, *(tree for plan in self.optimizers for tree in plan.options)]
         return [*(key for tree in trees for key in keys_in(tree)), *sorted(self.model.by_module_keys)]
 
+    @property
+    def file_names(self) -> set[str]:
+        """The files that have these tensors."""
+        keys = {*self.whole_keys, *(copy.key for copy in self.copies)}
+        return {piece.file for key in keys for piece in self.manifest.tensors[key].pieces}
+
 
 def load(
     source: str | os.PathLike[str],
@@ -127,23 +135,37 @@ def load(
     strict: bool,
     missing_ok: bool,
     check_base: bool,
+    key: SigningKey | None,
     process_group: Any,
 ) -> Loaded | None:
     """Load on all ranks together; see :func:`onecopy.checkpoint.load`."""
     ranks = Ranks(process_group, CALL)
     with ranks.fail_together(CALL) as together:
+        check_key(key)
         views = optimizer_views(model, optimizer)
         wait_for_parameters(views, model)
         together.facts = argument_facts(model, views)
         together.facts += [Fact("strict", str(bool(strict))), Fact("missing_ok", str(bool(missing_ok)))]
         together.facts += [Fact("check_base", str(bool(check_base)))]
-        together.facts += tensor_facts(model, views)
-        paths = _candidate_paths(source, missing_ok) if ranks.rank == 0 else []
-    paths = ranks.gather_json(CALL, tagged_json.dumps(paths))[0]
-    for path in paths:
-        loaded = _load_from(Path(path), model, views, strict, check_base, ranks, is_last=path == paths[-1])
-        if loaded is not None:
+        together.facts += [Fact("key", "None" if key is None else "given"), *tensor_facts(model, views)]
+    damages: dict[str, str] = {}
+    path = ""
+    while True:
+        with ranks.fail_together(CALL):
+            listed = _candidate_paths(source, missing_ok or bool(damages)) if ranks.rank == 0 else []
+        paths: list[str] = ranks.gather_json(CALL, tagged_json.dumps(listed))[0]
+        untried = [each for each in paths if each not in damages]
+        if not untried:
+            break
+        if path in paths:
+            logger.warning("%s is damaged, so another one is loaded: %s", path, damages[path])
+        path = untried[0]
+        loaded = _load_from(Path(path), model, views, strict, check_base, key, ranks)
+        if isinstance(loaded, Loaded):
             return loaded
+        damages[path] = loaded
+    if damages:
+        raise CorruptCheckpointError("; ".join(damages.values()))
     return None
 
 
@@ -163,31 +185,34 @@ def _load_from(
     views: Sequence[OptimizerView],
     strict: bool,
     check_base: bool,
+    key: SigningKey | None,
     ranks: Ranks,
-    is_last: bool,
-) -> Loaded | None:
-    """Load from one directory; return None on all ranks if it is damaged and there is an older one."""
+) -> Loaded | str:
+    """Load from one directory; if it is damaged, return on all ranks what the first rank found."""
     damage = ""
     with contextlib.ExitStack() as stack:
         with ranks.fail_together(CALL) as together, explained_os_errors(f"rank {ranks.rank}: reading {folder}"):
             try:
-                manifest = read_manifest(folder)
-                reader = stack.enter_context(Reader(folder, manifest.files))
+                manifest = read_manifest(folder, key)
+                reader = stack.enter_context(Reader(folder, manifest.files, key is not None))
+                reader.check_sizes()
                 plan = _match(manifest, model, views, strict, check_base)
+                reader.open_all(plan.file_names)
                 with bar("checking", plan.nbytes, ranks.rank) as advance:
                     for copy in plan.copies:
                         copy.check(reader)
                         advance(copy.nbytes)
-                tensors = {key: whole_tensor(reader, manifest, key) for key in plan.whole_keys}
+                tensors = {name: whole_tensor(reader, manifest, name) for name in plan.whole_keys}
+                extra = value_of(manifest.extra, tensors)
+                per_rank = [value_of(tree, tensors) for tree in manifest.per_rank]
             except CorruptCheckpointError as error:
-                if is_last:
-                    raise
                 damage, together.flag = str(error), True
         if together.any_flag:
-            damages = [each for each in ranks.gather_json(CALL, tagged_json.dumps(damage)) if each]
-            logger.warning("%s is damaged, so an older one is loaded: %s", folder, damages[0])
-            return None
-        return _fill(plan, reader, tensors, folder, model, ranks)
+            return next(str(each) for each in ranks.gather_json(CALL, tagged_json.dumps(damage)) if each)
+        _fill(plan, reader, tensors, folder, model, ranks)
+    if manifest.world_size == ranks.world_size:
+        extra = {**extra, **per_rank[ranks.rank]}
+    return Loaded(manifest.step, extra, folder, per_rank, plan.model.missing, plan.model.unexpected)
 
 
 def _match(
@@ -217,7 +242,7 @@ def _fill(
     folder: Path,
     model: nn.Module | None,
     ranks: Ranks,
-) -> Loaded:
+) -> None:
     """Read everything into place, on all ranks together; ``tensors`` were read whole before."""
     optimizers = [each.view.optimizer for each in plan.optimizers]
     _refuse_steps(optimizers, folder)
@@ -230,12 +255,6 @@ def _fill(
                 f"refuse to step until a load succeeds: {error}"
             ) from error
     _allow_steps(optimizers)
-    manifest = plan.manifest
-    extra = tagged_json.decode(manifest.extra, tensors)  # type: ignore[arg-type]
-    per_rank = [tagged_json.decode(tree, tensors) for tree in manifest.per_rank]  # type: ignore[arg-type]
-    if manifest.world_size == ranks.world_size:
-        extra = {**extra, **per_rank[ranks.rank]}
-    return Loaded(manifest.step, extra, folder, per_rank, plan.model.missing, plan.model.unexpected)
 
 
 def _fill_model_and_optimizers(
@@ -247,7 +266,7 @@ def _fill_model_and_optimizers(
             copy.run(reader, plan.manifest)
             advance(copy.nbytes)
         if model is not None and plan.model.by_module:
-            entries = {name: tagged_json.decode(tree, tensors) for name, tree in plan.model.by_module.items()}  # type: ignore[arg-type]
+            entries = {name: value_of(tree, tensors) for name, tree in plan.model.by_module.items()}
             unwrapped(model).load_state_dict(entries, strict=False)
         for each in plan.optimizers:
             each.view.install(each.states, decoded_options(each, tensors), each.loaded_masters, each.has_state)

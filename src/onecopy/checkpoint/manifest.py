@@ -3,7 +3,8 @@
 Every tensor is described in full (dtype, shape, strides) and divided into pieces. A piece is a flat range in memory
 order, and one tensor of the safetensors file of the rank that wrote it. A *tree* is plain data as tagged JSON, with
 keys in place of tensors. Every byte of every file has a CRC-32: one for each block of ``BLOCK_BYTES`` of a piece, one
-for the header of each file, and one for the manifest.
+for the header of each file, and one for the manifest. With a key there are SHA-256 digests beside these checksums, and
+the manifest begins with an HMAC of itself.
 """
 
 from __future__ import annotations
@@ -18,6 +19,9 @@ from typing import Any
 
 import torch
 
+from onecopy.checkpoint.manifest_checks import DICTS, MalformedError, check_content, is_count, read_json
+from onecopy.checkpoint.signing import SigningKey
+from onecopy.common import tagged_json
 from onecopy.errors import CheckpointError, CorruptCheckpointError
 
 FORMAT = "onecopy checkpoint"
@@ -26,28 +30,30 @@ VERSION = 3
 
 _TAGS_OF_2 = (b'["subclass",', b'["dtype",', b'["Size",')
 """Tensors of subclasses, dtypes and sizes are not in version 1. The tags are not found inside a string, where quotation
-marks are escaped. Version 3 has the field ``base``."""
+marks are escaped. Version 3 has the field ``base``, or a signature."""
 
 NAME = "manifest.json"
 BLOCK_BYTES = 4 << 20
 """A piece has one checksum for each block of this size, so that a part of the piece can be checked alone."""
 
-DICTS = ("dict", "Counter", "OrderedDict")
-"""Tags of the dict classes in a tree."""
-
-_SEAL = re.compile(rb'^\{"crc32":"([0-9a-f]{8})"')
+_SEAL = re.compile(rb'^\{"crc32":"([0-9a-f]{8})",')
+_SIGNATURE = re.compile(rb'^"hmac":"([0-9a-f]{64})",')
 _BLANK = b"0" * 8
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Elements ``[start, stop)`` of a tensor in memory order, with their file, the offset in it, and checksums."""
+    """Elements ``[start, stop)`` of a tensor in memory order, with their file, the offset in it, and checksums.
+
+    ``sha256`` has a digest for each checksum if the checkpoint is signed.
+    """
 
     file: str
     offset: int
     start: int
     stop: int
     crc32: tuple[int, ...]
+    sha256: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,11 +84,15 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class File:
-    """One rank's file: its size, the size of its header with the length in front, and the checksum of the header."""
+    """One rank's file: its size, the size of its header with the length in front, and the checksum of the header.
+
+    ``sha256`` is the digest of the header if the checkpoint is signed.
+    """
 
     size: int
     header: int
     crc32: int
+    sha256: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,40 +163,71 @@ class Manifest:
     base: dict[str, FrozenParam] | None = None
 
 
-def dump(manifest: Manifest) -> bytes:
-    """Return the manifest as JSON that begins with its own checksum."""
+def dump(manifest: Manifest, key: SigningKey | None = None) -> bytes:
+    """Return the manifest as JSON that begins with its own checksum and, with a key, an HMAC of all that follows."""
     content = {"format": FORMAT, "version": 1, "block_bytes": BLOCK_BYTES, **asdict(manifest)}
     if manifest.base is None:
         del content["base"]
+    if key is None:
+        pieces = [piece for entry in content["tensors"].values() for piece in entry["pieces"]]
+        for described in (*content["files"].values(), *pieces):
+            del described["sha256"]
     text = json.dumps(content, separators=(",", ":"), allow_nan=False).encode()
-    version = 3 if manifest.base is not None else 2 if any(tag in text for tag in _TAGS_OF_2) else 1
+    version = 2 if any(tag in text for tag in _TAGS_OF_2) else 1
+    if manifest.base is not None or key is not None:
+        version = 3
     if version > 1:
         content["version"] = version
         text = json.dumps(content, separators=(",", ":"), allow_nan=False).encode()
-    blank = b'{"crc32":"' + _BLANK + b'",' + text[1:]
+    front = b'{"crc32":"' + _BLANK + b'",' + (b'"hmac":"' + key.sign(text[1:]) + b'",' if key else b"")
+    blank = front + text[1:]
     return blank.replace(_BLANK, b"%08x" % zlib.crc32(blank), 1)
 
 
-def parse(text: bytes, where: str) -> Manifest:
-    """Parse the JSON of a manifest; ``where`` is its path, for messages.
+def parse(text: bytes, where: str, key: SigningKey | None = None) -> Manifest:
+    """Parse the JSON of a manifest, of which nothing is trusted; ``where`` is its path, for messages.
 
     Raises:
-        CorruptCheckpointError: if a byte is not as it was written.
+        CorruptCheckpointError: if a byte is not as it was written, if a value is malformed, or if ``key`` is given and
+            the manifest was not signed with it.
         CheckpointError: if a newer version wrote it.
     """
     seal = _SEAL.match(text)
     if seal is None or zlib.crc32(text.replace(seal[1], _BLANK, 1)) != int(seal[1], 16):
         raise CorruptCheckpointError(f"{where} is damaged: its checksum does not match its content")
-    content = json.loads(text)
+    if key is not None:
+        _check_signature(text[seal.end() :], where, key)
+    try:
+        return _parsed(read_json(text), where, key is not None)
+    except (MalformedError, RecursionError) as error:
+        raise CorruptCheckpointError(f"{where} is malformed: {error}") from None
+
+
+def _check_signature(signed: bytes, where: str, key: SigningKey) -> None:
+    """Raise unless the text after the checksum begins with the HMAC of the rest."""
+    signature = _SIGNATURE.match(signed)
+    if signature is None:
+        raise CorruptCheckpointError(f"{where} is not signed, and a key was given: it may be from anybody")
+    if not key.verify(signed[signature.end() :], signature[1]):
+        raise CorruptCheckpointError(f"{where} was changed after it was signed, or was signed with another key")
+
+
+def _parsed(content: dict[str, Any], where: str, signed: bool) -> Manifest:
+    """Return the manifest in a JSON object; raise if a value is malformed."""
     if content.get("format") != FORMAT:
         raise CheckpointError(f"{where} is not the manifest of a onecopy checkpoint")
-    if content["version"] > VERSION:
+    version, block_bytes = content.get("version"), content.get("block_bytes")
+    if not (is_count(version, 1) and is_count(block_bytes)):
+        raise MalformedError("it has no version")
+    assert isinstance(version, int)
+    if version > VERSION:
         raise CheckpointError(
-            f"{where} was written in version {content['version']} of the format, and this onecopy reads up to version "
+            f"{where} was written in version {version} of the format, and this onecopy reads up to version "
             f"{VERSION}: install a newer onecopy"
         )
-    if content["block_bytes"] != BLOCK_BYTES:
-        raise CheckpointError(f"{where} has checksums for blocks of {content['block_bytes']} bytes, not {BLOCK_BYTES}")
+    if block_bytes != BLOCK_BYTES:
+        raise CheckpointError(f"{where} has checksums for blocks of {block_bytes} bytes, not {BLOCK_BYTES}")
+    check_content(content, BLOCK_BYTES)
     manifest = Manifest(
         step=content["step"],
         world_size=content["world_size"],
@@ -200,12 +241,17 @@ def parse(text: bytes, where: str) -> Manifest:
         per_rank=tuple(content["per_rank"]),
         base=_base(content.get("base")),
     )
-    check_cover(manifest, where)
+    _check_references(manifest, where)
+    if signed:
+        _check_digests(manifest)
     return manifest
 
 
 def _entry(fields: Mapping[str, Any]) -> Entry:
-    pieces = tuple(Piece(**{**piece, "crc32": tuple(piece["crc32"])}) for piece in fields["pieces"])
+    pieces = tuple(
+        Piece(**{**piece, "crc32": tuple(piece["crc32"]), "sha256": tuple(piece.get("sha256", ()))})
+        for piece in fields["pieces"]
+    )
     return Entry(fields["dtype"], tuple(fields["shape"]), tuple(fields["stride"]), pieces)
 
 
@@ -227,24 +273,51 @@ def _shape(sizes: Sequence[int] | None) -> tuple[int, ...] | None:
     return None if sizes is None else tuple(sizes)
 
 
-def check_cover(manifest: Manifest, where: str) -> None:
-    """Raise unless pieces with checksums cover every tensor exactly once, and the trees refer only to these tensors."""
-    for key, entry in manifest.tensors.items():
-        size, expected = entry.torch_dtype.itemsize, 0
-        for piece in entry.pieces:
-            blocks = -(-(piece.stop - piece.start) * size // BLOCK_BYTES)
-            if piece.start != expected or piece.file not in manifest.files or len(piece.crc32) != blocks:
-                raise CorruptCheckpointError(f"{where}: the pieces of {key!r} do not cover it exactly once")
-            expected = piece.stop
-        if expected != entry.numel:
-            raise CorruptCheckpointError(f"{where}: the pieces of {key!r} end at {expected} of {entry.numel} elements")
-    trees: list[Any] = [manifest.extra, *manifest.per_rank, *(manifest.model or {}).values()]
-    for optimizer in manifest.optimizers:
-        trees += [*optimizer.state.values(), *(group["options"] for group in optimizer.groups)]
-    for tree in trees:
-        for key in keys_in(tree):
+def _check_references(manifest: Manifest, where: str) -> None:
+    """Raise unless each tree refers to tensors that exist, by the keys that a save gives them, each once.
+
+    Names of a model may share a tensor. Anywhere else a shared one would be two values in the same memory.
+    """
+    trees: list[tuple[str | None, Any]] = [(None, tree) for tree in (manifest.model or {}).values()]
+    trees += [("extra", manifest.extra), *((f"rank{rank}", tree) for rank, tree in enumerate(manifest.per_rank))]
+    for number, optimizer in enumerate(manifest.optimizers):
+        trees += [(f"optimizer.{number}/{name}", tree) for name, tree in optimizer.state.items()]
+        trees += [(f"optimizer.{number}/group{place}", g["options"]) for place, g in enumerate(optimizer.groups)]
+    for prefix, tree in trees:
+        keys = list(keys_in(tree))
+        for key in keys:
             if key not in manifest.tensors:
                 raise CorruptCheckpointError(f"{where} refers to a tensor {key!r} that it does not have")
+        if prefix is None:
+            expected = [key if key.startswith("model/") else "" for key in keys]
+        elif "/" not in prefix:
+            expected = [f"{prefix}/{number}" for number in range(len(keys))]
+        else:
+            positions: Any = {key: position for position, key in enumerate(keys)}
+            expected = [f"{prefix}/{name}" for name in names_of_tensors(with_keys(tree, positions), len(keys))]
+        if keys != expected:
+            raise MalformedError(f"the tensors of {prefix or 'the model'} have the keys of others")
+
+
+def _check_digests(manifest: Manifest) -> None:
+    """Raise unless everything that a signed checkpoint has a checksum for has a digest, too."""
+    pieces = (piece for entry in manifest.tensors.values() for piece in entry.pieces)
+    if not all(file.sha256 for file in manifest.files.values()) or any(
+        len(piece.sha256) != len(piece.crc32) for piece in pieces
+    ):
+        raise MalformedError("it is signed, but has no digests of the data")
+
+
+def value_of(tree: Any, tensors: Mapping[str, Any]) -> Any:
+    """Return the value that a tree describes, with ``tensors[key]`` in the place of a key.
+
+    Raises:
+        CheckpointError: if a tensor of a subclass cannot be rebuilt.
+    """
+    try:
+        return tagged_json.decode(tree, tensors)  # type: ignore[arg-type]  # keys stand where positions do
+    except Exception as error:  # of the subclass, which is given whatever was saved
+        raise CheckpointError(f"a saved tensor of a subclass cannot be rebuilt: {error}") from error
 
 
 def keys_in(tree: Any) -> Iterator[str]:

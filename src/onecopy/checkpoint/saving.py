@@ -1,7 +1,8 @@
 """Saves a checkpoint: every rank writes its file, and rank 0 commits all of them with one rename.
 
 1. Each rank describes its part of the checkpoint. All ranks raise if their arguments, models or optimizers differ.
-2. Rank 0 makes a temporary directory beside the final one, after it has removed the leftovers of saves that died.
+2. Rank 0 makes and locks a temporary directory beside the final one, after it has removed the leftovers of saves that
+   died. A directory that another process has locked belongs to a save that is running.
 3. Each rank writes one file into it and flushes it to the disk. All ranks raise if a rank failed.
 4. Rank 0 writes and flushes the manifest, renames the directory, and flushes its parent. All ranks raise if it failed.
 5. Rank 0 removes older checkpoints.
@@ -12,6 +13,7 @@ If anything fails on any rank, all ranks raise, and no committed directory has b
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import re
@@ -31,6 +33,7 @@ from onecopy.checkpoint.argument_comparison import argument_facts, trainable_fac
 from onecopy.checkpoint.directories import committed, folder_of, step_of, verify
 from onecopy.checkpoint.files import write_file
 from onecopy.checkpoint.manifest import Entry, File, FrozenParam, Manifest, Piece, SavedOptimizer
+from onecopy.checkpoint.manifest_checks import MAX_BYTES, is_count
 from onecopy.checkpoint.optimizer_view import (
     Optimizers,
     OptimizerView,
@@ -39,6 +42,7 @@ from onecopy.checkpoint.optimizer_view import (
 )
 from onecopy.checkpoint.ranks import Ranks, explained_os_errors
 from onecopy.checkpoint.save_plan import PerRank, SavePlan, plan_save
+from onecopy.checkpoint.signing import SigningKey, check_key
 from onecopy.comm.agreement import Fact
 from onecopy.common import tagged_json
 from onecopy.errors import CheckpointError, CorruptCheckpointError
@@ -48,8 +52,15 @@ logger = logging.getLogger(__name__)
 
 _UNFINISHED = re.compile(r"\.(step-\d{8,}|pruned)\.[0-9a-f]{8}\.tmp")
 
+_EXISTS = (
+    "{} exists already, and a checkpoint is never overwritten; save under another step or into another directory, or "
+    "remove it"
+)
 
 CALL = "saving a checkpoint"
+
+ATTEMPTS = 20
+"""How often a temporary directory is made again if another process removes it."""
 
 
 @dataclass(slots=True)
@@ -62,6 +73,7 @@ class SaveJob:
         step: the step to save under.
         keep: how many checkpoints to keep, or None for all.
         plan: this rank's part.
+        key: the key to sign the manifest with, or None.
     """
 
     ranks: Ranks
@@ -69,6 +81,7 @@ class SaveJob:
     step: int
     keep: int | None
     plan: SavePlan
+    key: SigningKey | None = None
 
     def run(self) -> Path:
         """Write and commit the checkpoint, on all ranks together; return its directory."""
@@ -93,19 +106,23 @@ class SaveJob:
             if self.ranks.rank == 0:
                 disk.make_directory(self.root)
                 disk.flush_directory(self.root.parent)
-                if final.exists():
+                if os.path.lexists(final):
                     with explained_os_errors(f"checking {final}, which exists already,"):
                         _rename_damaged(final)
                 _remove_leftovers(self.root)
-                disk.make_directory(self.root / name)
-                stack.enter_context(disk.locked(self.root / name))
+                for _ in range(ATTEMPTS):  # another save may take it for a leftover before it is locked
+                    disk.make_directory(self.root / name)
+                    if stack.enter_context(disk.locked(self.root / name)):
+                        break
+                else:
+                    raise OSError("it was removed again and again before it could be locked")
         return self.root / str(self.ranks.gather_json(CALL, tagged_json.dumps(name))[0])
 
     def _write(self, temporary: Path) -> list[Any]:
         """Write this rank's file; return the description of every rank's file."""
         path = temporary / f"rank-{self.ranks.rank:05d}.safetensors"
         with self.ranks.fail_together(CALL), explained_os_errors(f"rank {self.ranks.rank}: writing {path}"):
-            file, pieces = write_file(path, self.plan.pieces)
+            file, pieces = write_file(path, self.plan.pieces, signed=self.key is not None)
             disk.flush_directory(temporary)
             text = tagged_json.dumps(self._describe(path.name, file, pieces))
         return self.ranks.gather_json(CALL, text)
@@ -119,7 +136,7 @@ class SaveJob:
         states = [optimizer.state for optimizer in self.plan.optimizers]
         return [
             name,
-            [file.size, file.header, file.crc32],
+            astuple(file),
             rows,
             states,
             self.plan.checksums,
@@ -132,16 +149,22 @@ class SaveJob:
         with self.ranks.fail_together(CALL), explained_os_errors(f"committing {final}"):
             if self.ranks.rank == 0:
                 made = _assemble(self, descriptions)
-                manifest.check_cover(made, str(final / manifest.NAME))
+                text = manifest.dump(made, self.key)
+                _check_loadable(text, final / manifest.NAME, self.key)
                 _check_files(temporary, made)
                 descriptor = disk.create(temporary / manifest.NAME)
                 try:
-                    disk.write(descriptor, manifest.dump(made))
+                    disk.write(descriptor, text)
                     disk.flush(descriptor)
                 finally:
                     os.close(descriptor)
                 disk.flush_directory(temporary)
-                disk.rename(temporary, final)
+                try:
+                    disk.rename(temporary, final)
+                except OSError as error:
+                    if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+                        raise
+                    raise CheckpointError(_EXISTS.format(final)) from None  # another process has just saved it
                 try:
                     disk.flush_directory(self.root)
                 except Exception:
@@ -158,13 +181,16 @@ def prepare(
     keep: int | None,
     blocking: bool,
     trainable_only: bool,
+    key: SigningKey | None,
     process_group: Any,
 ) -> SaveJob:
     """Compare the arguments of a save on all ranks and describe this rank's part; nothing is written yet."""
     ranks = Ranks(process_group, CALL)
     with ranks.fail_together(CALL) as together:
         disk.check_supported()
-        _check_arguments(step, keep)
+        check_step(step)
+        _check_keep(keep)
+        check_key(key)
         if trainable_only and model is None:
             raise ValueError("trainable_only=True needs the model whose parameters are trainable: pass model=")
         folder = Path(root).absolute()  # the working directory may change during a save in the background
@@ -173,6 +199,7 @@ def prepare(
         wait_for_parameters(views, model)
         together.facts = [Fact("step", str(step)), Fact("keep", str(keep)), Fact("blocking", str(bool(blocking)))]
         together.facts += [Fact("trainable_only", str(bool(trainable_only)))]
+        together.facts.append(Fact("key", "None" if key is None else "given"))
         together.facts += [*argument_facts(model, views), Fact("PerRank values of extra", _per_rank_keys(extra))]
         if trainable_only and model is not None:
             together.facts += trainable_facts(model)
@@ -183,12 +210,16 @@ def prepare(
         plan = plan_save(model, views, writes_state, extra, ranks.rank, ranks.world_size, trainable_only)
         together.facts = [Fact("model and optimizers", plan.fingerprint())]
         together.facts += [Fact("options of the optimizers", plan.options_digest())]
-    return SaveJob(ranks, folder, step, keep, plan)
+    return SaveJob(ranks, folder, step, keep, plan, key)
 
 
-def _check_arguments(step: int, keep: int | None) -> None:
-    if not isinstance(step, int) or isinstance(step, bool) or step < 0:
-        raise ValueError(f"step must be a number from 0 on, got {step!r}")
+def check_step(step: object) -> None:
+    """Raise ``ValueError`` unless a step is a number from 0 on."""
+    if not is_count(step):
+        raise ValueError(f"step must be a number from 0 on, got {step!r:.60}")
+
+
+def _check_keep(keep: int | None) -> None:
     if keep is not None and (not isinstance(keep, int) or keep < 1):
         raise ValueError(f"keep must be a number from 1 on, or None to keep all, got {keep!r}")
 
@@ -224,9 +255,9 @@ def _assemble(job: SaveJob, descriptions: Sequence[Any]) -> Manifest:
         files[name] = File(*file)
         per_rank.append(values)
         base.update((key, FrozenParam(dtype, tuple(shape), digest)) for key, (dtype, shape, digest) in frozen.items())
-        for key, dtype, shape, stride, offset, start, stop, checks in rows:
+        for key, dtype, shape, stride, offset, start, stop, checksums, digests in rows:
             entries.setdefault(key, Entry(dtype, tuple(shape), tuple(stride)))
-            pieces.setdefault(key, []).append(Piece(name, offset, start, stop, tuple(checks)))
+            pieces.setdefault(key, []).append(Piece(name, offset, start, stop, tuple(checksums), tuple(digests)))
     tensors = {
         key: replace(entry, pieces=tuple(sorted(pieces[key], key=lambda piece: piece.start)))
         for key, entry in entries.items()
@@ -261,6 +292,16 @@ def _merged_state(number: int, optimizer: SavedOptimizer, descriptions: Sequence
     return {name: found[name][0] for name in optimizer.params if name in found}
 
 
+def _check_loadable(text: bytes, path: Path, key: SigningKey | None) -> None:
+    """Raise if a load would refuse the manifest."""
+    try:
+        manifest.parse(text, str(path), key)
+        if len(text) > MAX_BYTES:
+            raise CorruptCheckpointError(f"{path} has {len(text)} bytes, and at most {MAX_BYTES} are read")
+    except CorruptCheckpointError as error:
+        raise CheckpointError(f"nothing was saved, because it could not be loaded: {error}") from error
+
+
 def _check_files(temporary: Path, made: Manifest) -> None:
     """Raise if rank 0 does not see every rank's file with the size that was written."""
     for name, file in made.files.items():
@@ -272,11 +313,15 @@ def _check_files(temporary: Path, made: Manifest) -> None:
 
 
 def _remove_leftovers(root: Path) -> None:
-    """Remove temporary directories of saves that died; the directory of a running save is locked."""
+    """Remove temporary directories of saves that died; other files and the directories of running saves stay."""
     for path in root.iterdir():
-        if _UNFINISHED.fullmatch(path.name) and not disk.is_locked(path):
-            logger.warning("removing %s, a leftover of a save that died", path)
-            disk.remove(path)
+        if _UNFINISHED.fullmatch(path.name):
+            with disk.locked(path, wait=False, without_locks=False) as has_lock:
+                if has_lock:
+                    # A save that was about to lock an empty one makes it again.
+                    level = logging.WARNING if any(path.iterdir()) else logging.DEBUG
+                    logger.log(level, "removing %s, a leftover of a save that died", path)
+                    disk.remove(path)
 
 
 def _rename_damaged(final: Path) -> None:
@@ -288,24 +333,25 @@ def _rename_damaged(final: Path) -> None:
         verify(final)
     except CorruptCheckpointError as error:
         renamed = final.with_name(f"damaged-{final.name}.{secrets.token_hex(4)}")
-        logger.warning("%s is damaged, and is now %s: %s", final, renamed.name, error)
-        disk.rename(final, renamed)
+        with contextlib.suppress(FileNotFoundError):  # another process may have removed it
+            disk.rename(final, renamed)
+            logger.warning("%s is damaged, and is now %s: %s", final, renamed.name, error)
         return
-    raise CheckpointError(
-        f"{final} exists already, and a checkpoint is never overwritten; save under another step or into another "
-        "directory, or remove it"
-    )
+    raise CheckpointError(_EXISTS.format(final))
 
 
 def _prune(root: Path, keep: int, step: int) -> None:
     """Remove all but the newest ``keep`` checkpoints up to this step; checkpoints of later steps stay.
 
-    Each one is renamed first, so that no reader sees a part of it.
+    Each one is locked, so that another save does not take it for a leftover, and renamed, so that no reader sees a part
+    of it.
     """
     try:
         for path in [path for path in committed(root) if step_of(path) <= step][keep:]:
-            hidden = root / f".pruned.{secrets.token_hex(4)}.tmp"
-            disk.rename(path, hidden)
-            disk.remove(hidden)
+            with disk.locked(path, wait=False) as has_lock:
+                if has_lock:
+                    hidden = root / f".pruned.{secrets.token_hex(4)}.tmp"
+                    disk.rename(path, hidden)
+                    disk.remove(hidden)
     except OSError as error:
         logger.warning("an older checkpoint could not be removed: %s", error)

@@ -14,6 +14,7 @@ from rich.table import Column, Table
 
 from onecopy.checkpoint import conversion, directories
 from onecopy.checkpoint.manifest import Manifest
+from onecopy.checkpoint.signing import SigningKey
 from onecopy.cli import plan, train
 from onecopy.cli.bench import app as bench
 from onecopy.cli.errors import guarded, need
@@ -51,8 +52,7 @@ class Form(str, Enum):
 @guarded
 def inspect(path: Source, as_json: AsJson = False) -> None:
     """Show the names, shapes, types and sizes of all tensors in a checkpoint, and the ranks that wrote them."""
-    folder = directories.candidates_in(path)[0]
-    found = directories.read_manifest(folder)
+    folder, found = directories.with_newest(path, lambda folder: (folder, directories.read_manifest(folder)))
     if as_json:
         typer.echo(json.dumps(_as_json(folder, found), indent=1))
     else:
@@ -61,14 +61,20 @@ def inspect(path: Source, as_json: AsJson = False) -> None:
 
 @checkpoint.command(epilog="Example: onecopy checkpoint verify runs/first/step-00000120")
 @guarded
-def verify(path: Source, as_json: AsJson = False) -> None:
+def verify(
+    path: Source,
+    key_file: Annotated[
+        Path | None, typer.Option(help="A file with the key with which the checkpoint must have been signed.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
     """Read all files of a checkpoint and compare them with their checksums."""
-    folder = directories.candidates_in(path)[0]
-    checked = directories.verify(folder)
+    key = SigningKey.from_file(key_file) if key_file else None
+    folder, size = directories.with_newest(path, lambda folder: (folder, directories.verify(folder, key=key)))
     if as_json:
-        typer.echo(json.dumps({"checkpoint": str(folder), "bytes": checked}))
+        typer.echo(json.dumps({"checkpoint": str(folder), "bytes": size, "signed": key is not None}))
     else:
-        Console().print(f"{folder}: {_size(checked)}, all as written")
+        Console().print(f"{folder}: {_size(size)}, all as {'signed' if key else 'written'}")
 
 
 @checkpoint.command(epilog="Example: onecopy checkpoint convert runs/first model.safetensors --to safetensors")

@@ -110,7 +110,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def _dtype_of(name: str) -> torch.dtype:
-    dtype = getattr(torch, name, None)
+    dtype = vars(torch).get(name)  # getattr() would import modules that torch imports when they are used
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"torch has no dtype {name!r}")
     return dtype

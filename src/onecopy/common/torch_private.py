@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import sys
 import warnings
 from collections.abc import Callable, Iterable
@@ -317,3 +318,9 @@ def clone_of(store: Store) -> Store:
     """Return another connection to the same store."""
     clone: Store = store.clone()  # type: ignore[attr-defined]
     return clone
+
+
+def is_removed(store: Store) -> bool:
+    """Return whether a store is a file that was removed; a call would wait for it until the timeout."""
+    base = getattr(store, "_underlying_non_prefix_store", store)
+    return isinstance(base, dist.FileStore) and not os.path.exists(base.path)

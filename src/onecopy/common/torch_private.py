@@ -322,5 +322,5 @@ def clone_of(store: Store) -> Store:
 
 def is_removed(store: Store) -> bool:
     """Return whether a store is a file that was removed; a call would wait for it until the timeout."""
-    base = getattr(store, "_underlying_non_prefix_store", store)
-    return isinstance(base, dist.FileStore) and not os.path.exists(base.path)
+    path = getattr(getattr(store, "_underlying_non_prefix_store", store), "path", None)  # FileStore has it
+    return path is not None and not os.path.exists(path)

@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from onecopy import checkpoint
 from onecopy.checkpoint import disk
+from onecopy.comm.background_service import BackgroundService
 from onecopy.errors import CheckpointError, OnecopyError, PeerFailedError
 from tests.support.faults import CHANGES, EXCHANGES, WORLD_SIZES, Injector, Kill, Outcome, Run, moments_of
 from tests.support.faults_sweep import Zygote, spread, sweep
@@ -322,6 +323,7 @@ def shared_folder() -> Iterator[Path]:
 @contextlib.contextmanager
 def without_rights(root: Path) -> Iterator[None]:
     """A directory that this process may not change: read-only, and for root, who may do anything, as another user."""
+    BackgroundService.of_process().stop()  # its store is a file, which another user may not open
     if os.geteuid() == 0:
         os.seteuid(NOBODY)
         try:

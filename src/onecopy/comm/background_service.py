@@ -152,15 +152,15 @@ class BackgroundService:
         group = dist.group.WORLD
         assert group is not None
         service = cls._by_group.get(group)
-        if service is None:
+        if service is None or not service.is_running:
             service = cls._by_group[group] = cls(default_store(), is_rank_0=dist.get_rank() == 0)
             weakref.finalize(group, service.stop).atexit = False
         return service
 
     @property
     def is_running(self) -> bool:
-        """Whether the thread has not been stopped."""
-        return self._store is not None
+        """Whether the thread has not ended; rank 0 may have ended it."""
+        return self._store is not None and self._thread.is_alive()
 
     def ask(self, inbox: int, request: Message, timeout: timedelta) -> Asking:
         """Send a request to the thread of another process, or of this one.

@@ -39,10 +39,12 @@ class Mutation:
     Attributes:
         case: the name of the training program that shows it.
         apply: makes the mistake.
+        is_on_host: whether the host reads too early, which shows only if it is far ahead of the device.
     """
 
     case: str
     apply: Callable[[Patch], None]
+    is_on_host: bool = False
 
 
 class NoWait:
@@ -174,7 +176,7 @@ MUTATIONS = {
     "level 1 unpacks before it waits": Mutation("level 1 by element", _unpacks_before_waiting),
     "level 1 packs into a buffer in flight": Mutation("level 1", _one_pack_buffer),
     "level 1 copies flags before they are exchanged": Mutation("level 1", _flags_copied_too_early),
-    "level 1 reads flags before they have arrived": Mutation("level 1", _flags_read_too_early),
+    "level 1 reads flags before they have arrived": Mutation("level 1", _flags_read_too_early, is_on_host=True),
     "level 1 reads offloaded gradients too early": Mutation("level 1 offload", _host_copies_read_too_early),
     "the norm is read before it is summed": Mutation("level 1 clipped", _without_wait("all_reduce")),
     "level 2 does not wait for reduce-scatters": Mutation("level 2", _without_wait("reduce_scatter_single")),

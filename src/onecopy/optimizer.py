@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import Any, overload
 
@@ -31,10 +30,8 @@ from onecopy.step.optimizer_classes import check_class, is_elementwise
 from onecopy.step.owned_shards import param_or_view, separate_view
 from onecopy.step.owned_state import OwnedState, OwnedStateOptimizer
 from onecopy.step.parameter_groups import Group, device_of, normalise, normalise_group, plan_params
-from onecopy.step.parameter_storage import BucketStorage, InPlaceStorage
+from onecopy.step.parameter_storage import storage_class_for
 from onecopy.step.rank_comparison import optimizer_facts, sharding_facts
-
-logger = logging.getLogger(__name__)
 
 
 class ZeroRedundancyOptimizer(OwnedStateOptimizer, Joinable):
@@ -110,8 +107,6 @@ class ZeroRedundancyOptimizer(OwnedStateOptimizer, Joinable):
         with FailTogether(collectives, "constructing the optimizer") as together:
             given.raise_if_any()
             check_class(optimizer_class, ZeroRedundancyOptimizer)
-            if offload not in (None, "cpu"):
-                raise ValueError(f"offload must be None or 'cpu', got {offload!r}")
             tensors, specs = plan_params(groups)
             Optimizer.__init__(self, groups, defaults)
             Joinable.__init__(self)
@@ -120,7 +115,7 @@ class ZeroRedundancyOptimizer(OwnedStateOptimizer, Joinable):
             layout = extend(None, specs, collectives.world_size, shard_by, self.splittable)
             flats, group_rank = flat_views(tensors), collectives.group_rank
             stepped = separate_view if overlap_with_ddp else param_or_view
-            masters = MasterWeightPolicy(master_weights, offload == "cpu")
+            masters = MasterWeightPolicy.of_arguments(master_weights, offload)
             inner = InnerOptimizer(
                 optimizer_class, defaults, self.param_groups, layout, tensors, flats, group_rank, stepped, masters
             )
@@ -139,12 +134,10 @@ class ZeroRedundancyOptimizer(OwnedStateOptimizer, Joinable):
             )
         # Until here no parameter was changed.
         inner.has_state = together.any_flag
-        if parameters_as_bucket_view and overlap_with_ddp:
-            logger.warning("parameters_as_bucket_view=True is ignored: overlap_with_ddp=True sends DDP's buckets")
-        storage_class = BucketStorage if parameters_as_bucket_view and not overlap_with_ddp else InPlaceStorage
+        self.parameters_as_bucket_view, self.overlap_with_ddp = parameters_as_bucket_view, overlap_with_ddp
+        storage_class = storage_class_for(parameters_as_bucket_view, overlap_with_ddp)
         with FailTogether(collectives, "constructing the optimizer"):
             self.engine = Engine(collectives, tensors, layout, inner, storage_class)
-        self.parameters_as_bucket_view, self.overlap_with_ddp = parameters_as_bucket_view, overlap_with_ddp
         self._server = StateDictServer(self.engine, serve_state_dict)
         self._set_attributes(self.engine)
         self.initialized = True

@@ -134,14 +134,8 @@ class ShardedDataParallel(nn.Module, Joinable):
             together.facts = across.facts = construction_facts(arguments, module, embeddings, plans)
         self.module = module
         self.mixed_precision = mixed_precision
-        self.require_backward_grad_sync = True
-        devices = list(dict.fromkeys(param.device for param in module.parameters()))
-        self.process_group: Any = collectives.process_group
-        self.device: torch.device = devices[0]
-        self.device_type: str = devices[0].type
-        self.is_multi_device_module: bool = len(devices) > 1
-        self.require_forward_param_sync = True  # DDP's name: whether the last pass synchronises
         self._collectives = collectives
+        self._set_ddp_attributes()
         self._reduction_policy = ReductionPolicy(collectives, replicas, mixed_precision.reduce_dtype)
         self._module_sync = ModuleSync(module, broadcast_buffers, collectives, replicas)
         self._module_sync.broadcast_all()
@@ -152,6 +146,16 @@ class ShardedDataParallel(nn.Module, Joinable):
         self._sparse_in_forward = [embedding for embedding in embeddings if not embedding.sparse]
         self._wait_hooks = ForwardWaitHooks(module, self._pipelines_by_param(), uses) if overlap_forward else None
         module.register_state_dict_pre_hook(waiting_hook(weakref.ref(self)))
+
+    def _set_ddp_attributes(self) -> None:
+        """Set the attributes that DDP has too, under the names it has them."""
+        devices = list(dict.fromkeys(param.device for param in self.module.parameters()))
+        self.process_group: Any = self._collectives.process_group
+        self.device: torch.device = devices[0]
+        self.device_type: str = devices[0].type
+        self.is_multi_device_module: bool = len(devices) > 1
+        self.require_backward_grad_sync = True
+        self.require_forward_param_sync = True  # whether the last pass synchronises
 
     def _take_over(
         self, plans: Sequence[OptimizerPlan], row_params: Collection[int], overlap_forward: bool

@@ -41,6 +41,13 @@ class MasterWeightPolicy:
     fp32_copies: bool = False
     offload: bool = False
 
+    @classmethod
+    def of_arguments(cls, master_weights: bool, offload: str | None) -> MasterWeightPolicy:
+        """Return the policy for an optimizer's arguments."""
+        if offload not in (None, "cpu"):
+            raise ValueError(f"offload must be None or 'cpu', got {offload!r}")
+        return cls(master_weights, offload == "cpu")
+
     @property
     def any(self) -> bool:
         """Whether some parameter may have a copy."""

@@ -6,6 +6,7 @@ A storage has the memory ranges that each owner sends after a step. It notices p
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -18,6 +19,8 @@ from onecopy.comm.parameter_sharing import OwnedMemory, ParameterSharing
 from onecopy.comm.transports import SharingByDevice
 from onecopy.common.flat_views import as_bytes, flat_view
 from onecopy.layout import Layout
+
+logger = logging.getLogger(__name__)
 
 ALIGNMENT = 64
 """Bytes to which a parameter's start in a bucket is aligned, for vectorised kernels."""
@@ -101,6 +104,13 @@ class BucketStorage(InPlaceStorage):
             *(_owned_memory(owner[members[0]], members, memory) for members, memory in buckets),
             *(each for each in self.ranges if each.params[0] in cut),
         )
+
+
+def storage_class_for(parameters_as_bucket_view: bool, overlap_with_ddp: bool) -> type[InPlaceStorage]:
+    """Return the storage class for an optimizer's arguments."""
+    if parameters_as_bucket_view and overlap_with_ddp:
+        logger.warning("parameters_as_bucket_view=True is ignored: overlap_with_ddp=True sends DDP's buckets")
+    return BucketStorage if parameters_as_bucket_view and not overlap_with_ddp else InPlaceStorage
 
 
 def _plan_buckets(layout: Layout) -> list[tuple[int, ...]]:

@@ -26,7 +26,7 @@ import time
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch.distributed as dist
 from torch import Tensor
@@ -42,6 +42,12 @@ Subjects = weakref.WeakValueDictionary[str, Any]
 
 STOP = "stop"
 """The kind of the request that ends a thread."""
+
+WAKE = "wake"
+"""The kind of the request after which a thread looks for watches."""
+
+TICK = 0.1
+"""Seconds between two looks for a request while there are watches."""
 
 ALL_SERVICES = "onecopy/services"
 """The key under which the store counts the inboxes of all processes."""
@@ -116,6 +122,15 @@ handlers: dict[str, Handler] = {}
 """The functions that answer requests, by kind; they run on the service's thread."""
 
 
+class Watch(Protocol):
+    """A call that the thread makes again and again until it has ended."""
+
+    has_ended: bool
+
+    def look(self, store: Store) -> None:
+        """Look for something, and return soon."""
+
+
 class BackgroundService:
     """The waiting thread of this process, for one default process group.
 
@@ -139,7 +154,8 @@ class BackgroundService:
         if is_rank_0:
             thread_store.set(OF_RANK_0, "1")
         # The thread does not refer to the service, which is freed with the process group.
-        arguments = (thread_store, self.inbox, self.subjects)
+        self._watches: list[Watch] = []
+        arguments = (thread_store, self.inbox, self.subjects, self._watches)
         self._thread = threading.Thread(target=_serve, args=arguments, name="onecopy-service", daemon=True)
         self._thread.start()
         atexit.register(self.end)
@@ -178,6 +194,13 @@ class BackgroundService:
         store, reply = clone_of(self._store), f"onecopy/{self.inbox}/reply/{next(self._numbers)}"
         _post(store, inbox, {**request, "reply": reply, "seconds": timeout.total_seconds()})
         return Asking(store, inbox, reply, timeout)
+
+    def watch(self, watch: Watch) -> None:
+        """Let the thread call ``watch.look`` several times per second, until it has ended."""
+        if self._store is None:
+            return
+        self._watches.append(watch)
+        _post(self._store, self.inbox, {"kind": WAKE})
 
     def end(self) -> None:
         """Stop before the interpreter ends. After a normal end of the program, wait for global rank 0 first."""
@@ -267,18 +290,21 @@ def _ended(inbox: int) -> str:
     return f"onecopy/{inbox}/ended"
 
 
-def _serve(store: Store, inbox: int, subjects: Subjects) -> None:
+def _serve(store: Store, inbox: int, subjects: Subjects, watches: list[Watch]) -> None:
     """Answer requests until one of them is ``STOP``, or until the store is gone."""
     number = 0
     try:
         while True:
             number += 1
             key = f"onecopy/{inbox}/{number}"
+            _look_until(store, key, watches)
             _wait_long(store, key)
             request = json.loads(store.get(key))
             store.delete_key(key)
             if request["kind"] == STOP:
                 break
+            if request["kind"] == WAKE:
+                continue
             _handle(Answering(request, subjects.get(request["subject"]), store))
         # A rank that asks from now on finds this key. Those that have asked before get an answer.
         store.set(_closed(inbox), "1")
@@ -286,6 +312,16 @@ def _serve(store: Store, inbox: int, subjects: Subjects) -> None:
         store.set(_ended(inbox), "1")
     except RuntimeError as error:  # the host of the store has ended
         logger.debug("the background service has ended: %s", error)
+
+
+def _look_until(store: Store, key: str, watches: list[Watch]) -> None:
+    """Look until there is a request, or no watch is left."""
+    while watches and not store.check([key]):
+        for watch in list(watches):
+            watch.look(store)
+            if watch.has_ended:
+                watches.remove(watch)
+        time.sleep(TICK)
 
 
 def _wait_long(store: Store, key: str) -> None:

@@ -1,0 +1,110 @@
+"""Finds ranks that wait for each other in different calls, by looking at each process's main thread.
+
+A rank is blocked if its main thread has stood in one call for a while, in this library, in ``torch.distributed`` or in a
+backward pass, and its process has computed next to nothing meanwhile. A rank that evaluates, saves or reads data is not
+blocked. Only if *all* ranks are blocked, and not all in the same call, none of them can ever go on.
+
+The calls of this module run on the thread of the background service, and only while a ``fail_together`` block is open.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from pathlib import Path
+from types import FrameType
+
+import torch
+
+from onecopy.common.torch_private import Store
+
+BUSY_SHARE = 0.2
+"""The share of one processor above which a process counts as computing."""
+
+_TORCH = f"{Path(torch.__file__).parent}/"
+_ONECOPY = f"{Path(__file__).parents[1]}/"
+_WAITING = (_ONECOPY, f"{_TORCH}distributed/", f"{_TORCH}autograd/graph.py", f"{_TORCH}nn/parallel/")
+"""Where the innermost Python frame of a thread is that waits for other ranks."""
+
+
+class BlockedRanks:
+    """Tells the other ranks in the store where this rank is blocked, and reads whether all of them are.
+
+    Args:
+        prefix: the prefix of the keys in the store, equal on all ranks.
+        global_rank: this rank.
+        world_size: the number of ranks.
+        seconds: after how long in one call a rank counts as blocked.
+    """
+
+    def __init__(self, prefix: str, global_rank: int, world_size: int, seconds: float) -> None:
+        self._prefix = prefix
+        self._global_rank = global_rank
+        self._world_size = world_size
+        self._seconds = seconds
+        self._position: tuple[int, int] | None = None
+        self._since = self._processor_time = 0.0
+        self._has_told = False
+        self._seen: list[bytes] = []
+
+    def check(self, store: Store) -> str | None:
+        """Look at the main thread. Return where each rank is blocked, if none of them can go on."""
+        frame = sys._current_frames().get(threading.main_thread().ident or 0)
+        position = None if frame is None or not _is_waiting(frame) else (id(frame), frame.f_lasti)
+        now, processor_time = time.monotonic(), time.process_time()
+        computes = processor_time - self._processor_time > BUSY_SHARE * (now - self._since) + 0.1
+        if position is None or position != self._position or computes:
+            self._position, self._since, self._processor_time = position, now, processor_time
+            if self._has_told:
+                store.delete_key(self._key(self._global_rank))
+                self._has_told = False
+            self._seen = []
+            return None
+        if now - self._since < self._seconds:
+            return None
+        if not self._has_told:
+            assert frame is not None
+            call, place = where(frame)
+            store.set(self._key(self._global_rank), json.dumps([call, place, self._since]))
+            self._has_told = True
+        return self._read(store)
+
+    def _read(self, store: Store) -> str | None:
+        """Where each rank is blocked, if all of them are, in different calls, and have been at the last look too."""
+        keys = [self._key(global_rank) for global_rank in range(self._world_size)]
+        if not store.check(keys):
+            self._seen = []
+            return None
+        values = [store.get(key) for key in keys]
+        was_seen, self._seen = values == self._seen, values
+        places = [json.loads(value) for value in values]
+        if not was_seen or len({call for call, _, _ in places}) == 1:
+            return None
+        return "; ".join(f"rank {rank}: {call} at {place}" for rank, (call, place, _) in enumerate(places))
+
+    def _key(self, global_rank: int) -> str:
+        return f"{self._prefix}/blocked/{global_rank}"
+
+
+def where(frame: FrameType) -> tuple[str, str]:
+    """The call of torch or of this library in which a thread is, and the line of the program that makes it."""
+    call = frame.f_code.co_name
+    inner: FrameType = frame
+    while inner.f_back is not None and _is_library(inner):
+        call, inner = inner.f_code.co_name, inner.f_back
+    return f"{call}()", line_of(inner.f_code.co_filename, inner.f_lineno, inner.f_code.co_name)
+
+
+def line_of(path: str, number: int, function: str) -> str:
+    """A line of a program as text."""
+    return f"{Path(path).name}:{number} in {function}"
+
+
+def _is_library(frame: FrameType) -> bool:
+    return frame.f_code.co_filename.startswith((_TORCH, _ONECOPY, "<"))
+
+
+def _is_waiting(frame: FrameType) -> bool:
+    return frame.f_code.co_filename.startswith(_WAITING)

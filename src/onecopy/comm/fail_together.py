@@ -1,0 +1,185 @@
+"""``fail_together``: a block around a training loop that ends on all ranks soon after it has failed on one.
+
+1. An exception that leaves the block is told to all ranks, through the store of the default process group.
+2. Then this rank aborts its process groups. With gloo that closes its connections, so every rank that waits for it gets
+   an error of the backend at once, also in a backward pass of DDP. Other backends need the same on every rank: there the
+   thread of the background service reads the failure and aborts.
+3. A rank that gets an error of the backend reads which rank has failed first, and raises ``PeerFailedError`` with it.
+
+The thread also looks for ranks that wait for each other in different calls (``blocked_ranks.py``), which no rank would
+notice before the timeout of the process group.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import re
+import time
+import traceback
+from collections.abc import Iterator
+from typing import Any
+
+import torch.distributed as dist
+
+from onecopy.comm.background_service import BackgroundService
+from onecopy.comm.blocked_ranks import BlockedRanks, line_of
+from onecopy.common.torch_private import Store, abort_groups, default_store
+from onecopy.errors import PeerFailedError, RanksDisagreeError
+
+SECONDS = 5.0
+"""After how long in one call a rank counts as blocked."""
+
+LOOK_EVERY = 0.5
+"""Seconds between two looks at the main thread."""
+
+_BACKEND_ERROR = re.compile(r"gloo|pair closure|onnection (closed|reset|refused)|[Tt]imed out|NCCL|abort", re.DOTALL)
+
+_numbers = itertools.count()
+
+
+class LoopWatch:
+    """The watch over one ``fail_together`` block of this process.
+
+    Args:
+        name: names the block in the store, equal on all ranks.
+        finds_blocked_ranks: whether to look for ranks that wait for each other.
+    """
+
+    def __init__(self, name: str, finds_blocked_ranks: bool) -> None:
+        self._prefix = f"onecopy/loops/{name}"
+        self._global_rank, self._world_size = dist.get_rank(), dist.get_world_size()
+        self._blocked_ranks: BlockedRanks | None = None
+        if finds_blocked_ranks:
+            self._blocked_ranks = BlockedRanks(self._prefix, self._global_rank, self._world_size, SECONDS)
+        self._next_look = time.monotonic() + LOOK_EVERY
+        self.has_ended = False
+
+    def look(self, store: Store) -> None:
+        """Look for failures of other ranks and for ranks that wait for each other; called again and again."""
+        if self.has_ended or time.monotonic() < self._next_look:
+            return
+        self._next_look = time.monotonic() + LOOK_EVERY
+        if self._failure(store) is not None or store.add(f"{self._prefix}/left", 0) == self._world_size:
+            self.has_ended = True
+            if self._failure(store) is not None:
+                abort_groups()
+            return
+        places = self._blocked_ranks.check(store) if self._blocked_ranks is not None else None
+        if places is not None:
+            self._tell(store, {"blocked": places})
+            self.has_ended = True
+            abort_groups()
+
+    def leave(self, store: Store) -> None:
+        """Tell the other ranks that this rank has left the block in order."""
+        store.set(f"{self._prefix}/left/{self._global_rank}", "1")
+        store.add(f"{self._prefix}/left", 1)
+
+    def fail(self, store: Store, error: BaseException) -> BaseException:
+        """Tell all ranks that an exception leaves the block on this one, abort, and return the exception to raise."""
+        mine = {"rank": self._global_rank, "error": describe(error)}
+        if is_backend_error(error):
+            mine |= self._departure(store)
+        failure = self._tell(store, mine)
+        self.has_ended = True
+        abort_groups()
+        if not is_backend_error(error):
+            return error
+        own = f"rank {self._global_rank}"
+        if "blocked" in failure:
+            return RanksDisagreeError(
+                f"{own}: the ranks wait for each other. {failure['blocked']}. All ranks must make the same calls in the "
+                "same order."
+            )
+        if "left" in failure:
+            return PeerFailedError(
+                f"{own}: rank {failure['left']} has left the training loop, and this rank waits for it. All ranks must "
+                "make the same number of steps; for uneven inputs use torch.distributed.algorithms.Join."
+            )
+        if failure["rank"] == self._global_rank:
+            return error
+        return PeerFailedError(f"{own}: training has failed on rank {failure['rank']}: {failure['error']}")
+
+    def _departure(self, store: Store) -> dict[str, Any]:
+        """The first rank that has left the block in order, if there is one."""
+        for global_rank in range(self._world_size):
+            if store.check([f"{self._prefix}/left/{global_rank}"]):
+                return {"left": global_rank}
+        return {}
+
+    def _failure(self, store: Store) -> dict[str, Any] | None:
+        key = f"{self._prefix}/failure"
+        return json.loads(store.get(key)) if store.check([key]) else None
+
+    def _tell(self, store: Store, failure: dict[str, Any]) -> dict[str, Any]:
+        """Store a failure if there is none yet, and return the first one."""
+        first: dict[str, Any] = json.loads(store.compare_set(f"{self._prefix}/failure", "", json.dumps(failure)))
+        return first
+
+
+def describe(error: BaseException) -> str:
+    """An exception as text: its type, its message and the line of the program."""
+    try:
+        text = f"{type(error).__name__}: {error}"
+    except Exception:
+        text = type(error).__name__
+    frames = traceback.extract_tb(error.__traceback__)
+    if not frames:
+        return text
+    last = frames[-1]
+    return f"{text} (at {line_of(last.filename, last.lineno or 0, last.name)})"
+
+
+def is_backend_error(error: BaseException) -> bool:
+    """Whether an exception, or its cause, comes from a process group that has lost a rank."""
+    if isinstance(error, PeerFailedError) and error.__cause__ is not None:
+        return is_backend_error(error.__cause__)
+    return isinstance(error, dist.DistError) or (type(error) is RuntimeError and bool(_BACKEND_ERROR.search(str(error))))
+
+
+@contextlib.contextmanager
+def fail_together(*, find_blocked_ranks: bool = True) -> Iterator[None]:
+    """Run a training loop that ends on all ranks soon after an exception has left it on one.
+
+    Without it, the other ranks wait for the failed one until its process ends, or until the timeout of the process
+    group, and get an error of the backend that does not say why.
+
+    All ranks enter the block together and make the same calls in it. When an exception leaves the block on one rank,
+    the process groups of all ranks are aborted: end the processes and go on from a checkpoint.
+
+    Example::
+
+        with onecopy.fail_together():
+            for inputs, targets in loader:
+                optimizer.zero_grad()
+                loss(model(inputs), targets).backward()
+                optimizer.step()
+
+    Args:
+        find_blocked_ranks: also end the block if all ranks wait for each other in different calls, because one of them
+            has left out ``step()``, for example. It takes a few seconds. A rank that computes is never taken for one
+            that waits. Only for process groups on CPUs.
+
+    Raises:
+        PeerFailedError: if the block has failed on another rank. It names that rank and its exception.
+        RanksDisagreeError: if the ranks wait for each other. It names the call of each rank.
+    """
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        yield
+        return
+    service, store = BackgroundService.of_process(), default_store()
+    watch = LoopWatch(str(next(_numbers)), find_blocked_ranks)
+    service.watch(watch)
+    try:
+        yield
+    except BaseException as error:
+        raised = error
+        with contextlib.suppress(dist.DistError):  # the host of the store has ended
+            raised = watch.fail(store, error)
+        if raised is error:
+            raise
+        raise raised from error
+    else:
+        watch.leave(store)

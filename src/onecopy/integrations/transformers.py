@@ -21,8 +21,8 @@ class ShardedCheckpoints(TrainerCallback):
     callback saves the rest in a directory ``onecopy`` beside. With ``trainer.train(resume_from_checkpoint=...)`` it
     loads that directory. Any number of ranks can load it.
 
-    Trainer calls each method on all ranks, with its arguments, its state, its control, and objects such as the optimizer
-    and the scheduler.
+    Trainer calls each method on all ranks, with its arguments, its state, its control, and objects such as the
+    optimizer and the scheduler.
 
     Args:
         resume_from: the checkpoint that is resumed from, if it is not in ``output_dir``.

@@ -149,6 +149,9 @@ def test_the_help_of_every_command_has_an_example(words: tuple[str, ...]) -> Non
         ["bench", "--ranks", "two"],
         ["bench", "--size", "depth=x"],
         ["bench", "--model", "unknown"],
+        ["bench", "--size", "unknown=3"],
+        ["bench", "--parts", "unknown"],
+        ["bench", "--rounds", "0"],
     ],
 )
 def test_a_wrong_command_has_exit_code_2(words: list[str]) -> None:

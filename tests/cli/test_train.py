@@ -67,6 +67,26 @@ def test_json_is_all_that_is_printed(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("as_only_rank")
+def test_tensorboard_shows_the_values_of_the_last_run(tmp_path: Path) -> None:
+    """The first run makes more steps than the second one, which begins anew: its last steps must not be shown."""
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed: pip install 'onecopy[tensorboard]'")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for steps in (5, 3):
+        result = run("--steps", steps, "--folder", tmp_path, "--tensorboard", tmp_path / "events", "--fresh", "--json")
+        assert result.exit_code == 0, result.output
+    (found,) = json.loads(result.stdout)
+    (folder,) = (tmp_path / "events").iterdir()
+    events = EventAccumulator(str(folder)).Reload()
+    shown = {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+    assert shown["loss"] == list(enumerate(found["losses"], start=1)), "one rank's fp32 loss is stored exactly"
+    kinds = found["memory"][0]
+    assert set(shown) == {"loss", "tokens per second", *(f"bytes of rank 0/{kind}" for kind in (*kinds, "process"))}
+    for kind, size in kinds.items():
+        assert shown[f"bytes of rank 0/{kind}"][-1] == (3, size)
+
+
+@pytest.mark.usefixtures("as_only_rank")
 def test_a_checkpoint_of_another_model_is_refused_in_one_line(tmp_path: Path) -> None:
     assert run("--steps", 2, "--folder", tmp_path).exit_code == 0
     result = run("--steps", 4, "--folder", tmp_path, "--width", 64)

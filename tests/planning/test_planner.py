@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -172,6 +173,14 @@ def test_json_for_programs() -> None:
         (["--params", "1e9", "model:make"], "give either MODEL or --params"),
         (["--params", "0"], "--params must be at least 1"),
         (["--params", "10", "--largest", "11"], "--largest must be from 1 to the number of parameters"),
+        (["--params", "nan"], "--params must be at least 1 and finite"),
+        (["--params", "inf"], "--params must be at least 1 and finite"),
+        (["--params", "10", "--largest", "inf"], "--largest must be from 1 to the number of parameters"),
+        (["--params", "10", "--bandwidth", "0"], "'--bandwidth': it must be finite and greater than 0"),
+        (["--params", "10", "--network", "nan"], "'--network': it must be finite and greater than 0"),
+        (["--params", "10", "--memory", "-1"], "'--memory': it must be finite and greater than 0"),
+        (["--params", "10", "--tflops", "0"], "'--tflops': it must be finite and greater than 0"),
+        (["--params", "10", "--hidden", "0"], "'--hidden'"),
         (["no_such_module:make"], "cannot be imported"),
     ],
 )
@@ -180,3 +189,19 @@ def test_mistakes_are_one_line(arguments: list[str], message: str) -> None:
     assert result.exit_code == 2
     assert message in " ".join(result.output.replace("│", " ").split())
     assert "Traceback" not in result.output
+
+
+def test_a_config_is_read_before_transformers_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    config = tmp_path / "config.json"
+    for text, code, message in (
+        (None, 1, "No such file"),
+        ("{", 2, "is no JSON"),
+        ("{}", 2, "it has no model_type"),
+        ('{"model_type": "gpt2"}', 1, "pip install transformers"),
+    ):
+        if text is not None:
+            config.write_text(text)
+        result = run(config)
+        words = " ".join(result.output.replace("│", " ").split())
+        assert (result.exit_code, message in words) == (code, True), words

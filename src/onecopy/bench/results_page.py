@@ -154,7 +154,7 @@ def page(rows: Sequence[Row], machine: str, pictures: Sequence[Path]) -> str:
 
 
 def _findings(rows: Sequence[Row]) -> Iterator[str]:
-    """Yield what a run found about memory, time and saving, in one sentence each."""
+    """Yield a heading and a numbered list: the results for memory, time and saving, in one sentence each."""
     found = [*_memory_finding(rows), *_time_finding(rows), *_saving_finding(rows)]
     if found:
         yield "## Three findings" if len(found) == 3 else "## Findings"
@@ -162,7 +162,7 @@ def _findings(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def _memory_finding(rows: Sequence[Row]) -> Iterator[str]:
-    """Compare the highest peaks with the most ranks."""
+    """Yield a sentence with the highest peak of memory of each variant, at the largest number of ranks."""
     ranks = max((row["ranks"] for row in select(rows, "memory")), default=0)
     peaks: dict[str, float] = {}
     for row in select(rows, "memory"):
@@ -174,7 +174,7 @@ def _memory_finding(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def _time_finding(rows: Sequence[Row]) -> Iterator[str]:
-    """Compare the step times of all runs with those of DDP."""
+    """Yield a sentence with the range of each variant's step time as a ratio to DDP, over all runs."""
     ratios: dict[str, list[float]] = {}
     for run in runs_in(rows):
         for each in summaries(rows, run):
@@ -190,7 +190,7 @@ def _time_finding(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def _saving_finding(rows: Sequence[Row]) -> Iterator[str]:
-    """Compare the times to gather the state and save."""
+    """Yield a sentence with the time that each variant takes to save model and optimizer."""
     seconds = {row["variant"]: row["save"] for row in select(rows, "save") if not row["error"] and "save" in row}
     known = [f"{name}: {seconds[variant]:.2f} s" for name, variant in COMPARED.items() if variant in seconds]
     if known:

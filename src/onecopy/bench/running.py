@@ -26,6 +26,9 @@ BYTES_PER_ELEMENT = 16
 """The average memory of a variant on a rank, per element: parameters, gradients, state, buffers."""
 
 
+PARTS = ("time", "memory", "sizes", "growth", "save")
+"""The measurements of a benchmark."""
+
 HOST_TIME_ROUNDS = 5
 """Rounds of the host time of ``step()`` for each round that was asked for: they are short, and the least counts."""
 
@@ -39,7 +42,7 @@ class Plan:
     models: Sequence[str] = ("reference",)
     links: Sequence[str] = ("",)
     rounds: int = 20
-    parts: Sequence[str] = ("time", "memory", "sizes", "growth", "save")
+    parts: Sequence[str] = PARTS
     sizes: dict[str, int] = field(default_factory=dict)
 
     def sizes_of(self, model: str) -> Sizes:

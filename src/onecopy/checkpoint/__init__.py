@@ -137,7 +137,7 @@ def load(
         missing_ok: return None on all ranks if rank 0 finds no checkpoint, as at the start of a run.
         check_base: whether the frozen parameters must be those with which the checkpoint was saved, if it was saved
             with ``trainable_only``.
-        key: load only what was signed with this key; None checks no signature.
+        key: load only a checkpoint that was signed with this key; None checks no signature.
         process_group: the ranks that load (default: all ranks; without torch.distributed, this process).
 
     Returns:

@@ -121,7 +121,7 @@ def from_torch(source: str | os.PathLike[str], root: str | os.PathLike[str], ste
 
 
 def _plan_of(content: Any) -> tuple[SavePlan, Any]:
-    """Return what to save of the content of a ``torch.save`` file, and the step that it has."""
+    """Plan a checkpoint with the content of a ``torch.save`` file; return the plan and the step in the file."""
     if not isinstance(content, dict):
         raise ValueError("the file does not hold a dict")
     if "param_groups" in content:

@@ -188,7 +188,7 @@ def _load_from(
     key: SigningKey | None,
     ranks: Ranks,
 ) -> Loaded | str:
-    """Load from one directory; if it is damaged, return on all ranks what the first rank found."""
+    """Load a checkpoint; if it is damaged, return on all ranks the first rank's description of the damage."""
     damage = ""
     with contextlib.ExitStack() as stack:
         with ranks.fail_together(CALL) as together, explained_os_errors(f"rank {ranks.rank}: reading {folder}"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -10,7 +12,7 @@ from rich.console import Console
 
 from onecopy.bench import bf16_probe, regression_check, running
 from onecopy.bench.launching import machine
-from onecopy.bench.models import MODELS
+from onecopy.bench.models import MODELS, Sizes
 from onecopy.bench.tables import print_tables
 from onecopy.bench.variants import VARIANTS, chosen
 from onecopy.cli.errors import guarded, need
@@ -41,14 +43,14 @@ def bench(
     link: Annotated[
         str, typer.Option(help="'loopback', or rates such as 4gbit to which it is limited, separated by commas.")
     ] = "loopback",
-    rounds: Annotated[int, typer.Option(help="The number of times that each variant is measured.")] = 20,
+    rounds: Annotated[int, typer.Option(min=1, help="The number of times that each variant is measured.")] = 20,
     parts: Annotated[
         str,
         typer.Option(
             help="Measurements, separated by commas. time: steps; memory: tensors by kind; sizes: memory of larger "
             "models; growth: planning, and the host time of step(); save: gathering and saving the state."
         ),
-    ] = "time,memory,sizes,growth,save",
+    ] = ",".join(running.PARTS),
     size: Annotated[
         list[str] | None, typer.Option(help="Change a size of the model, such as depth=4. Can be given several times.")
     ] = None,
@@ -60,9 +62,10 @@ def bench(
     if context.invoked_subcommand is not None:
         return
     names = chosen(variants)
-    unknown = [name for name in model.split(",") if name not in MODELS]
-    if unknown:
-        raise typer.BadParameter(f"there is no model {unknown[0]!r}; there are {', '.join(MODELS)}")
+    sizes = {key: _number(f"--size {key}", value) for key, _, value in (text.partition("=") for text in size or [])}
+    _check_known("model", model.split(","), MODELS)
+    _check_known("part", parts.split(","), running.PARTS)
+    _check_known("size", sizes, asdict(Sizes()))
     plan = running.Plan(
         names=names,
         ranks=[_number("--ranks", number) for number in ranks.split(",")],
@@ -70,7 +73,7 @@ def bench(
         links=["" if name == "loopback" else name for name in link.split(",")],
         rounds=rounds,
         parts=parts.split(","),
-        sizes={key: _number(f"--size {key}", value) for key, _, value in (text.partition("=") for text in size or [])},
+        sizes=sizes,
     )
     console = Console(width=150)
     message = bf16_probe.protect()
@@ -100,7 +103,7 @@ def show(path: Rows) -> None:
 @guarded
 def draw(path: Rows, folder: Annotated[Path, typer.Argument(help="The directory for the pictures.")]) -> None:
     """Draw pictures from the results of an earlier run."""
-    need("matplotlib", "onecopy bench draw", "demo")
+    need("matplotlib", "onecopy bench draw", "bench")
     from onecopy.bench.pictures import draw as draw_pictures
 
     for made in draw_pictures(running.read(path), folder):
@@ -117,7 +120,7 @@ def page(
     after: Annotated[Path | None, typer.Option(help="A file whose text is appended to the page.")] = None,
 ) -> None:
     """Write the page of results and draw its pictures."""
-    need("matplotlib", "onecopy bench page", "demo")
+    need("matplotlib", "onecopy bench page", "bench")
     from onecopy.bench.pictures import draw as draw_pictures
     from onecopy.bench.results_page import page as page_of
 
@@ -147,6 +150,13 @@ def check(path: Rows, recorded: Annotated[Path, typer.Argument(help="The file of
     if found:
         raise typer.Exit(1)
     Console().print("no ratio is worse than the recorded one by more than noise")
+
+
+def _check_known(kind: str, names: Iterable[str], known: Collection[str]) -> None:
+    """Raise an error of the command line for a name that is not known."""
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise typer.BadParameter(f"there is no {kind} {unknown[0]!r}; there are {', '.join(known)}")
 
 
 def _number(option: str, text: str) -> int:

@@ -37,6 +37,6 @@ def fail(message: str) -> NoReturn:
 
 
 def need(package: str, option: str, extra: str) -> None:
-    """Exit with code 1 and a line that says what to install, if an option needs a package that is missing."""
+    """Exit with code 1 if a package is not installed that an option needs, and print the pip command for it."""
     if importlib.util.find_spec(package) is None:
         fail(f"{option} needs {package}: pip install 'onecopy[{extra}]'")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from enum import Enum
-from math import prod
+from math import inf, prod
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -43,6 +43,13 @@ class Precision(str, Enum):
     bf16_master = "bf16-master"
 
 
+def positive(value: float | None) -> float | None:
+    """Return a number of the command line; raise an error if it is not finite or not greater than 0."""
+    if value is not None and not 0 < value < inf:
+        raise typer.BadParameter(f"it must be finite and greater than 0, got {value:g}")
+    return value
+
+
 OptimizerName = Enum("OptimizerName", {name: name for name in OPTIMIZERS}, type=str)  # type: ignore[misc]
 ADAMW = OptimizerName("adamw")
 
@@ -62,15 +69,21 @@ def plan(
         Precision,
         typer.Option(help="All in fp32; all in bf16; or bf16 with fp32 master weights and state."),
     ] = Precision.fp32,
-    memory: Annotated[float | None, typer.Option(help="Memory of one GPU in GB, to tell what fits.")] = None,
-    bandwidth: Annotated[float, typer.Option(help="GB/s that a rank sends inside a machine.")] = 200.0,
-    network: Annotated[float, typer.Option(help="GB/s that a rank sends between machines.")] = 100.0,
+    memory: Annotated[
+        float | None, typer.Option(callback=positive, help="Memory of one GPU in GB, to tell what fits.")
+    ] = None,
+    bandwidth: Annotated[
+        float, typer.Option(callback=positive, help="GB/s that a rank sends inside a machine.")
+    ] = 200.0,
+    network: Annotated[float, typer.Option(callback=positive, help="GB/s that a rank sends between machines.")] = 100.0,
     batch: Annotated[int, typer.Option(min=0, help="Sequences per rank and step, for activations and time.")] = 0,
     sequence: Annotated[int, typer.Option(min=0, help="Tokens per sequence.")] = 0,
-    hidden: Annotated[int | None, typer.Option(help="Width of the layers, if the model does not tell.")] = None,
-    layers: Annotated[int | None, typer.Option(help="Number of layers, if the model does not tell.")] = None,
+    hidden: Annotated[int | None, typer.Option(min=1, help="Width of the layers, if the model does not tell.")] = None,
+    layers: Annotated[int | None, typer.Option(min=1, help="Number of layers, if the model does not tell.")] = None,
     checkpointing: Annotated[bool, typer.Option(help="Activations are computed again in the backward pass.")] = False,
-    tflops: Annotated[float, typer.Option(help="Peak TFLOP/s of one GPU, for the time of a step.")] = 300.0,
+    tflops: Annotated[
+        float, typer.Option(callback=positive, help="Peak TFLOP/s of one GPU, for the time of a step.")
+    ] = 300.0,
     layout: Annotated[bool, typer.Option("--layout", help="Also draw which rank owns which parameter.")] = False,
     plot: Annotated[
         Path | None,
@@ -115,8 +128,8 @@ def _source(
 ) -> Source:
     if (model is None) == (params is None):
         raise typer.BadParameter("give either MODEL or --params, such as: onecopy plan --params 7e9 --ranks 64")
-    if params is not None and params < 1:
-        raise typer.BadParameter(f"--params must be at least 1, got {params:g}")
+    if params is not None and not 1 <= params < inf:
+        raise typer.BadParameter(f"--params must be at least 1 and finite, got {params:g}")
     try:
         source = from_counts(params, largest) if params is not None else from_path(str(model))
     except (TypeError, ValueError) as error:

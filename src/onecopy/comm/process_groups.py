@@ -77,7 +77,7 @@ def side_group(
 
     Args:
         group: the group.
-        purpose: what the side group is for.
+        purpose: a name for the use of the side group, such as ``messages``.
         control_device: the device whose timeout the side group takes over.
         gather_counts: gathers one number of every rank of ``group``.
         backend: the backend of the side group, by default that of ``group``.

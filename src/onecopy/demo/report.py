@@ -57,7 +57,7 @@ def table_of(results: Sequence[Result]) -> Table:
 
 
 def print_report(console: Console, results: Sequence[Result]) -> None:
-    """Print the table, what it means, and a sentence of the model."""
+    """Print the table of memory, time and loss, an explanation of its columns, and a sentence by the model."""
     first = results[0]
     settings = f"{first.settings['optimizer']}, {first.settings['precision']}"
     words = f"{first.elements:,} parameters on {first.ranks} ranks, {settings}, {len(first.losses)} steps"

@@ -20,12 +20,12 @@ OPTIMIZERS: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
     "rmsprop": (RMSprop, {"lr": 1e-3}),
     "adagrad": (Adagrad, {"lr": 0.02}),
 }
-"""Optimizers by name, with their options. The names are those of ``onecopy plan --optimizer``."""
+"""Optimizers by name, with their options. ``onecopy plan --optimizer`` has the same names."""
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What to train, and how.
+    """The options of one training: level of sharding, optimizer, precision, sizes and directories.
 
     Attributes:
         level: one of ``LEVELS``.
@@ -89,7 +89,7 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What a training has measured.
+    """The measurements of one training: losses, memory of each rank, and speed.
 
     Attributes:
         name: the level in words.

@@ -15,7 +15,7 @@ PHRASES: dict[str, list[str]] = {
     "HOW": ["slowly", "quickly", "alone", "together", "in silence", "in the rain", "at dawn", "with a song"],
     "TIME": ["in the morning ,", "one evening ,", "last winter ,", "every summer ,", "at night ,", "long ago ,"],
 }
-"""What each rule may be replaced by."""
+"""The grammar's rules: each name is replaced by one of its phrases."""
 
 LISTS: dict[str, str] = {
     "WHO": "sailor baker fox child miller crow painter cook shepherd doctor queen clockmaker gardener fisher weaver "

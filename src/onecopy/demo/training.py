@@ -123,7 +123,7 @@ def train(settings: Settings, stop: StopRequest, show: Callable[[Progress], None
     """Train up to the last step, or until a rank is asked to stop. All ranks make this call together.
 
     Args:
-        settings: what to train.
+        settings: the options of the training.
         stop: tells whether this process was asked to stop.
         show: is called after every step, on rank 0.
     """
@@ -193,7 +193,7 @@ def _resume(settings: Settings, model: nn.Module, optimizer: Optimizer) -> list[
 
 
 def _measure(module: nn.Module, optimizer: Optimizer, progress: Progress) -> list[float]:
-    """Return the bytes of this rank's tensors by kind, and those of its process."""
+    """Return the bytes of this rank's tensors by kind, and the bytes of its process."""
     if isinstance(optimizer, ZeroRedundancyOptimizer):
         report = optimizer.memory_report()
         measured = dict(report.measured)

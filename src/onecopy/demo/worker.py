@@ -21,11 +21,14 @@ from onecopy.planning.memory_report import KINDS
 def run(settings: Settings, stop: StopRequest) -> Result:
     """Train in a process group that exists, show progress on rank 0, and write the result there."""
     console = Console(stderr=settings.to_stderr, quiet=dist.get_rank() != 0)
-    with Display(console) as display, _tensorboard(settings) as writer:
+    with Display(console) as display, contextlib.ExitStack() as stack:
+        writer: Any = None
 
         def show(progress: Progress) -> None:
+            nonlocal writer
             display.show(progress)
-            if writer is not None:
+            if settings.tensorboard:
+                writer = writer or stack.enter_context(_tensorboard_writer(settings, progress.step))
                 _write_scalars(writer, progress)
 
         result = train(settings, stop, show)
@@ -49,16 +52,11 @@ def process_group() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-@contextlib.contextmanager
-def _tensorboard(settings: Settings) -> Iterator[Any]:
-    """Yield a writer for TensorBoard on rank 0; None on other ranks, and if it was not asked for."""
-    if not settings.tensorboard or dist.get_rank() != 0:
-        yield None
-        return
+def _tensorboard_writer(settings: Settings, first_step: int) -> Any:
+    """Return a writer for TensorBoard, which then shows no values of earlier runs from this step on."""
     from torch.utils.tensorboard import SummaryWriter  # an extra
 
-    with SummaryWriter(str(Path(settings.tensorboard) / settings.run_folder.name)) as writer:
-        yield writer
+    return SummaryWriter(str(Path(settings.tensorboard) / settings.run_folder.name), purge_step=first_step)
 
 
 def _write_scalars(writer: Any, progress: Progress) -> None:

@@ -21,6 +21,9 @@ class ShardedCheckpoints(TrainerCallback):
     callback saves the rest in a directory ``onecopy`` beside. With ``trainer.train(resume_from_checkpoint=...)`` it
     loads that directory. Any number of ranks can load it.
 
+    Trainer calls each method on all ranks, with its arguments, its state, its control, and objects such as the
+    optimizer and the scheduler.
+
     Args:
         resume_from: the checkpoint that is resumed from, if it is not in ``output_dir``.
     """
@@ -30,14 +33,7 @@ class ShardedCheckpoints(TrainerCallback):
         self._random_states: dict[str, Any] | None = None
 
     def on_save(self, args: Any, state: Any, control: Any, **objects: Any) -> None:  # noqa: ARG002
-        """Save; all ranks write.
-
-        Args:
-            args: Trainer's arguments.
-            state: Trainer's state.
-            control: not used.
-            **objects: the optimizer, the scheduler and more.
-        """
+        """Save the optimizer, the scheduler and random number states; all ranks write."""
         if not args.save_only_model:
             raise ValueError("ShardedCheckpoints needs TrainingArguments(save_only_model=True)")
         extra = checkpoint.capture(scheduler=objects["lr_scheduler"])
@@ -45,14 +41,7 @@ class ShardedCheckpoints(TrainerCallback):
         checkpoint.save(folder, state.global_step, optimizer=_unwrapped(objects["optimizer"]), extra=extra)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **objects: Any) -> None:  # noqa: ARG002
-        """Load if training resumes.
-
-        Args:
-            args: Trainer's arguments.
-            state: Trainer's state.
-            control: not used.
-            **objects: the optimizer, the scheduler and more.
-        """
+        """Load the optimizer and the scheduler, if training resumes."""
         if not state.global_step:
             return
         folder = (self._resume_from or _folder_of(args, state)) / FOLDER
@@ -61,26 +50,12 @@ class ShardedCheckpoints(TrainerCallback):
         self._random_states = extra
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **objects: Any) -> None:  # noqa: ARG002
-        """Set the random number states, if training resumes at the begin of an epoch.
-
-        Args:
-            args: not used.
-            state: Trainer's state.
-            control: not used.
-            **objects: not used.
-        """
+        """Set the random number states, if training resumes at the begin of an epoch."""
         if float(state.epoch or 0).is_integer():
             self._restore_random_states()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **objects: Any) -> None:  # noqa: ARG002
-        """Set the random number states, if training resumes inside an epoch: Trainer has skipped batches by now.
-
-        Args:
-            args: not used.
-            state: not used.
-            control: not used.
-            **objects: not used.
-        """
+        """Set the random number states, if training resumes inside an epoch: Trainer has skipped batches by now."""
         self._restore_random_states()
 
     def _restore_random_states(self) -> None:

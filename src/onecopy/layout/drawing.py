@@ -1,4 +1,4 @@
-"""Draws which rank owns what as blocks of characters, one row per rank."""
+"""Draws which parameters each rank owns as blocks of characters, one row per rank."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ COLOURS = (153, 222, 151, 217, 183, 250)
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """What one rank owns of one parameter.
+    """The part of one parameter that one rank owns: the whole parameter or a range of it.
 
     Attributes:
         param: the index of the parameter.
@@ -56,7 +56,7 @@ def draw_rows(rows: Sequence[Sequence[Block]], width: int, colour: bool) -> str:
     """Return the blocks of each rank as lines of text.
 
     Args:
-        rows: for each rank, what it owns, in the order of the parameters.
+        rows: for each rank, the blocks that it owns, in the order of the parameters.
         width: columns of a line.
         colour: whether to colour blocks with escape codes: parts of one parameter have one colour.
     """

@@ -1,4 +1,4 @@
-"""Draws which rank owns what as a picture. It needs matplotlib."""
+"""Draws which parameters each rank owns as a picture. It needs matplotlib."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def draw_rows(axes: Any, rows: Sequence[Sequence[Block]], params: int, width: fl
 
     Args:
         axes: axes of matplotlib.
-        rows: for each rank, what it owns, in the order of the parameters.
+        rows: for each rank, the blocks that it owns, in the order of the parameters.
         params: the number of parameters.
         width: the width of the axes in inches.
     """

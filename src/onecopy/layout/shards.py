@@ -132,7 +132,7 @@ class Layout:
 
     @property
     def blocks_per_rank(self) -> list[list[Block]]:
-        """What each rank owns, one list of blocks per rank, in the order of the parameters."""
+        """The blocks that each rank owns, one list per rank, in the order of the parameters."""
         rows: list[list[Block]] = [[] for _ in range(self.world_size)]
         for shard in self.shards:
             spec = self.params[shard.param]

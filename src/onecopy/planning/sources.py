@@ -44,9 +44,9 @@ class Source:
 def from_counts(params: float, largest: float | None) -> Source:
     """Return a model with this many elements, of which the largest parameter has ``largest`` (default: a twentieth)."""
     total = int(params)
+    if largest is not None and not 1 <= largest <= total:
+        raise ValueError(f"--largest must be from 1 to the number of parameters, {total}, got {largest:g}")
     most = int(largest) if largest is not None else max(1, total // 20)
-    if not 0 < most <= total:
-        raise ValueError(f"--largest must be from 1 to the number of parameters, {total}, got {most}")
     left = total - most
     piece = min(most, -(-left // PIECES)) if left else 0
     lengths = [piece] * (left // piece) + [left % piece] if piece else []
@@ -88,12 +88,15 @@ def _from_factory(path: str) -> Source:
 def _from_config(file: Path) -> Source:
     """Construct the causal language model, or else the base model, of a Hugging Face config on the meta device."""
     try:
+        values = json.loads(file.read_text())
+    except ValueError as error:
+        raise ValueError(f"{file} is no JSON: {error}") from error
+    if not isinstance(values, dict) or "model_type" not in values:
+        raise ValueError(f"{file} is no Hugging Face config: it has no model_type")
+    try:
         import transformers
     except ImportError:
         raise RuntimeError(f"{file}: a Hugging Face config needs transformers: pip install transformers") from None
-    values = json.loads(file.read_text())
-    if not isinstance(values, dict) or "model_type" not in values:
-        raise ValueError(f"{file} is no Hugging Face config: it has no model_type")
     config: Any = transformers.AutoConfig.for_model(**values)
     with torch.device("meta"):
         try:

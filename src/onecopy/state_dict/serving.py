@@ -156,14 +156,17 @@ class StateDictServer:
                 self._receive(full_state, source, count, timeout)
         return as_consolidated(engine, full_state.checked())
 
-    def pending(self, form: dict[str, Any], groups: Sequence[Group]) -> dict[str, Any]:
+    def pending(self, form: dict[str, Any], groups: Sequence[Group], is_elsewhere: bool) -> dict[str, Any]:
         """Return a state dict whose state is gathered when it is first read.
 
         Args:
             form: the state dict without state.
             groups: the parameter groups from which it was made.
+            is_elsewhere: whether another rank has the whole state. A framework that calls ``state_dict()`` on all ranks
+                then saves on that one. So an accelerator, where nothing can be gathered, raises only at the first read.
         """
-        self._check_served()
+        if not (is_elsewhere and self._is_on_accelerator()):
+            self._check_served()
         count = self._engine.inner.clock.count
         position_of = {
             id(param): position

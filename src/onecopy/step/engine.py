@@ -60,7 +60,7 @@ class Engine:
         number: the number of this optimizer among those of the process group. Ranks construct optimizers together, so
             equal numbers mean the same optimizer on all ranks.
         params: all parameters, in order. The list is changed in place, because other objects refer to it.
-        layout: who owns what.
+        layout: the owner of each shard of the parameters.
         inner: this rank's instance of the user's optimizer class.
         storage: where the parameters' memory is.
         sharing: the messages that share the updated parameters.

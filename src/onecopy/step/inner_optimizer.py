@@ -41,7 +41,7 @@ class InnerOptimizer:
         optimizer_class: the user's class.
         defaults: the options of the class.
         groups: the user's parameter groups.
-        layout: who owns what.
+        layout: the owner of each shard of the parameters.
         params: all parameters.
         flats: the flat memory of all parameters.
         group_rank: this rank.

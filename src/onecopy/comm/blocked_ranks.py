@@ -1,8 +1,8 @@
 """Finds ranks that wait for each other in different calls, by looking at each process's main thread.
 
-A rank is blocked if its main thread has stood in one call for a while, in this library, in ``torch.distributed`` or in a
-backward pass, and its process has computed next to nothing meanwhile. A rank that evaluates, saves or reads data is not
-blocked. Only if *all* ranks are blocked, and not all in the same call, none of them can ever go on.
+A rank is blocked if its main thread has stood for a while where threads wait for other ranks, and its process has
+computed next to nothing meanwhile. A rank that evaluates, saves or reads data is not blocked. If *all* ranks are blocked
+or have left the block, and not all are in the same call, none of them can ever go on.
 
 The calls of this module run on the thread of the background service, and only while a ``fail_together`` block is open.
 """
@@ -23,10 +23,22 @@ from onecopy.common.torch_private import Store
 BUSY_SHARE = 0.2
 """The share of one processor above which a process counts as computing."""
 
+LEFT = "left"
+"""Stands for the call of a rank that has left the block."""
+
 _TORCH = f"{Path(torch.__file__).parent}/"
 _ONECOPY = f"{Path(__file__).parents[1]}/"
-_WAITING = (_ONECOPY, f"{_TORCH}distributed/", f"{_TORCH}autograd/graph.py", f"{_TORCH}nn/parallel/")
-"""Where the innermost Python frame of a thread is that waits for other ranks."""
+_WAITING = (
+    *(f"{_ONECOPY}{name}" for name in ("comm/", "data_parallel/", "ddp_hooks/", "state_dict/", "step/")),
+    *(
+        f"{_TORCH}{name}"
+        for name in ("distributed/distributed_c10d.py", "autograd/graph.py", "nn/parallel/distributed.py")
+    ),
+)
+"""The files in which the innermost Python frame of a thread is that waits for other ranks."""
+
+_DECORATORS = {"wrapper", "inner", "decorate_context", "_wrapped_call_impl", "_call_impl", "_fn"}
+"""The names of functions of torch around other functions."""
 
 
 class BlockedRanks:
@@ -48,6 +60,18 @@ class BlockedRanks:
         self._since = self._processor_time = 0.0
         self._has_told = False
         self._seen: list[bytes] = []
+
+    def leave(self, store: Store) -> None:
+        """Tell the other ranks that this one makes no further calls."""
+        store.set(self._key(self._global_rank), json.dumps([LEFT, "", 0]))
+
+    def first_that_left(self, store: Store) -> int | None:
+        """The first rank that has left the block."""
+        for global_rank in range(self._world_size):
+            key = self._key(global_rank)
+            if store.check([key]) and json.loads(store.get(key))[0] == LEFT:
+                return global_rank
+        return None
 
     def check(self, store: Store) -> str | None:
         """Look at the main thread. Return where each rank is blocked, if none of them can go on."""
@@ -82,7 +106,10 @@ class BlockedRanks:
         places = [json.loads(value) for value in values]
         if not was_seen or len({call for call, _, _ in places}) == 1:
             return None
-        return "; ".join(f"rank {rank}: {call} at {place}" for rank, (call, place, _) in enumerate(places))
+        return "; ".join(
+            f"rank {global_rank}: " + ("has left the training loop" if call == LEFT else f"{call} at {place}")
+            for global_rank, (call, place, _) in enumerate(places)
+        )
 
     def _key(self, global_rank: int) -> str:
         return f"{self._prefix}/blocked/{global_rank}"
@@ -91,10 +118,12 @@ class BlockedRanks:
 def where(frame: FrameType) -> tuple[str, str]:
     """The call of torch or of this library in which a thread is, and the line of the program that makes it."""
     call = frame.f_code.co_name
-    inner: FrameType = frame
-    while inner.f_back is not None and _is_library(inner):
-        call, inner = inner.f_code.co_name, inner.f_back
-    return f"{call}()", line_of(inner.f_code.co_filename, inner.f_lineno, inner.f_code.co_name)
+    outer = frame
+    while outer.f_back is not None and _is_library(outer):
+        if outer.f_code.co_name not in _DECORATORS:
+            call = outer.f_code.co_name
+        outer = outer.f_back
+    return f"{call}()", line_of(outer.f_code.co_filename, outer.f_lineno, outer.f_code.co_name)
 
 
 def line_of(path: str, number: int, function: str) -> str:

@@ -16,6 +16,7 @@ import contextlib
 import itertools
 import json
 import re
+import threading
 import time
 import traceback
 from collections.abc import Iterator
@@ -36,6 +37,10 @@ LOOK_EVERY = 0.5
 
 _BACKEND_ERROR = re.compile(r"gloo|pair closure|onnection (closed|reset|refused)|[Tt]imed out|NCCL|abort", re.DOTALL)
 
+JOIN_HINT = "For inputs of different lengths use torch.distributed.algorithms.Join."
+
+Failure = dict[str, Any]
+
 _numbers = itertools.count()
 
 
@@ -43,79 +48,77 @@ class LoopWatch:
     """The watch over one ``fail_together`` block of this process.
 
     Args:
+        store: a store that the main thread uses.
         name: names the block in the store, equal on all ranks.
         finds_blocked_ranks: whether to look for ranks that wait for each other.
     """
 
-    def __init__(self, name: str, finds_blocked_ranks: bool) -> None:
+    def __init__(self, store: Store, name: str, finds_blocked_ranks: bool) -> None:
+        self._store = store
         self._prefix = f"onecopy/loops/{name}"
-        self._global_rank, self._world_size = dist.get_rank(), dist.get_world_size()
-        self._blocked_ranks: BlockedRanks | None = None
-        if finds_blocked_ranks:
-            self._blocked_ranks = BlockedRanks(self._prefix, self._global_rank, self._world_size, SECONDS)
+        self._global_rank = dist.get_rank()
+        self._blocked_ranks = BlockedRanks(self._prefix, self._global_rank, dist.get_world_size(), SECONDS)
+        self._finds_blocked_ranks = finds_blocked_ranks
         self._next_look = time.monotonic() + LOOK_EVERY
+        self._lock = threading.Lock()  # the thread looks at the main thread, which may be leaving
         self.has_ended = False
 
     def look(self, store: Store) -> None:
         """Look for failures of other ranks and for ranks that wait for each other; called again and again."""
-        if self.has_ended or time.monotonic() < self._next_look:
-            return
-        self._next_look = time.monotonic() + LOOK_EVERY
-        if self._failure(store) is not None or store.add(f"{self._prefix}/left", 0) == self._world_size:
-            self.has_ended = True
-            if self._failure(store) is not None:
-                abort_groups()
-            return
-        places = self._blocked_ranks.check(store) if self._blocked_ranks is not None else None
-        if places is not None:
-            self._tell(store, {"blocked": places})
-            self.has_ended = True
+        with self._lock:
+            if self.has_ended or time.monotonic() < self._next_look:
+                return
+            self._next_look = time.monotonic() + LOOK_EVERY
+            has_failed = self._failure(store) is not None
+            places = self._blocked_ranks.check(store) if self._finds_blocked_ranks and not has_failed else None
+            if places is not None:
+                self._tell(store, {"blocked": places})
+            self.has_ended = has_failed or places is not None
+        if self.has_ended:
             abort_groups()
 
-    def leave(self, store: Store) -> None:
+    def leave(self) -> None:
         """Tell the other ranks that this rank has left the block in order."""
-        store.set(f"{self._prefix}/left/{self._global_rank}", "1")
-        store.add(f"{self._prefix}/left", 1)
+        with self._lock:
+            self.has_ended = True
+            self._blocked_ranks.leave(self._store)
 
-    def fail(self, store: Store, error: BaseException) -> BaseException:
+    def fail(self, error: BaseException) -> BaseException:
         """Tell all ranks that an exception leaves the block on this one, abort, and return the exception to raise."""
-        mine = {"rank": self._global_rank, "error": describe(error)}
-        if is_backend_error(error):
-            mine |= self._departure(store)
-        failure = self._tell(store, mine)
-        self.has_ended = True
+        is_consequence = is_backend_error(error)
+        mine: Failure = {"rank": self._global_rank, "error": describe(error)}
+        if is_consequence:
+            mine["left"] = self._blocked_ranks.first_that_left(self._store)
+        with self._lock:
+            self.has_ended = True
+            failure = self._tell(self._store, mine)
         abort_groups()
-        if not is_backend_error(error):
-            return error
+        return (is_consequence and self._error_of(failure)) or error
+
+    def _error_of(self, failure: Failure) -> Exception | None:
+        """The error to raise after a failure elsewhere; None if the failure is this rank's."""
         own = f"rank {self._global_rank}"
         if "blocked" in failure:
             return RanksDisagreeError(
                 f"{own}: the ranks wait for each other. {failure['blocked']}. All ranks must make the same calls in the "
-                "same order."
+                f"same order. {JOIN_HINT}"
             )
-        if "left" in failure:
+        if failure.get("left") is not None:
             return PeerFailedError(
                 f"{own}: rank {failure['left']} has left the training loop, and this rank waits for it. All ranks must "
-                "make the same number of steps; for uneven inputs use torch.distributed.algorithms.Join."
+                f"make the same number of steps. {JOIN_HINT}"
             )
         if failure["rank"] == self._global_rank:
-            return error
+            return None
         return PeerFailedError(f"{own}: training has failed on rank {failure['rank']}: {failure['error']}")
 
-    def _departure(self, store: Store) -> dict[str, Any]:
-        """The first rank that has left the block in order, if there is one."""
-        for global_rank in range(self._world_size):
-            if store.check([f"{self._prefix}/left/{global_rank}"]):
-                return {"left": global_rank}
-        return {}
-
-    def _failure(self, store: Store) -> dict[str, Any] | None:
+    def _failure(self, store: Store) -> Failure | None:
         key = f"{self._prefix}/failure"
         return json.loads(store.get(key)) if store.check([key]) else None
 
-    def _tell(self, store: Store, failure: dict[str, Any]) -> dict[str, Any]:
+    def _tell(self, store: Store, failure: Failure) -> Failure:
         """Store a failure if there is none yet, and return the first one."""
-        first: dict[str, Any] = json.loads(store.compare_set(f"{self._prefix}/failure", "", json.dumps(failure)))
+        first: Failure = json.loads(store.compare_set(f"{self._prefix}/failure", "", json.dumps(failure)))
         return first
 
 
@@ -136,7 +139,9 @@ def is_backend_error(error: BaseException) -> bool:
     """Whether an exception, or its cause, comes from a process group that has lost a rank."""
     if isinstance(error, PeerFailedError) and error.__cause__ is not None:
         return is_backend_error(error.__cause__)
-    return isinstance(error, dist.DistError) or (type(error) is RuntimeError and bool(_BACKEND_ERROR.search(str(error))))
+    return isinstance(error, dist.DistError) or (
+        type(error) is RuntimeError and bool(_BACKEND_ERROR.search(str(error)))
+    )
 
 
 @contextlib.contextmanager
@@ -169,17 +174,16 @@ def fail_together(*, find_blocked_ranks: bool = True) -> Iterator[None]:
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         yield
         return
-    service, store = BackgroundService.of_process(), default_store()
-    watch = LoopWatch(str(next(_numbers)), find_blocked_ranks)
-    service.watch(watch)
+    watch = LoopWatch(default_store(), str(next(_numbers)), find_blocked_ranks)
+    BackgroundService.of_process().watch(watch)
     try:
         yield
     except BaseException as error:
         raised = error
-        with contextlib.suppress(dist.DistError):  # the host of the store has ended
-            raised = watch.fail(store, error)
+        with contextlib.suppress(RuntimeError):  # the host of the store has ended
+            raised = watch.fail(error)
         if raised is error:
             raise
         raise raised from error
     else:
-        watch.leave(store)
+        watch.leave()

@@ -1,5 +1,6 @@
 """mmengine: ``torchrun --nproc-per-node 2 examples/frameworks/mmengine_runner.py DIR``; run it again to resume."""
 
+import os
 import sys
 from pathlib import Path
 
@@ -24,6 +25,7 @@ class Model(BaseModel):
         return {"loss": (self.layer(inputs) - targets).square().mean()}
 
 
+os.environ["TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"] = "1"  # mmengine saves objects that torch.load refuses by default
 resumes = (Path(sys.argv[1]) / "last_checkpoint").is_file()
 samples = [(row, row.sum().reshape(1)) for row in torch.randn(64, 16)]
 optimizer = {"type": ZeroRedundancyOptimizer, "optimizer_class": torch.optim.AdamW, "lr": 1e-2}

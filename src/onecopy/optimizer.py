@@ -317,16 +317,17 @@ class ZeroRedundancyOptimizer(OwnedStateOptimizer, Joinable):
         ``master_weights``, by position of the parameter.
 
         Raises:
-            RuntimeError: if the state was not consolidated on this rank since it last changed, and is not served:
-                on an accelerator, or with ``serve_state_dict=False``.
+            RuntimeError: if the state was not consolidated since it last changed, and is not served: on an accelerator,
+                or with ``serve_state_dict=False``. If it was, ``state`` raises on the others when it is first read.
             RanksDisagreeError: if another rank has made another number of steps.
             PeerFailedError: if another rank cannot answer; for example it has deleted this optimizer.
         """
         inner, gathered = self.engine.inner, self._consolidated or Consolidated({}, {}, -1)
-        if gathered.version != inner.version and (inner.has_state or inner.uses_master_weights):
+        is_current = gathered.version == inner.version
+        if not (is_current and gathered.is_here) and (inner.has_state or inner.uses_master_weights):
             self.wait()
             if self.rank != 0 and not has_state_dict_hooks(self):
-                return self._server.pending(self._plain_form({}), self.param_groups)
+                return self._server.pending(self._plain_form({}), self.param_groups, may_be_refused=is_current)
             gathered = self._server.gather()
         masters = {STATE_DICT_KEY: copy_tree(gathered.masters)} if gathered.masters else {}
         return self._plain_form(gathered.by_param) | masters

@@ -24,4 +24,8 @@ def test_state_dict_without_consolidation_is_refused_by_name(world_size: int, ba
         zero.consolidate_state_dict(to=1)
         if dist.get_rank() == 1:
             assert all(state["step"] == 3 for state in zero.state_dict()["state"].values())
+        zero.consolidate_state_dict(to=0)
+        state_dict = zero.state_dict()  # on all ranks, as Accelerate calls it
+        if dist.get_rank() == 0:
+            assert all(state["step"] == 3 for state in state_dict["state"].values())
     assert simulation.reports == []

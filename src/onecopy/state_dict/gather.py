@@ -51,11 +51,13 @@ class Consolidated:
         by_param: the state by parameter, and state under keys that are not parameters under the same keys.
         masters: the master weights by parameter index.
         version: the version of the inner optimizer's state from which they were gathered.
+        is_here: whether this rank received them; if not, both are empty.
     """
 
     by_param: dict[Any, Any]
     masters: dict[int, Tensor]
     version: int
+    is_here: bool = True
 
 
 @dataclass(slots=True)
@@ -83,10 +85,10 @@ class _OwnerState:
         return self.tree, forms, [per_element for _, per_element in self.tensors], self.checksum
 
 
-def consolidated(engine: Engine, groups: Sequence[Group], to: int) -> Consolidated | None:
-    """Gather the full state on group rank ``to``; return None on the other ranks."""
+def consolidated(engine: Engine, groups: Sequence[Group], to: int) -> Consolidated:
+    """Gather the full state on group rank ``to``."""
     state = consolidate(engine.collectives, engine.layout, engine.inner, groups, to)
-    return None if state is None else as_consolidated(engine, state)
+    return Consolidated({}, {}, engine.inner.version, False) if state is None else as_consolidated(engine, state)
 
 
 def as_consolidated(engine: Engine, state: dict[int, State]) -> Consolidated:

@@ -42,16 +42,26 @@ class Die(Hook):
             self.run.die()
 
 
-@OPTIMIZERS.register_module(force=True)  # a fork runs this script a second time
+class Consolidate(Hook):
+    """Consolidates on all ranks before CheckpointHook, whose priority is lower, saves on rank 0."""
+
+    def after_train_epoch(self, runner: Any) -> None:
+        if hasattr(runner.optim_wrapper.optimizer, "consolidate_state_dict"):
+            runner.optim_wrapper.optimizer.consolidate_state_dict()
+
+
 def sharded(params: Any, optimizer_type: str, **options: Any) -> onecopy.ZeroRedundancyOptimizer:
     """What a user registers, so that a config file has names only."""
     return onecopy.ZeroRedundancyOptimizer(params, getattr(torch.optim, optimizer_type), **options)
 
 
+OPTIMIZERS.register_module(module=sharded, force=True)  # force: a fork runs this script a second time
+
+
 def optimizer_of(run: Run) -> dict[str, Any]:
     if run.optimizer == "plain":
-        return {"type": torch.optim.AdamW if run.variant == "class" else "AdamW", "lr": 1e-2}
-    if run.variant == "class":
+        return {"type": "AdamW" if run.variant == "name" else torch.optim.AdamW, "lr": 1e-2}
+    if run.variant != "name":
         return {"type": run.sharding_class(), "optimizer_class": torch.optim.AdamW, "lr": 1e-2}
     # mmengine has registered a subclass of torch's class, which consolidates in state_dict().
     name = "ZeroRedundancyOptimizer" if run.optimizer == "torch" else "sharded"
@@ -59,7 +69,7 @@ def optimizer_of(run: Run) -> dict[str, Any]:
 
 
 def main() -> None:
-    run = Run("class", "name")
+    run = Run("class", "hook", "name")
     # mmengine reads its checkpoints with torch.load, whose default refuses the objects that mmengine saves in them.
     os.environ["TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"] = "1"
     warnings.simplefilter("ignore")
@@ -77,7 +87,7 @@ def main() -> None:
         optim_wrapper={"type": "OptimWrapper", "optimizer": optimizer_of(run), "clip_grad": {"max_norm": 0.5}},
         param_scheduler={"type": "StepLR", "step_size": 1, "gamma": 0.5},
         default_hooks={"checkpoint": {"type": "CheckpointHook", "interval": 1}},
-        custom_hooks=[Die(run)] if run.is_first_half else None,
+        custom_hooks=[Die(run)] * run.is_first_half + [Consolidate()] * (run.variant == "hook"),
         randomness={"seed": 0},
         resume=run.is_resumed,
         log_level="ERROR",

@@ -55,6 +55,7 @@ CLIENTS = [
     Client("Trainer, our callback", "transformers_trainer.py", "callback", ("onecopy",)),
     Client("Ignite", "ignite_trainer.py"),
     Client("mmengine Runner, type= a class", "mmengine_runner.py", "class"),
+    Client("mmengine Runner, a hook that consolidates", "mmengine_runner.py", "hook"),
     Client("mmengine Runner, type= a registered name", "mmengine_runner.py", "name"),
 ]
 

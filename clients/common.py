@@ -9,6 +9,8 @@ import os
 import random
 import signal
 import sys
+import threading
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -27,6 +29,8 @@ FEATURES = 16
 SAMPLES = 32
 BATCH = 4
 EPOCHS = 2
+HANG = 60.0
+"""Seconds from the end of the imports after which a run counts as a hang; a run takes a few."""
 
 
 class Run:
@@ -48,6 +52,7 @@ class Run:
         self.is_first_half = self.mode == "first-half"
         self.is_resumed = self.mode == "resume"
         sys.excepthook = self._write_error
+        threading.Thread(target=self._watch, args=(threading.get_ident(),), daemon=True).start()
         torch.set_num_threads(1)
         # Every process starts with other random numbers, so that a client which forgets them is noticed.
         seed = {"straight": 0, "first-half": 0, "resume": 1000}[self.mode] + int(os.environ["RANK"])
@@ -90,11 +95,28 @@ class Run:
         traceback.print_exception(kind, error, where)
         lines = str(error).strip().splitlines() or [""]
         functions = [frame.name for frame in traceback.extract_tb(where)]
-        is_saving = any("save" in name or name in ("state_dict", "consolidate_state_dict") for name in functions)
-        what = {"error": f"{kind.__name__}: {lines[0]}", "when": "saving" if is_saving else "training"}
+        what = {"error": f"{kind.__name__}: {lines[0]}", "when": "saving" if saving(functions) else "training"}
         self.path("error").write_text(json.dumps(what))
         sys.stderr.flush()
         os._exit(1)  # the other rank may wait for this one: torchrun ends it
+
+    def _watch(self, thread: int) -> None:
+        """End a run that hangs, and write in which function."""
+        time.sleep(HANG)
+        stack = traceback.extract_stack(sys._current_frames()[thread])
+        functions = [frame.name for frame in stack]
+        where = (saving(functions) or functions)[-1]
+        what = {"error": f"hangs in {where}()", "when": "saving" if saving(functions) else "training"}
+        self.path("hang").write_text(json.dumps(what))
+        sys.stderr.write("".join(stack.format()))
+        sys.stderr.flush()
+        time.sleep(HANG / 6)  # the other rank writes too, before it is ended because this one has
+        os._exit(1)
+
+
+def saving(functions: list[str]) -> list[str]:
+    """The functions of a stack that save, the outermost first."""
+    return [name for name in functions if "save" in name or name in ("state_dict", "consolidate_state_dict")]
 
 
 def make_model(width: int = 32, features: int = FEATURES) -> nn.Sequential:

@@ -34,13 +34,11 @@ def with_torchrun(script: Path, arguments: list[str], log: Path) -> bool:
     """Run a client with torchrun; return whether it ended within the limit."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
     with log.open("w") as file:
-        process = subprocess.Popen(
-            [*command, str(script), *arguments], stdout=file, stderr=file, env=environment(), start_new_session=True
-        )
+        process = subprocess.Popen([*command, str(script), *arguments], stdout=file, stderr=file, env=environment())
         try:
             process.wait(LIMIT)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
+            process.terminate()  # torchrun then ends its ranks, which are in sessions of their own
             process.wait()
             return False
     return True

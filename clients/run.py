@@ -54,8 +54,9 @@ CLIENTS = [
     Client("Trainer, LoRA, optimizer_cls_and_kwargs=", "transformers_trainer.py", "lora-class"),
     Client("Trainer, our callback", "transformers_trainer.py", "callback", ("onecopy",)),
     Client("Ignite", "ignite_trainer.py"),
-    Client("mmengine Runner", "mmengine_runner.py", "class"),
-    Client("mmengine Runner, a subclass as mmengine's", "mmengine_runner.py", "subclass", ("onecopy",)),
+    Client("mmengine Runner, type= a class", "mmengine_runner.py", "class"),
+    Client("mmengine Runner, a hook that consolidates", "mmengine_runner.py", "hook"),
+    Client("mmengine Runner, type= a registered name", "mmengine_runner.py", "name"),
 ]
 
 PACKAGES = (
@@ -88,8 +89,10 @@ def failure(out: Path, mode: str, in_time: bool) -> str:
     if len(results(out, mode, kind)) == launching.RANKS and not errors:
         return ""
     stage = {"straight": "does not train", "first-half": "trains, cannot save", "resume": "saves, cannot resume"}[mode]
-    if not errors:
-        return f"{stage}: {'it ended without a reason' if in_time else 'it hangs'}"
+    # A hang comes before the error of a rank whose peer was ended. One rank may hang while it saves, and the others in
+    # training, where they wait for it.
+    hangs = sorted(results(out, mode, "hang"), key=lambda hang: hang["when"] != "saving")
+    errors = hangs or errors or [{"error": "it ended without a reason" if in_time else "it hangs", "when": "training"}]
     if errors[0]["when"] == "saving":
         stage = "trains, cannot save"  # each epoch ends with a save
     return f"{stage}: {errors[0]['error']}"

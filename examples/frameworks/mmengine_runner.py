@@ -1,5 +1,6 @@
 """mmengine: ``torchrun --nproc-per-node 2 examples/frameworks/mmengine_runner.py DIR``; run it again to resume."""
 
+import os
 import sys
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import torch.distributed as dist
 from mmengine.model import BaseModel, MMDistributedDataParallel
 from mmengine.runner import Runner
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from onecopy import ZeroRedundancyOptimizer
 
@@ -24,22 +26,18 @@ class Model(BaseModel):
         return {"loss": (self.layer(inputs) - targets).square().mean()}
 
 
+os.environ["TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"] = "1"  # mmengine saves objects that torch.load refuses by default
 resumes = (Path(sys.argv[1]) / "last_checkpoint").is_file()
-samples = [(row, row.sum().reshape(1)) for row in torch.randn(64, 16)]
+inputs = torch.randn(64, 16)
+samples = TensorDataset(inputs, inputs.sum(1, keepdim=True))
 optimizer = {"type": ZeroRedundancyOptimizer, "optimizer_class": torch.optim.AdamW, "lr": 1e-2}
 dist.init_process_group("gloo")  # with GPUs, launcher="pytorch" does this and the next line's wrapping
 runner = Runner(
     model=MMDistributedDataParallel(Model()),
     work_dir=sys.argv[1],
-    train_dataloader={
-        "batch_size": 8,
-        "dataset": samples,
-        "sampler": {"type": "DefaultSampler", "shuffle": True},
-        "collate_fn": {"type": "default_collate"},
-    },
+    train_dataloader=DataLoader(samples, batch_size=8, sampler=DistributedSampler(samples)),
     train_cfg={"by_epoch": True, "max_epochs": 2 if resumes else 1},
     optim_wrapper={"type": "OptimWrapper", "optimizer": optimizer},
-    default_hooks={"checkpoint": {"type": "CheckpointHook", "interval": 1}},
     resume=resumes,
 )
 runner.train()

@@ -306,13 +306,12 @@ class ZeroRedundancyOptimizer(OwnedStateOptimizer, Joinable):
         One rank may call this alone, or several, or all: the background threads of the other ranks answer, and need
         no call there. After :meth:`consolidate_state_dict` this call does not communicate. Before the first step the
         state is empty. On other ranks than group rank 0, ``state`` is a mapping that is gathered when it is first
-        read, copied or pickled, which must happen before the next step or load. On an accelerator it raises then, and
-        this call raises unless another rank has the consolidated state. Master weights are in an entry
+        read, copied or pickled, which must happen before the next step or load. Master weights are in an entry
         ``master_weights``, by position of the parameter.
 
         Raises:
-            RuntimeError: if the state was not consolidated on this rank since it last changed, and is not served:
-                on an accelerator, or with ``serve_state_dict=False``.
+            RuntimeError: if the state was not consolidated since it last changed, and is not served: on an accelerator,
+                or with ``serve_state_dict=False``. If it was, ``state`` raises on the others when it is first read.
             RanksDisagreeError: if another rank has made another number of steps.
             PeerFailedError: if another rank cannot answer; for example it has deleted this optimizer.
         """
@@ -321,7 +320,7 @@ class ZeroRedundancyOptimizer(OwnedStateOptimizer, Joinable):
         if not (is_current and gathered.is_here) and (inner.has_state or inner.uses_master_weights):
             self.wait()
             if self.rank != 0 and not has_state_dict_hooks(self):
-                return self._server.pending(self._plain_form({}), self.param_groups, is_elsewhere=is_current)
+                return self._server.pending(self._plain_form({}), self.param_groups, may_be_refused=is_current)
             gathered = self._server.gather()
         masters = {STATE_DICT_KEY: copy_tree(gathered.masters)} if gathered.masters else {}
         return self._plain_form(gathered.by_param) | masters

@@ -66,7 +66,7 @@ def every_rank_asks_after_consolidation(optimizer: Any, file: Path) -> None:
 
 
 def every_rank_copies(optimizer: Any, file: Path) -> None:
-    """mmengine: all ranks rebuild the dicts and lists of the state dict with tensors on the CPU, and rank 0 writes."""
+    """All ranks rebuild the dicts and lists of the state dict with tensors on the CPU, as mmengine does on rank 0."""
 
     def to_cpu(value: Any) -> Any:
         if isinstance(value, dict):
@@ -135,6 +135,18 @@ def test_a_run_is_saved_and_resumed(world_size: int, pattern: str, freeze: bool,
 
 
 @distributed(2)
+@pytest.mark.parametrize("pattern", [name for name in PATTERNS if "consolidat" in name])
+def test_a_run_that_consolidates_needs_no_service(world_size: int, pattern: str, tmp_path: Path) -> None:
+    """On accelerators there is none."""
+
+    def make() -> tuple[nn.Module, Any]:
+        model = DistributedDataParallel(make_model())
+        return model, ZeroRedundancyOptimizer(model.parameters(), AdamW, lr=0.01, serve_state_dict=False)
+
+    expect_resumed(make, pattern, tmp_path / "optimizer.pt", freeze=False)
+
+
+@distributed(2)
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_a_run_with_sharded_gradients_is_saved_and_resumed(world_size: int, pattern: str, tmp_path: Path) -> None:
     def make() -> tuple[nn.Module, Any]:
@@ -160,7 +172,7 @@ def test_a_state_dict_is_loaded_back_before_the_first_step(world_size: int) -> N
 
 @distributed(2)
 def test_a_subclass_that_consolidates_in_state_dict_works(world_size: int) -> None:
-    """mmengine's own subclass of torch's class does this."""
+    """mmengine's own subclass of torch's class does this; it works if all ranks call ``state_dict()``."""
 
     class Consolidating(ZeroRedundancyOptimizer):
         def state_dict(self) -> dict[str, Any]:

@@ -46,6 +46,24 @@ def test_the_state_goes_to_the_rank_that_asks_for_it_and_to_no_other(world_size:
             expect_not_consolidated(pair.ours)
 
 
+@distributed(2)
+def test_after_a_consolidation_the_other_ranks_may_ask_but_not_read(world_size: int) -> None:
+    pair = Pair(shard_by="element", serve_state_dict=False).train()
+    refused = pytest.raises(RuntimeError, match="serve_state_dict=False")
+    with refused:
+        pair.ours.state_dict()
+    pair.ours.consolidate_state_dict(to=0)
+    state_dict = pair.ours.state_dict()  # Accelerate calls it on all ranks and saves on rank 0
+    if pair.ours.rank == 0:
+        expect_same(state_dict, pair.plain.state_dict())
+    else:
+        with refused:
+            copy.deepcopy(state_dict)
+    pair.train(1)
+    with refused:
+        pair.ours.state_dict()
+
+
 @distributed(2, 3)
 @pytest.mark.parametrize("to", [-1, 17, "0", 1.0, None])
 def test_a_rank_that_does_not_exist_is_refused(world_size: int, to: Any) -> None:

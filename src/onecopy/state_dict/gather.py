@@ -51,7 +51,7 @@ class Consolidated:
         by_param: the state by parameter, and state under keys that are not parameters under the same keys.
         masters: the master weights by parameter index.
         version: the version of the inner optimizer's state from which they were gathered.
-        is_here: whether this rank has them. Otherwise another rank has, and this rank has none of them.
+        is_here: whether this rank received them; if not, both are empty.
     """
 
     by_param: dict[Any, Any]

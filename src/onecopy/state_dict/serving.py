@@ -156,16 +156,16 @@ class StateDictServer:
                 self._receive(full_state, source, count, timeout)
         return as_consolidated(engine, full_state.checked())
 
-    def pending(self, form: dict[str, Any], groups: Sequence[Group], is_elsewhere: bool) -> dict[str, Any]:
+    def pending(self, form: dict[str, Any], groups: Sequence[Group], may_be_refused: bool) -> dict[str, Any]:
         """Return a state dict whose state is gathered when it is first read.
 
         Args:
             form: the state dict without state.
             groups: the parameter groups from which it was made.
-            is_elsewhere: whether another rank has the whole state. A framework that calls ``state_dict()`` on all ranks
-                then saves on that one. So an accelerator, where nothing can be gathered, raises only at the first read.
+            may_be_refused: if the state is not served, raise when it is read, not now. Another rank has it then, and
+                frameworks that save on that rank call ``state_dict()`` on this one too.
         """
-        if not (is_elsewhere and self._is_on_accelerator()):
+        if not may_be_refused:
             self._check_served()
         count = self._engine.inner.clock.count
         position_of = {

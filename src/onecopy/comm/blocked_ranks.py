@@ -1,8 +1,8 @@
 """Finds ranks that wait for each other in different calls, by looking at each process's main thread.
 
 A rank is blocked if its main thread has stood for a while where threads wait for other ranks, and its process has
-computed next to nothing meanwhile. A rank that evaluates, saves or reads data is not blocked. If *all* ranks are blocked
-or have left the block, and not all are in the same call, none of them can ever go on.
+computed next to nothing meanwhile. A rank that evaluates, saves or reads data is not blocked. If *all* ranks are
+blocked or have left the loop, and not all are in the same call, none of them can ever go on.
 
 The calls of this module run on the thread of the background service, and only while a ``fail_together`` block is open.
 """

@@ -2,8 +2,8 @@
 
 1. An exception that leaves the block is told to all ranks, through the store of the default process group.
 2. Then this rank aborts its process groups. With gloo that closes its connections, so every rank that waits for it gets
-   an error of the backend at once, also in a backward pass of DDP. Other backends need the same on every rank: there the
-   thread of the background service reads the failure and aborts.
+   an error of the backend at once, also in a backward pass of DDP. With other backends every rank must abort: the
+   thread of its background service reads the failure, and does so.
 3. A rank that gets an error of the backend reads which rank has failed first, and raises ``PeerFailedError`` with it.
 
 The thread also looks for ranks that wait for each other in different calls (``blocked_ranks.py``), which no rank would
@@ -100,8 +100,8 @@ class LoopWatch:
         own = f"rank {self._global_rank}"
         if "blocked" in failure:
             return RanksDisagreeError(
-                f"{own}: the ranks wait for each other. {failure['blocked']}. All ranks must make the same calls in the "
-                f"same order. {JOIN_HINT}"
+                f"{own}: the ranks wait for each other. {failure['blocked']}. All ranks must make the same calls in "
+                f"the same order. {JOIN_HINT}"
             )
         if failure.get("left") is not None:
             return PeerFailedError(

@@ -43,6 +43,9 @@ TORCH_PRIVATE = "onecopy.common.torch_private"
 WITHOUT_PUBLIC_TWIN = frozenset({"_foreach_copy_"})
 """Private names of torch that some parts may use anywhere: nothing public copies many tensors in one call."""
 
+DOCUMENTED = frozenset({"_current_frames"})
+"""Names of Python's own modules that begin with an underscore and are documented all the same."""
+
 COPIES_MANY = frozenset({"comm", "step", "state_dict", "ddp_hooks", "data_parallel"})
 """The parts that may use them."""
 
@@ -188,7 +191,7 @@ def no_foreign_private_names(source: Source) -> Iterator[str]:
         if any(is_private(piece) for piece in [*origin.split("."), name]):
             yield f"{source.module}:{line} imports {origin} {name}"
     for node in source.walk():
-        if isinstance(node, ast.Attribute) and is_private(node.attr) and node.attr not in own:
+        if isinstance(node, ast.Attribute) and is_private(node.attr) and node.attr not in own | DOCUMENTED:
             if source.part in COPIES_MANY and dotted(node.value) == "torch" and node.attr in WITHOUT_PUBLIC_TWIN:
                 continue
             yield f"{source.module}:{node.lineno} uses {node.attr}"

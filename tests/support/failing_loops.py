@@ -85,6 +85,7 @@ def _mistake(case: str, served: Served) -> Iterator[bool | None]:
         raise ValueError("no data")
     elif case == "skipped step":
         served._pass()
+        served.zero.zero_grad()
         yield False
     elif case == "skipped iteration":
         yield False

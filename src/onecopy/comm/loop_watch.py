@@ -26,7 +26,8 @@ import torch.distributed as dist
 
 from onecopy.comm.background_service import BackgroundService
 from onecopy.comm.blocked_ranks import BlockedRanks, line_of
-from onecopy.common.torch_private import Store, abort_groups, default_store
+from onecopy.comm.process_groups import abort_groups
+from onecopy.common.torch_private import Store, default_store
 from onecopy.errors import PeerFailedError, RanksDisagreeError
 
 SECONDS = 5.0

@@ -1,4 +1,4 @@
-"""Process groups: checking the one that a user gave, and making further ones over the same ranks.
+"""Process groups: checking the one that a user gave, making further ones over the same ranks, and aborting all.
 
 torch names a group that only its members make after the number of groups that each member is in. So all members must
 be in equally many groups, and a side group is never destroyed before the group it belongs to.
@@ -9,13 +9,17 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import ClassVar
 
 import torch
 import torch.distributed as dist
 
 from onecopy.comm import limits
-from onecopy.common.torch_private import number_of_groups, timeout_of
+from onecopy.common.torch_private import groups_of_process, number_of_groups, timeout_of
+
+ABORT_TAG = 2**31 - 1
+"""A tag that no message has."""
 
 GatherCounts = Callable[[int], list[int]]
 """Gathers one number of every rank of a group."""
@@ -48,6 +52,25 @@ def member_group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
 def backends_of(group: dist.ProcessGroup) -> dict[str, str]:
     """The name of the backend for each type of device."""
     return dict(part.split(":") for part in dist.get_backend_config(group).split(","))
+
+
+def abort_groups() -> None:
+    """End every call of this process that waits in a process group, with an error. The groups are of no use afterwards.
+
+    gloo's ``abort()`` ends no call. A receive that times out does: gloo then closes all connections of the group. A
+    receive from a rank whose connection is closed already does not time out, so the next rank is tried.
+    """
+    for group in groups_of_process():
+        backends = backends_of(group)
+        if any(backend != "gloo" for backend in backends.values()):
+            group.abort()
+        for turn in range(1, group.size()) if backends.get("cpu") == "gloo" else ():
+            source = (group.rank() + turn) % group.size()
+            try:
+                group.recv([torch.empty(1)], source, ABORT_TAG).wait(timedelta(milliseconds=1))
+            except RuntimeError as error:
+                if "Timed out" in str(error):
+                    break
 
 
 def control_device(backends: dict[str, str], device: torch.device | None) -> torch.device:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 import sys
@@ -21,9 +20,6 @@ from torch.distributed.algorithms.join import Join, Joinable
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-
-ABORT_TAG = 2**31 - 1
-"""A tag that no message has."""
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -318,20 +314,9 @@ def default_store() -> Store:
     return store
 
 
-def abort_groups() -> None:
-    """End every call of this process that waits in a process group, with an error. The groups are of no use afterwards.
-
-    gloo's ``abort()`` ends no call. A receive that times out does: gloo then closes all connections of the group.
-    """
-    for group in list(dist.distributed_c10d._world.pg_map):
-        if group.size() == 1:
-            continue
-        with contextlib.suppress(RuntimeError):
-            if dist.distributed_c10d._world.pg_map[group][0] == "gloo":
-                other = (group.rank() + 1) % group.size()
-                group.recv([torch.empty(1)], other, ABORT_TAG).wait(timedelta(milliseconds=1))
-            else:
-                group.abort()
+def groups_of_process() -> list[dist.ProcessGroup]:
+    """Return the process groups of which this process is a member."""
+    return list(dist.distributed_c10d._world.pg_map)
 
 
 def clone_of(store: Store) -> Store:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
+import torch
 from torch import Tensor
 
 from onecopy.common.flat_views import as_bytes, to_bytes
@@ -12,6 +13,12 @@ from onecopy.common.tensor_subclasses import leaves_of
 
 _BLOCK_BYTES = 4 << 20
 """Bytes of a tensor that are copied to the CPU at a time."""
+
+_BLOCK_ELEMENTS = 1 << 18
+"""Elements of a tensor of which a checksum is computed at a time, because integers need more memory."""
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
+"""The integers with as many bytes as an element; longer elements are seen as integers of 8 bytes."""
 
 
 def flag_digest(parts: Iterable[bytes]) -> int:
@@ -31,3 +38,30 @@ def tensor_digest(tensor: Tensor) -> str:
         for block in as_bytes(flat).split(_BLOCK_BYTES) if flat.numel() else ():
             text.update(to_bytes(block))
     return text.hexdigest()
+
+
+def tensor_checksums(flats: Sequence[Tensor]) -> list[int]:
+    """Return a checksum of the bits of each flat tensor, computed on its device; the host reads each device once."""
+    places: dict[torch.device, list[int]] = {}
+    for place, flat in enumerate(flats):
+        places.setdefault(flat.device, []).append(place)
+    found = [0] * len(flats)
+    for device, same in places.items():
+        positions = torch.arange(_BLOCK_ELEMENTS, device=device)
+        checksums = torch.stack([_checksum(flats[place], positions) for place in same]).tolist()
+        for place, checksum in zip(same, checksums, strict=True):
+            found[place] = checksum
+    return found
+
+
+def _checksum(flat: Tensor, positions: Tensor) -> Tensor:
+    """Return a sum of products, modulo 2**64, in which the value of an element and its position count.
+
+    In a plain sum two elements that differ by rounding in opposite directions would cancel out.
+    """
+    bits = flat.view(_INTEGERS.get(flat.element_size(), torch.int64))
+    total = torch.zeros((), dtype=torch.int64, device=flat.device)
+    for block in bits.split(len(positions)):
+        values = block.to(torch.int64)
+        total += (values * (values + positions[: len(values)])).sum()
+    return total

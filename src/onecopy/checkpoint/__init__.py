@@ -67,8 +67,8 @@ def save(
             error of the thread is raised by the next call of this module.
         trainable_only: whether to save digests of the frozen parameters (``requires_grad=False``) instead of their
             values, for adapters (LoRA). :func:`load` then needs a model with the same frozen parameters.
-        refuse_nonfinite: raise :class:`~onecopy.NonfiniteError` on all ranks if a parameter has an infinity or a NaN. Then
-            ``keep`` does not remove the last good checkpoint.
+        refuse_nonfinite: raise ``NonfiniteError`` on all ranks if a parameter has an infinity or a NaN. Then nothing is
+            saved, and ``keep`` does not remove the last good checkpoint.
         key: sign the checkpoint, so that :func:`load` with the same key refuses checkpoints that others have written.
         process_group: the ranks that save (default: all ranks; without torch.distributed, this process).
 

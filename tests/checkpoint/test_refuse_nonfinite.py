@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch import nn
 
 from onecopy import NonfiniteError, PeerFailedError
 from onecopy.checkpoint import load, save, wait
-from tests.support.checkpoints import make, push
+from tests.support.checkpoints import make, train
 from tests.support.failures import expect, failure_of
 from tests.support.harness import distributed
 
@@ -31,9 +32,9 @@ def test_all_ranks_raise_and_the_last_good_checkpoint_stays(
     world_size: int, kind: str, blocking: bool, tmp_path: Path
 ) -> None:
     side = make(kind)
-    push(side, range(2))
-    side.module.norm.running_mean[0] = math.inf  # buffers may be
-    arguments = {"model": side.model, "optimizer": side.optimizers, "keep": 1, "blocking": blocking}
+    train(side, range(2))
+    side.module.norm.get_buffer("running_mean")[0] = math.inf  # buffers may be
+    arguments: dict[str, Any] = {"model": side.model, "optimizer": side.optimizers, "keep": 1, "blocking": blocking}
     save(tmp_path, 1, **arguments, refuse_nonfinite=True)
     wait()
     spoil(side.module, -math.inf)

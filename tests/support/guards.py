@@ -67,8 +67,8 @@ class Training:
     @property
     def owner(self) -> int:
         """The group rank that owns the last element of this parameter."""
-        (last,) = [shard.owner for shard in self.zero.layout.shards_of(INDEX) if shard.stop == self.param.numel()]
-        return last
+        end = self.param.numel()
+        return next(shard.owner for shard in self.zero.layout.shards_of(INDEX) if shard.numel and shard.stop == end)
 
     def loss(self, step: int) -> Tensor:
         """This rank's loss in one step."""

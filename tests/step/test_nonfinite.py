@@ -184,7 +184,7 @@ def test_a_class_that_evaluates_the_closure_several_times_is_refused_by_name(wor
         layer.zero_grad()
         loss = layer(torch.ones(1, 3)).sum()
         loss.backward()
-        return float(loss)
+        return loss.item()
 
     error = failure_of(lambda: zero.step(closure))
     expect(error, RuntimeError, r"Twice\.step\(\) evaluates the closure several times")

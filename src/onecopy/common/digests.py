@@ -17,8 +17,14 @@ _BLOCK_BYTES = 4 << 20
 _BLOCK_ELEMENTS = 1 << 18
 """Elements of a tensor of which a checksum is computed at a time, because integers need more memory."""
 
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
-"""The integers with as many bytes as an element; longer elements are seen as integers of 8 bytes."""
+_INTEGERS = {1: torch.int8, 2: torch.int16}
+"""The integers with as many bytes as an element; longer elements are seen as several of 4 bytes.
+
+The highest bit of one of 8 bytes would count equally at each position, so that two of them would cancel out.
+"""
+
+_FACTOR = 6364136223846793005
+"""An odd number: products with it differ, modulo 2**64, where the other factors do."""
 
 
 def flag_digest(parts: Iterable[bytes]) -> int:
@@ -47,21 +53,22 @@ def tensor_checksums(flats: Sequence[Tensor]) -> list[int]:
         places.setdefault(flat.device, []).append(place)
     found = [0] * len(flats)
     for device, same in places.items():
-        positions = torch.arange(_BLOCK_ELEMENTS, device=device)
-        checksums = torch.stack([_checksum(flats[place], positions) for place in same]).tolist()
+        mixed = torch.arange(_BLOCK_ELEMENTS, device=device) * _FACTOR
+        weights = (mixed ^ (mixed >> 31)) * _FACTOR | 1
+        checksums = torch.stack([_checksum(flats[place], weights) for place in same]).tolist()
         for place, checksum in zip(same, checksums, strict=True):
             found[place] = checksum
     return found
 
 
-def _checksum(flat: Tensor, positions: Tensor) -> Tensor:
-    """Return a sum of products, modulo 2**64, in which the value of an element and its position count.
+def _checksum(flat: Tensor, weights: Tensor) -> Tensor:
+    """Return the sum of the bits of all elements, modulo 2**64, each with the weight of its position.
 
-    In a plain sum two elements that differ by rounding in opposite directions would cancel out.
+    Weights are odd, so that one bit that differs always shows. In a sum without weights two elements that differ by
+    rounding in opposite directions would cancel out.
     """
-    bits = flat.view(_INTEGERS.get(flat.element_size(), torch.int64))
+    bits = flat.view(_INTEGERS.get(flat.element_size(), torch.int32))
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
-    for block in bits.split(len(positions)):
-        values = block.to(torch.int64)
-        total += (values * (values + positions[: len(values)])).sum()
+    for block in bits.split(len(weights)):
+        total = total * _FACTOR + (block * weights[: len(block)]).sum()
     return total

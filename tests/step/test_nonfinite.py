@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import SGD
@@ -182,7 +182,7 @@ def test_a_class_that_evaluates_the_closure_several_times_is_refused_by_name(wor
 
     def closure() -> float:
         layer.zero_grad()
-        loss = layer(torch.ones(1, 3)).sum()
+        loss: Tensor = layer(torch.ones(1, 3)).sum()
         loss.backward()
         return loss.item()
 

@@ -19,6 +19,10 @@ class PeerFailedError(OnecopyError):
     """Another rank failed, and this rank raises too instead of waiting for it forever."""
 
 
+class NonfiniteError(OnecopyError):
+    """A gradient in ``step()`` or a parameter in ``checkpoint.save()`` has an infinity or a NaN."""
+
+
 class GradientsNotReducedWarning(UserWarning):
     """Nothing averages the gradients of the ranks: probably the model is not in DistributedDataParallel."""
 

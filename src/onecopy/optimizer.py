@@ -21,8 +21,9 @@ from onecopy.state_dict.gather import Consolidated, consolidated
 from onecopy.state_dict.load import load
 from onecopy.state_dict.serving import StateDictServer
 from onecopy.step.debug_log import log_layout
-from onecopy.step.engine import Engine, StepSchedule, change_and_share, sequential_step
+from onecopy.step.engine import Engine, StepSchedule, change_and_share
 from onecopy.step.gradient_norm import clip, total_norm
+from onecopy.step.guarded_step import StepGuards
 from onecopy.step.inner_optimizer import InnerOptimizer
 from onecopy.step.join import ZeROJoinHook, active_step, joined_step
 from onecopy.step.master_weights import STATE_DICT_KEY, MasterWeightPolicy
@@ -67,6 +68,9 @@ class ZeroRedundancyOptimizer(OwnedStateOptimizer, Joinable):
         offload: ``"cpu"`` stores the state of parameters on other devices in CPU memory, and updates them there.
         serve_state_dict: let :meth:`state_dict` gather the state from the other ranks, whose background threads answer
             (parameters on the CPU only).
+        nonfinite: if a gradient has an infinity or a NaN, ``step()`` raises on all ranks (``"raise"``) or does nothing
+            on any (``"skip"``). By default it updates.
+        check_replicas_every: compare the parameters of all ranks bit by bit before every so many steps.
         **defaults: the options of ``optimizer_class``.
 
     Attributes:
@@ -94,11 +98,12 @@ class ZeroRedundancyOptimizer(OwnedStateOptimizer, Joinable):
         master_weights: bool = False,
         offload: str | None = None,
         serve_state_dict: bool = True,
+        nonfinite: str | None = None,
+        check_replicas_every: int | None = None,
         **defaults: Any,
     ) -> None:
         self.initialized = False
-        given = FirstFailure()
-        groups: list[Group] = []
+        given, groups = FirstFailure(), list[Group]()
         with given:
             groups = normalise(params)
         # The ranks exchange control data on the device of the parameters.
@@ -107,11 +112,11 @@ class ZeroRedundancyOptimizer(OwnedStateOptimizer, Joinable):
         with FailTogether(collectives, "constructing the optimizer") as together:
             given.raise_if_any()
             check_class(optimizer_class, ZeroRedundancyOptimizer)
+            guards = StepGuards.of_arguments(nonfinite, check_replicas_every, overlap_with_ddp)
             tensors, specs = plan_params(groups)
             Optimizer.__init__(self, groups, defaults)
             Joinable.__init__(self)
-            self._shard_by = shard_by
-            self.splittable = is_elementwise(optimizer_class, elementwise)
+            self._shard_by, self.splittable = shard_by, is_elementwise(optimizer_class, elementwise)
             layout = extend(None, specs, collectives.world_size, shard_by, self.splittable)
             flats, group_rank = flat_views(tensors), collectives.group_rank
             stepped = separate_view if overlap_with_ddp else param_or_view
@@ -131,6 +136,7 @@ class ZeroRedundancyOptimizer(OwnedStateOptimizer, Joinable):
                 master_weights=master_weights,
                 offload=offload,
                 serve_state_dict=serve_state_dict,
+                guards=guards,
             )
         # Until here no parameter was changed.
         inner.has_state = together.any_flag
@@ -139,13 +145,11 @@ class ZeroRedundancyOptimizer(OwnedStateOptimizer, Joinable):
         with FailTogether(collectives, "constructing the optimizer"):
             self.engine = Engine(collectives, tensors, layout, inner, storage_class)
         self._server = StateDictServer(self.engine, serve_state_dict)
-        self._set_attributes(self.engine)
-        self.initialized = True
-        log_layout(self.engine)
+        self._set_attributes(self.engine, guards)
 
-    def _set_attributes(self, engine: Engine) -> None:
-        """Set the attributes of a new optimizer that depend on no further argument."""
-        self.step_schedule: StepSchedule = sequential_step
+    def _set_attributes(self, engine: Engine, guards: StepGuards) -> None:
+        """Set the attributes of a new optimizer that depend on its engine."""
+        self.step_schedule: StepSchedule = guards.install(engine)
         self.wait_for_transfers: Callable[[], None] | None = None
         self.overlap: OverlappedStep | None = None
         # With this set, a GradScaler passes its scale to step(), which then refuses it instead of training wrongly.
@@ -158,6 +162,8 @@ class ZeroRedundancyOptimizer(OwnedStateOptimizer, Joinable):
         self.world_size: int = engine.collectives.world_size
         self.rank: int = engine.collectives.group_rank
         self.global_rank: int = engine.collectives.global_rank
+        self.initialized = True
+        log_layout(engine)
 
     @overload
     def step(self, closure: None = None, **kwargs: Any) -> None: ...
@@ -179,6 +185,7 @@ class ZeroRedundancyOptimizer(OwnedStateOptimizer, Joinable):
         Raises:
             RanksDisagreeError: if ranks have gradients for different parameters, differ in their layout, or (on gloo)
                 are in different calls. This rank's shards may have been updated.
+            NonfiniteError: with ``nonfinite="raise"``, if a gradient is not finite. Nothing has changed.
             PeerFailedError: if another rank's inner ``step`` failed; that rank raises its own error. Shards may have
                 been updated on their owners and not sent to the other ranks: load a checkpoint before going on.
         """
@@ -188,6 +195,7 @@ class ZeroRedundancyOptimizer(OwnedStateOptimizer, Joinable):
         if in_join:
             self.wait()
             Join.notify_join_context(self)
+        self.engine.check_replicas(self.wait)
         if self.overlap is not None:
             self.overlap.step_was_called = True
             if self.overlap.finish_step(self.param_groups):
@@ -207,15 +215,6 @@ class ZeroRedundancyOptimizer(OwnedStateOptimizer, Joinable):
         """
         if self.wait_for_transfers is not None:
             self.wait_for_transfers()
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Reset the gradients of all parameters.
-
-        Args:
-            set_to_none: set gradients to None instead of zero.
-        """
-        self.engine.clear_accumulated()
-        super().zero_grad(set_to_none)
 
     def grad_norm(self, norm_type: float = 2.0) -> Tensor:
         """Return the norm of the gradients of all parameters, also after the reduce-scatter hook.
@@ -369,6 +368,7 @@ class ZeroRedundancyOptimizer(OwnedStateOptimizer, Joinable):
 
         def step_without_inputs() -> None:
             self.wait()
+            self.engine.check_replicas(self.wait)
             if self.overlap is None or not self.overlap.finish_step(self.param_groups):
                 with self.engine.inner.clock.change():
                     joined_step(self.engine, self.param_groups)

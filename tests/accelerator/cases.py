@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from onecopy import MixedPrecision
@@ -32,6 +34,7 @@ UNUSED = {"find_unused_parameters": True}
 BF16 = MixedPrecision(param_dtype=HALF)
 BF16_FP32 = MixedPrecision(param_dtype=HALF, reduce_dtype=torch.float32)
 HALF_ROUNDING = 2e-2
+GUARDED: dict[str, Any] = {"nonfinite": "skip", "check_replicas_every": 2}
 UNFROZEN = programs.unfrozen_on_another_stream
 LEFT_AND_RIGHT = 2000
 """A size of buckets with which both layers of :class:`TwoStreams` are in one, and the first layer is in another."""
@@ -58,6 +61,7 @@ CASES = [
     Case("level 1 consolidated", level_1, programs.consolidated),
     Case("level 1 saved", level_1, programs.saving(blocking=True)),
     Case("level 1 saved in background", level_1, programs.saving(blocking=False)),
+    Case("level 1 guarded", level_1, loop(programs.spoiled), parts=adamw(**GUARDED)),
     # The overlap hooks
     Case("after backward", after_backward),
     Case("interleaved", interleaved),
@@ -85,6 +89,7 @@ CASES = [
     Case("level 2 two streams", level_2, model=TwoStreams, bucket=LEFT_AND_RIGHT),
     Case("level 2 side stream", level_2, programs.on_a_side_stream),
     Case("level 2 saved", level_2, programs.saving(blocking=True), parts=adamw(shard_by="element")),
+    Case("level 2 guarded", level_2, loop(programs.spoiled), parts=adamw(shard_by="element", **GUARDED)),
     # Level 3
     Case("level 3", level_3),
     Case("level 3 overlap", level_3, wrap=OVERLAP),
@@ -116,5 +121,14 @@ CASES = [
     Case("level 3 consolidated", level_3, programs.consolidated, wrap=OVERLAP),
     Case("level 3 saved", level_3, programs.saving(blocking=True)),
     Case("level 3 saved in background", level_3, programs.saving(blocking=False), wrap=OVERLAP),
+    Case("level 3 guarded", level_3, loop(programs.spoiled), parts=adamw(**GUARDED), wrap=OVERLAP),
+    Case(
+        "level 3 guarded mesh",
+        level_3,
+        loop(programs.spoiled),
+        parts=adamw(**GUARDED),
+        wrap={"mesh": (2, 1)},
+        worlds=(2,),
+    ),
 ]
 BY_NAME = {case.name: case for case in CASES}

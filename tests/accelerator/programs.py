@@ -74,6 +74,16 @@ def scaled(training: Training, step: int) -> None:
     training.note(torch.tensor(training.scaler.get_scale()))
 
 
+def spoiled(training: Training, step: int) -> None:
+    """In one step the loss of the last rank is not finite."""
+    training.zero_grad()
+    loss = training.loss(step)
+    if step == 2 and dist.get_rank() == dist.get_world_size() - 1:
+        loss = loss * float("inf")
+    loss.backward()
+    training.step()
+
+
 def on_a_side_stream(training: Training) -> None:
     """All training happens on a stream that is not the default one."""
     stream: Any = contextlib.nullcontext()

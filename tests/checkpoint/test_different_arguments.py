@@ -56,6 +56,7 @@ SAVES: Cases = {
     "keep": (lambda _: {"keep": 3}, "keep: None", "keep: 3"),
     "blocking": (lambda _: {"blocking": False}, "blocking: True", "blocking: False"),
     "trainable_only": (lambda _: {"trainable_only": True}, "trainable_only: False", "trainable_only: True"),
+    "refuse_nonfinite": (lambda _: {"refuse_nonfinite": True}, "refuse_nonfinite: False", "refuse_nonfinite: True"),
     "PerRank": (
         lambda _: {"extra": {"own": PerRank(1), "shared": 2}},
         "PerRank values of extra: none",

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from onecopy.common import digests
-from onecopy.common.digests import tensor_digest
+from onecopy.common.digests import tensor_checksums, tensor_digest
 
 
 def test_strides_and_sizes_of_blocks_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -36,3 +36,30 @@ def test_dtype_shape_order_and_every_bit_matter() -> None:
             variants[-1][position] ^= 1 << bit
     assert len({tensor_digest(each) for each in variants}) == len(variants)
     assert tensor_digest(torch.tensor(-0.0)) != tensor_digest(torch.tensor(0.0))
+
+
+def flipped(tensor: torch.Tensor, position: int, bit: int) -> torch.Tensor:
+    changed = tensor.clone()
+    changed.view(torch.uint8)[position] ^= 1 << bit
+    return changed
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128])
+def test_a_checksum_depends_on_every_bit_and_on_the_order(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(digests, "_BLOCK_ELEMENTS", 4)  # several blocks
+    tensor = torch.randn(11, dtype=dtype, generator=torch.Generator().manual_seed(1))
+    nbytes = tensor.numel() * tensor.element_size()
+    variants = [flipped(tensor, position, bit) for position in range(nbytes) for bit in range(8)]
+    variants += [tensor, tensor.flip(0), tensor[:0], torch.cat([tensor[1:2], tensor[:1], tensor[2:]])]
+    assert len(set(tensor_checksums(variants))) == len(variants)
+    assert tensor_checksums([tensor.clone(), tensor]) == tensor_checksums([tensor]) * 2
+
+
+def test_differences_in_opposite_directions_do_not_cancel_out() -> None:
+    tensor = torch.randn(1000)
+    other = tensor.clone()
+    memory = other.view(torch.int32)
+    memory[10] += 1
+    memory[20] -= 1
+    one, two = tensor_checksums([tensor, other])
+    assert one != two

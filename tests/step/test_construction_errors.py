@@ -214,6 +214,13 @@ BAD = {
         ValueError,
         "cuts parameter 'one'.*not known",
     ),
+    "an unknown guard": Bad(options(nonfinite="stop"), ValueError, "nonfinite must be None, .* got .stop."),
+    "a guard with an overlap hook": Bad(
+        options(nonfinite="skip", overlap_with_ddp=True), ValueError, "nonfinite cannot be combined with overlap"
+    ),
+    "comparisons that never come": Bad(
+        options(check_replicas_every=0), ValueError, "check_replicas_every must be None or a number .* got 0"
+    ),
     "a function that leaves a gap": Bad(
         options(shard_by=lambda *_: [[Shard(0, 0, 6, 0)], 0]), ValueError, "'one' has 12 elements"
     ),
@@ -291,6 +298,7 @@ def owner(group_rank: int) -> Callable[[Any, int], list[int]]:
 
 
 MISMATCHES = {
+    "guards": Mismatch(good, options(nonfinite="skip"), "guards: .*nonfinite=None", "guards: .*nonfinite=.skip."),
     "count": Mismatch(
         good, given(lambda: parameter(4, 3), lambda: parameter(3), lambda: parameter(2)), "", r"parameter 2 \('three'\)"
     ),

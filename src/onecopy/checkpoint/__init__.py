@@ -46,6 +46,7 @@ def save(
     keep: int | None = None,
     blocking: bool = True,
     trainable_only: bool = False,
+    refuse_nonfinite: bool = False,
     key: SigningKey | None = None,
     process_group: Any = None,
 ) -> Path:
@@ -66,6 +67,8 @@ def save(
             error of the thread is raised by the next call of this module.
         trainable_only: whether to save digests of the frozen parameters (``requires_grad=False``) instead of their
             values, for adapters (LoRA). :func:`load` then needs a model with the same frozen parameters.
+        refuse_nonfinite: raise ``NonfiniteError`` on all ranks if a parameter has an infinity or a NaN. Then nothing is
+            saved, and ``keep`` does not remove the last good checkpoint.
         key: sign the checkpoint, so that :func:`load` with the same key refuses checkpoints that others have written.
         process_group: the ranks that save (default: all ranks; without torch.distributed, this process).
 
@@ -73,7 +76,9 @@ def save(
         The checkpoint's directory.
     """
     _background.finish()
-    job = saving.prepare(root, step, model, optimizer, extra, keep, blocking, trainable_only, key, process_group)
+    job = saving.prepare(
+        root, step, model, optimizer, extra, keep, blocking, trainable_only, refuse_nonfinite, key, process_group
+    )
     if blocking:
         return job.run()
     _background.start(job)

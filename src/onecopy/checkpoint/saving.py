@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from onecopy.checkpoint import disk, manifest
 from onecopy.checkpoint.argument_comparison import argument_facts, trainable_facts
@@ -38,6 +38,7 @@ from onecopy.checkpoint.optimizer_view import (
     Optimizers,
     OptimizerView,
     optimizer_views,
+    unwrapped,
     wait_for_parameters,
 )
 from onecopy.checkpoint.ranks import Ranks, explained_os_errors
@@ -45,8 +46,10 @@ from onecopy.checkpoint.save_plan import PerRank, SavePlan, plan_save
 from onecopy.checkpoint.signing import SigningKey, check_key
 from onecopy.comm.agreement import Fact
 from onecopy.common import tagged_json
-from onecopy.errors import CheckpointError, CorruptCheckpointError
+from onecopy.common.tensor_subclasses import leaves_of
+from onecopy.errors import CheckpointError, CorruptCheckpointError, NonfiniteError
 from onecopy.state_dict.owner_comparison import owners_differ
+from onecopy.step.nonfinite import not_finite
 
 logger = logging.getLogger(__name__)
 
@@ -181,6 +184,7 @@ def prepare(
     keep: int | None,
     blocking: bool,
     trainable_only: bool,
+    refuse_nonfinite: bool,
     key: SigningKey | None,
     process_group: Any,
 ) -> SaveJob:
@@ -197,8 +201,11 @@ def prepare(
         views = optimizer_views(model, optimizer)
         owner_groups = [_owner_group(view, ranks) for view in views]
         wait_for_parameters(views, model)
+        if refuse_nonfinite:
+            _check_finite(views, model, ranks.rank)
         together.facts = [Fact("step", str(step)), Fact("keep", str(keep)), Fact("blocking", str(bool(blocking)))]
         together.facts += [Fact("trainable_only", str(bool(trainable_only)))]
+        together.facts += [Fact("refuse_nonfinite", str(bool(refuse_nonfinite)))]
         together.facts.append(Fact("key", "None" if key is None else "given"))
         together.facts += [*argument_facts(model, views), Fact("PerRank values of extra", _per_rank_keys(extra))]
         if trainable_only and model is not None:
@@ -222,6 +229,28 @@ def check_step(step: object) -> None:
 def _check_keep(keep: int | None) -> None:
     if keep is not None and (not isinstance(keep, int) or keep < 1):
         raise ValueError(f"keep must be a number from 1 on, or None to keep all, got {keep!r}")
+
+
+def _check_finite(views: Sequence[OptimizerView], model: nn.Module | None, group_rank: int) -> None:
+    """Raise if a parameter of the model, or without a model of an optimizer, has an infinity or a NaN.
+
+    The integers and 8-bit floats of a quantised base are left out: training does not change them.
+    """
+    if model is not None:
+        named: list[tuple[str, Tensor]] = [*unwrapped(model).named_parameters()]
+    else:
+        named = [pair for view in views for pair in zip(view.names, view.params, strict=True)]
+    found = [(name, leaf) for name, param in named for leaf in leaves_of(param) if _may_be_infinite(leaf)]
+    bad = not_finite([leaf for _, leaf in found], found[0][1].device).tolist() if found else []
+    if any(bad):
+        raise NonfiniteError(
+            f"rank {group_rank}: parameter {found[bad.index(True)][0]!r} has an infinity or a NaN. Because of "
+            "refuse_nonfinite=True nothing was saved, and older checkpoints have not changed: load one before going on"
+        )
+
+
+def _may_be_infinite(leaf: Tensor) -> bool:
+    return (leaf.is_floating_point() or leaf.is_complex()) and leaf.element_size() > 1 and not leaf.is_meta
 
 
 def _per_rank_keys(extra: object) -> str:

@@ -24,6 +24,9 @@ NAMES_HINT = (
 )
 """Explains the names of parameters that were given without names."""
 
+REMEDY = "All ranks must make the same call with the same arguments, and have gradients for the same parameters."
+"""The end of an error about facts that differ."""
+
 _POSITION = re.compile(r"group\d+\[\d+\]")
 
 
@@ -83,6 +86,7 @@ class FailTogether:
         collectives: the ranks that make this call, or None for a process without a process group.
         call: the name of the call, for error messages.
         facts: facts that must be equal on all ranks.
+        remedy: the sentence that ends the error if they differ.
 
     Attributes:
         facts: as given. The block may set or extend it.
@@ -90,9 +94,12 @@ class FailTogether:
         any_flag: after the block, whether any rank has set its flag.
     """
 
-    def __init__(self, collectives: Collectives | None, call: str, facts: Sequence[Fact] = ()) -> None:
+    def __init__(
+        self, collectives: Collectives | None, call: str, facts: Sequence[Fact] = (), remedy: str = REMEDY
+    ) -> None:
         self._collectives = collectives
         self._call = call
+        self._remedy = remedy
         self.facts = list(facts)
         self.flag = False
         self.any_flag = False
@@ -117,7 +124,7 @@ class FailTogether:
         if any(failed for failed, _, _ in rows):
             raise_together(collectives, self._call, error)
         if any(other != digest for _, other, _ in rows):
-            _raise_difference(collectives, self._call, self.facts)
+            _raise_difference(collectives, self._call, self.facts, self._remedy)
         return any(flag for _, _, flag in rows)
 
 
@@ -139,7 +146,7 @@ def raise_together(collectives: Collectives, call: str, failure: Exception | Non
     )
 
 
-def _raise_difference(collectives: Collectives, call: str, facts: Sequence[Fact]) -> NoReturn:
+def _raise_difference(collectives: Collectives, call: str, facts: Sequence[Fact], remedy: str) -> NoReturn:
     mine = tagged_json.dumps([[fact.subject, fact.value] for fact in facts])
     everyone = [tagged_json.loads(text) for text in collectives.all_gather_bytes(mine, call)]
     longest = max(len(rows) for rows in everyone)
@@ -153,9 +160,7 @@ def _raise_difference(collectives: Collectives, call: str, facts: Sequence[Fact]
         details = "; ".join(f"{_ranks(ranks)}: {text}" for text, ranks in holders.items())
         hint = f" {NAMES_HINT}" if _POSITION.search(details) else ""
         raise RanksDisagreeError(
-            f"rank {collectives.group_rank}: the ranks disagree in {call}. First difference: {details}. "
-            "All ranks must make the same call with the same arguments, and have gradients for the same parameters."
-            f"{hint}"
+            f"rank {collectives.group_rank}: the ranks disagree in {call}. First difference: {details}. {remedy}{hint}"
         )
     raise AssertionError("the digests differ, but the facts do not")
 

@@ -1,12 +1,14 @@
 """The step schedule of ``ShardedDataParallel``: it updates a segment of buckets while the one before is sent.
 
-1. Confirm: all ranks have gradients for the same parameters and the same options, and none has failed yet.
+1. Confirm: all ranks have gradients for the same parameters and the same options, and none has failed yet. With
+   ``nonfinite``, all gradients are finite, too; otherwise all ranks raise or skip the step.
 2. For each segment, in the order in which the next forward pass reads them: update, start sending.
 3. Exchange status flags and wait for all transfers. With ``overlap``, the next forward pass does both: each submodule
    waits for the parameters that it reads.
 
 On an accelerator 1 is a part of 3, in one exchange, which the host reads when it has arrived, at the latest in the next
-``step()``. Nothing there makes the stream of the computation wait for the flags.
+``step()``. Nothing there makes the stream of the computation wait for the flags. With ``nonfinite="skip"`` the
+host reads 1 at once there, too.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from onecopy.data_parallel.parameter_buckets import ParameterBuckets
 from onecopy.errors import PeerFailedError, RanksDisagreeError
 from onecopy.step.engine import Engine
 from onecopy.step.group_options import OptionsSnapshot
+from onecopy.step.nonfinite import NonfiniteGuard
 from onecopy.step.owned_shards import OwnedShard
 from onecopy.step.parameter_groups import Group
 
@@ -107,6 +110,8 @@ class PipelinedStep:
         # On an accelerator the host must not wait. On the CPU, if another optimizer steps next, the ranks must know of
         # a failure before that.
         self._confirms_later = engine.collectives.defers_host_reads
+        guard = engine.guard
+        self._confirms_first = not self._confirms_later or (guard is not None and guard.agrees_first)
         self._defers_flags = self._confirms_later or (overlap and is_only_optimizer and replicas is None)
         self._storage: object = None
         self._segments: list[_UpdateSegment] = []
@@ -142,9 +147,11 @@ class PipelinedStep:
             inner.clock.begin()
             inner.master_weights.refresh_from_params()
             gradient_shards = dict(gradients.owned_shards() or {})
+            if engine.guard is not None:
+                engine.guard.look(gradient_shards, engine.layout)
         has_gradient = gradients.has_gradient()
-        if not self._confirms_later:
-            self._confirm(groups, has_gradient, failure.error)
+        if self._confirms_first and self._confirm(groups, has_gradient, failure.error):
+            return loss
         # 2. Update and send. A rank that fails goes on sending, because the other ranks receive.
         options = OptionsSnapshot.of(inner.optim.param_groups)
         for number, segment in enumerate(self._segments):
@@ -160,15 +167,19 @@ class PipelinedStep:
         inner.pull_options(groups)
         return loss
 
-    def _confirm(self, groups: Sequence[Group], has_gradient: Sequence[bool], failure: Exception | None) -> None:
-        """Compare the ranks of this replica, and raise on all of them if one has failed."""
+    def _confirm(self, groups: Sequence[Group], has_gradient: Sequence[bool], failure: Exception | None) -> bool:
+        """Compare the ranks of this replica, raise on all if one has failed; return whether they skip the step."""
         try:
-            self._engine.confirm(groups, has_gradient, failure)
+            skips = self._engine.confirm(groups, has_gradient, failure, at_once=True)
         except Exception as error:
             if self._replicas is not None:
                 # Ranks of other replicas have confirmed, and wait for these status flags.
                 self._finish_step(error, self._engine.step_digests(groups, has_gradient))
             raise
+        if skips and self._replicas is not None:
+            # As if there were no gradients: if a replica does not skip the step, all of them raise.
+            self._finish_step(None, self._engine.step_digests(groups, [False] * len(has_gradient)))
+        return skips
 
     def _start_sending(self, number: int, segment: _UpdateSegment, has_gradient: Sequence[bool]) -> None:
         engine = self._engine
@@ -190,18 +201,21 @@ class PipelinedStep:
             failure: this rank's exception in the step.
             digests: digests of the facts that must be equal on all ranks and have not been compared yet.
         """
-        collectives = self._engine.collectives
+        collectives, guard = self._engine.collectives, self._engine.guard
         failed = 0 if failure is None else 1 + collectives.global_rank
         # The largest digest, and the largest of the negated digests, differ where the digests do.
-        values = [failed, *digests, *(-digest for digest in digests)]
+        values = [failed, *digests, *(-digest for digest in digests), *([] if guard is None else [0])]
+        not_finite = None if guard is None else guard.take_flag()
         with profile_range("onecopy.confirm"):
             flags = flags_on(collectives.control_device, values)
+            if not_finite is not None:
+                flags[-1].copy_(not_finite)
             work = collectives.all_reduce(flags, largest=True)
             if self._replicas is not None:
                 work = self._replicas.all_reduce_after(work, flags, largest=True)
         if self._defers_flags:
             # The flags arrive after the parameters, for which this step does not wait with ``overlap``.
-            check = partial(_check_deferred_flags, collectives)
+            check = partial(_check_deferred_flags, collectives, guard)
             self._last_flags = self._deferred_flags.put(flags, work, check)
             if failure is not None:
                 self.wait()
@@ -304,7 +318,7 @@ def _difference(values: Sequence[int]) -> str | None:
     return " and ".join(found) or None
 
 
-def _check_deferred_flags(collectives: Collectives, flags: Tensor) -> None:
+def _check_deferred_flags(collectives: Collectives, guard: NonfiniteGuard | None, flags: Tensor) -> None:
     """Raise if the flags of a step tell that it has failed on any rank, or that the ranks differ."""
     here, values = collectives.group_rank, flags.tolist()
     if values[0]:
@@ -312,6 +326,8 @@ def _check_deferred_flags(collectives: Collectives, flags: Tensor) -> None:
             f"rank {here}: the previous step() failed on rank {values[0] - 1}; see its own error, and load a "
             "checkpoint before going on"
         )
+    if guard is not None:
+        guard.found(values[-1:])
     difference = _difference(values)
     if difference is not None:
         raise RanksDisagreeError(

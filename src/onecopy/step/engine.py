@@ -29,10 +29,12 @@ from onecopy.step.gradient_probe import GradientProbe
 from onecopy.step.gradient_scale_check import GradientScaleCheck
 from onecopy.step.gradients import FullGradients, Gradients
 from onecopy.step.inner_optimizer import InnerOptimizer
+from onecopy.step.nonfinite import NonfiniteGuard
 from onecopy.step.owned_shards import gradient_range
 from onecopy.step.parameter_groups import Group
 from onecopy.step.parameter_storage import Storage
-from onecopy.step.status import StepFacts, make_status
+from onecopy.step.replica_check import ReplicaCheck
+from onecopy.step.status import ImmediateStatus, StepFacts, make_status
 
 StepSchedule = Callable[["Engine", Sequence[Group], Callable[[], Any] | None, dict[str, Any]], Any]
 """Makes one step with an engine, parameter groups, a closure and further arguments, and returns the closure's loss."""
@@ -67,6 +69,8 @@ class Engine:
         gradients: where a step finds its gradients.
         gradient_probe: notices in the first steps that nothing averages the gradients.
         status: exchanges the status flags of a step.
+        guard: notices gradients that are not finite, or None.
+        replica_check: compares the parameters of all ranks every few steps, or None.
         reduced_shards: after the reduce-scatter hook, this rank's reduced gradients by parameter. DDP does not fill
             ``param.grad`` on a rank that has run out of inputs.
         params_with_reduced_grad: ``id()`` of parameters whose gradient was reduced, also after a step has used it.
@@ -86,6 +90,8 @@ class Engine:
         self.inner = inner
         self._storage_class = storage_class
         self.status = make_status(collectives)
+        self.guard: NonfiniteGuard | None = None
+        self.replica_check: ReplicaCheck | None = None
         self.reduced_shards: dict[int, Tensor] = {}
         self.params_with_reduced_grad: set[int] = set()
         self.step_refusal: Exception | None = None
@@ -276,13 +282,29 @@ class Engine:
         self.inner.pull_options(groups)
 
     @profiled("onecopy.confirm")
-    def confirm(self, groups: Sequence[Group], has_gradient: Sequence[bool], failure: Exception | None) -> None:
+    def confirm(
+        self, groups: Sequence[Group], has_gradient: Sequence[bool], failure: Exception | None, at_once: bool = False
+    ) -> bool:
         """Exchange status flags, and raise on all ranks if one has failed or if the ranks differ.
 
-        With flags on an accelerator, the other ranks raise in the next step.
+        With flags on an accelerator, the other ranks raise in the next step, unless the flags are read at once.
+
+        Returns:
+            Whether all ranks skip the step, because a gradient is not finite.
         """
-        factor = self._scale_check.common_factor()
-        self.status.exchange(self.facts(groups, has_gradient), factor, failure, probe=self.gradient_probe)
+        factor, status = self._scale_check.common_factor(), self.status
+        if at_once and status.is_deferred:
+            status.check_previous()  # a rank that has failed takes part in no exchange
+            status = ImmediateStatus(self.collectives, DeferredFlags())
+        status.exchange(self.facts(groups, has_gradient), factor, failure, probe=self.gradient_probe, guard=self.guard)
+        return self.guard is not None and self.guard.take_skip()
+
+    def check_replicas(self, wait: Callable[[], None]) -> None:
+        """Wait for parameters in flight and compare the parameters of all ranks, if that is due before this step."""
+        if self.replica_check is not None and self.replica_check.begin_step():
+            self.status.check_previous()
+            wait()
+            self.replica_check.compare(self.params, self.layout)
 
     def facts(self, groups: Sequence[Group], has_gradient: Sequence[bool]) -> StepFacts:
         """The facts that must be equal on all ranks in a step."""

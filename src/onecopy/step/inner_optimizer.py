@@ -279,6 +279,10 @@ class InnerOptimizer:
                     "longer memory; use parameters_as_bucket_view=False"
                 )
 
+    def gradients(self, layout: Layout) -> dict[int, Tensor | None]:
+        """The gradient of each owned shard in ``param.grad``, by parameter."""
+        return {owned.shard.param: self._gradient_shard(owned, layout) for owned in self.owned}
+
     def _gradient_shard(self, owned: OwnedShard, layout: Layout) -> Tensor | None:
         if owned.is_cut:
             return gradient_range(owned.shard, owned.param, layout.params[owned.shard.param].name)

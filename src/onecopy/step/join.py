@@ -54,6 +54,11 @@ class ZeROJoinHook(JoinHook):
     """The hook of a joined rank: it takes part in the steps of the active ranks."""
 
     def __init__(self, step: Callable[[], None], engine: Engine, groups: Callable[[], Sequence[Group]]) -> None:
+        if engine.guard is not None:
+            raise ValueError(
+                "nonfinite cannot be combined with Join: a rank without inputs receives its gradients after the others "
+                "have looked at theirs; construct the optimizer without it"
+            )
         self._step = step
         self._engine = engine
         self._groups = groups

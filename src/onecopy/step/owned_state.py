@@ -121,6 +121,15 @@ class OwnedStateOptimizer(Optimizer):
         else:
             self._shown_state = value  # torch's constructor assigns it before the inner optimizer exists
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset the gradients of all parameters.
+
+        Args:
+            set_to_none: set gradients to None instead of zero.
+        """
+        self.engine.clear_accumulated()
+        super().zero_grad(set_to_none)
+
     def refresh_master_weights(self) -> None:
         """Copy values that were written into the parameters into this rank's master weights.
 

@@ -17,6 +17,7 @@ from onecopy.errors import PeerFailedError, RanksDisagreeError
 from onecopy.layout import Layout
 from onecopy.step.gradient_probe import NO_FLAG, GradientProbe
 from onecopy.step.gradient_scale_check import factors_differ
+from onecopy.step.nonfinite import NonfiniteGuard
 from onecopy.step.parameter_groups import Group
 from onecopy.step.rank_comparison import group_facts, options_text
 
@@ -73,6 +74,7 @@ class StepStatus(Protocol):
         failure: Exception | None,
         call: str = CALL,
         probe: GradientProbe | None = None,
+        guard: NonfiniteGuard | None = None,
     ) -> None:
         """Exchange the flags, and raise on every rank if a rank failed or if the facts differ.
 
@@ -82,6 +84,7 @@ class StepStatus(Protocol):
             failure: its exception in the update.
             call: the name of the call that all ranks are in, for errors.
             probe: compares gradients in the first steps.
+            guard: knows whether this rank's gradients are finite.
         """
 
 
@@ -98,7 +101,8 @@ class ImmediateStatus:
         self._flags.clear()
 
     def check_previous(self) -> None:
-        """Do nothing: all flags have been read."""
+        """Check flags of others in the queue; the flags of this class have been read."""
+        self._flags.check_all()
 
     def exchange(
         self,
@@ -107,13 +111,18 @@ class ImmediateStatus:
         failure: Exception | None,
         call: str = CALL,
         probe: GradientProbe | None = None,
+        guard: NonfiniteGuard | None = None,
     ) -> None:
         """Exchange the flags, and raise on every rank if a rank failed or if the facts differ."""
         probed = probe.take_flag() if probe is not None else None
-        flags = [int(failure is not None), scale_factor, *facts.digests(), NO_FLAG if probed is None else int(probed)]
+        found = guard.take_flag() if guard is not None else None
+        flags = [int(failure is not None), scale_factor, *facts.digests()]
+        flags += [NO_FLAG if probed is None else int(probed), 0 if found is None else int(found)]
         rows = self._collectives.all_gather_flags(flags, call)
         if any(row[0] for row in rows):
             raise_together(self._collectives, call, failure)
+        if guard is not None and guard.found(row[6] for row in rows):
+            return
         factors = factors_differ([row[1] for row in rows])
         if factors is not None:
             shown = ", ".join(f"{factor:.4g}" for factor in factors)
@@ -149,7 +158,7 @@ class DeferredStatus:
 
     def check_previous(self) -> None:
         """Wait for the flags of the previous step, and raise if they tell of a failure."""
-        self._flags.check_older()
+        self._flags.check_all()
 
     def exchange(
         self,
@@ -158,22 +167,30 @@ class DeferredStatus:
         failure: Exception | None,
         call: str = CALL,
         probe: GradientProbe | None = None,
+        guard: NonfiniteGuard | None = None,
     ) -> None:
         """Check the flags of the previous step, then start the exchange of this step's."""
         self._flags.check_older()
         probed = probe.take_flag() if probe is not None else None
         flags = [int(failure is not None), scale_factor, *facts.digests()]
         # The probe takes the place of the factor, which is not known for gradients on an accelerator.
-        rows, work = self._collectives.start_all_gather_flags(flags, {} if probed is None else {1: probed})
-        self._flags.put(rows, work, partial(self._check, call, None if probed is None else probe))
+        computed = {} if probed is None else {1: probed}
+        if guard is not None:
+            found = guard.take_flag()
+            computed |= {} if found is None else {len(flags): found}
+            flags.append(0)
+        rows, work = self._collectives.start_all_gather_flags(flags, computed)
+        self._flags.put(rows, work, partial(self._check, call, None if probed is None else probe, guard))
         self._flags.end_step()
 
-    def _check(self, call: str, probe: GradientProbe | None, rows: Tensor) -> None:
+    def _check(self, call: str, probe: GradientProbe | None, guard: NonfiniteGuard | None, rows: Tensor) -> None:
         here = self._collectives.group_rank
         failed = rows[:, 0].nonzero().flatten().tolist()
         if failed:
             raise PeerFailedError(f"rank {here}: {_previous(call)} failed on ranks {failed}; see their own errors")
-        odd = (rows[:, 2:] != rows[here, 2:]).any(dim=1).nonzero().flatten().tolist()
+        if guard is not None:
+            guard.found(rows[:, 5].tolist())
+        odd = (rows[:, 2:5] != rows[here, 2:5]).any(dim=1).nonzero().flatten().tolist()
         if odd:
             raise RanksDisagreeError(
                 f"rank {here}: in {_previous(call)} ranks {odd} had another layout, other options, or gradients for "

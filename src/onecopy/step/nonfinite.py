@@ -1,0 +1,106 @@
+"""Finds infinities and NaN in tensors, and makes them a flag with which all ranks agree whether a step may go on."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from onecopy.comm.collectives import Collectives
+from onecopy.comm.status_flags import flags_on
+from onecopy.common.torch_private import sparse_parts
+from onecopy.errors import NonfiniteError
+from onecopy.layout import Layout
+from onecopy.step.sharded_norm import local_norms
+
+logger = logging.getLogger(__name__)
+
+PLACES = 1 << 31
+"""More than there are parameters or ranks: a flag is one number for both."""
+
+
+def not_finite(tensors: Sequence[Tensor | None], device: torch.device) -> Tensor:
+    """Whether each tensor has an infinity or a NaN, as one tensor on ``device``; False for None."""
+    values = [sparse_parts(each)[1] if each is not None and each.is_sparse else each for each in tensors]
+    return local_norms(values, math.inf, device).isfinite().logical_not()
+
+
+class NonfiniteGuard:
+    """Lets no update with an infinity or a NaN in a gradient happen unnoticed: all ranks raise, or skip the step.
+
+    The flag of a rank is 0 if its gradients are finite. Otherwise it is larger the earlier the parameter is, and among
+    the owners of one parameter the lower the rank. So the largest flag of all ranks names both.
+
+    Args:
+        skips: skip the step instead of raising.
+        collectives: the ranks that share the state.
+
+    Attributes:
+        agrees_first: whether the ranks read the flags before the update. Otherwise the flags are on an accelerator,
+            and are read in the next step with the others.
+    """
+
+    def __init__(self, skips: bool, collectives: Collectives) -> None:
+        self._skips = skips
+        self._collectives = collectives
+        self.agrees_first = skips or not collectives.defers_host_reads
+        self._flag: Tensor | None = None
+        self._flags_by_param: Tensor | None = None
+        self._layout: Layout | None = None
+        self._skips_now = False
+
+    def look(self, gradients: Mapping[int, Tensor | None], layout: Layout) -> None:
+        """Compute the flag of this step, on the device of the flags.
+
+        Args:
+            gradients: the gradients of this rank's shards, by parameter.
+            layout: the parameters.
+        """
+        device, count = self._collectives.control_device, len(layout.params)
+        if self._flags_by_param is None or len(self._flags_by_param) != count:
+            last = PLACES - 1 - self._collectives.global_rank
+            self._flags_by_param = flags_on(device, [(PLACES - index) * PLACES + last for index in range(count)])
+        found = not_finite([gradients.get(index) for index in range(count)], device)
+        self._flag, self._layout = (found * self._flags_by_param).max(), layout
+
+    def take_flag(self) -> Tensor | None:
+        """Return the flag of this step, or None if it was taken before, and forget it."""
+        flag, self._flag = self._flag, None
+        return flag
+
+    def found(self, flags: Iterable[int]) -> bool:
+        """Return whether the step is skipped, because a rank has found something; raise if it must not be.
+
+        Args:
+            flags: the flags of all ranks, or the largest of them.
+        """
+        largest = max(flags)
+        if not largest:
+            return False
+        assert self._layout is not None
+        place, last = divmod(largest, PLACES)
+        name = self._layout.params[PLACES - place].name
+        where = f"the gradient of parameter {name!r} has an infinity or a NaN on global rank {PLACES - 1 - last}"
+        here = self._collectives.group_rank
+        if not self.agrees_first:
+            raise NonfiniteError(
+                f"rank {here}: in the previous step() {where}. The parameters were updated with it: load a checkpoint "
+                "before going on"
+            )
+        if not self._skips:
+            raise NonfiniteError(
+                f"rank {here}: {where}. step() has changed nothing on any rank. Look at the loss and the learning rate "
+                "of this step; nonfinite='skip' leaves out such steps"
+            )
+        if here == 0:
+            logger.warning("step() is skipped on all ranks: %s", where)
+        self._skips_now = True
+        return True
+
+    def take_skip(self) -> bool:
+        """Return whether this step is skipped, and forget it."""
+        skips, self._skips_now = self._skips_now, False
+        return skips

@@ -38,6 +38,7 @@ CASES = [
 @pytest.mark.parametrize(("kind", "case"), CASES if EVERYTHING else CASES[::4])
 def test_all_ranks_raise_after_an_exception_on_one(world_size: int, failing_rank: int, kind: str, case: str) -> None:
     for rank, outcome in enumerate(outcomes(world_size, kind=kind, case=case, failing_rank=failing_rank)):
+        assert outcome is not None
         assert outcome.seconds < SECONDS
         if rank == failing_rank:
             assert outcome.error in ("ValueError", "KeyboardInterrupt")
@@ -55,6 +56,7 @@ def test_all_ranks_raise_when_they_wait_for_each_other(
     world_size: int, failing_rank: int, kind: str, case: str
 ) -> None:
     for rank, outcome in enumerate(outcomes(world_size, kind=kind, case=case, failing_rank=failing_rank)):
+        assert outcome is not None
         if rank == failing_rank and case in ("left early", "skipped iteration"):
             assert outcome.error == "NoneType"  # it has made all its calls
             continue
@@ -65,10 +67,22 @@ def test_all_ranks_raise_when_they_wait_for_each_other(
             assert name in outcome.text
 
 
+@pytest.mark.parametrize("kind", KINDS if EVERYTHING else KINDS[::3])
+def test_a_killed_rank_is_named(kind: str) -> None:
+    first, killed, last = outcomes(3, kind=kind, case="SIGKILL", failing_rank=1)
+    assert killed is None
+    for outcome in (first, last):
+        assert outcome is not None
+        assert outcome.seconds < SECONDS
+        assert outcome.error == "PeerFailedError", outcome
+        assert "rank 1 ended without an exception" in outcome.text
+
+
 @pytest.mark.parametrize("case", ["evaluation", "long computation"])
 @pytest.mark.parametrize("kind", KINDS if EVERYTHING else KINDS[:1])
 def test_a_slow_rank_is_no_failure(kind: str, case: str) -> None:
     for outcome in outcomes(2, kind=kind, case=case, failing_rank=0, blocked_seconds=1.0):
+        assert outcome is not None
         assert outcome.error == "NoneType", outcome
 
 

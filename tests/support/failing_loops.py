@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import random
+import signal
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -33,11 +37,12 @@ class Outcome:
     steps: int
 
 
-def outcomes(world_size: int, **arguments: Any) -> list[Outcome]:
-    """Run :func:`loop` on fresh processes, because process groups are aborted."""
+def outcomes(world_size: int, **arguments: Any) -> list[Outcome | None]:
+    """Run :func:`loop` on fresh processes, because process groups are aborted; None for a process that has ended."""
     pool = Pool(world_size)
+    may_end = {arguments["failing_rank"]} if arguments["case"] == "SIGKILL" else set()
     try:
-        return pool.run(__name__, "loop", arguments, LIMIT)
+        return pool.run(__name__, "loop", arguments, LIMIT, may_end)
     finally:
         pool.close()
 
@@ -80,6 +85,11 @@ def _mistake(case: str, served: Served) -> Iterator[bool | None]:
     elif case == "exception in the closure":
         served._pass()
         served.zero.step(_fail)
+    elif case == "SIGKILL":
+        timer = threading.Timer(random.uniform(0, 0.01), os.kill, (os.getpid(), signal.SIGKILL))
+        timer.start()
+        yield True
+        timer.join()
     elif case == "exception after the step":
         yield True
         raise ValueError("no data")

@@ -60,6 +60,10 @@ bench-checkpoints: setup ## time saving and loading, beside torch's class, torch
 faults: setup ## kill ranks at COUNT points of a save, and check that the newest checkpoint always loads
 	$(SAFELY) $(BIN)/python benchmarks/faults.py $(COUNT)
 
+loop-faults: COUNT = 100
+loop-faults: setup ## fail in a training loop in COUNT ways, and check that all ranks raise soon and name the cause
+	$(SAFELY) $(BIN)/python benchmarks/loop_faults.py $(COUNT) --seed $(SEED)
+
 hostile: COUNT = 3000
 hostile: setup ## COUNT hostile manifests and corrupted files, and processes that save and load in one directory
 	$(SAFELY) $(BIN)/python benchmarks/hostile.py $(COUNT) --seed $(SEED)

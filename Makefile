@@ -21,7 +21,7 @@ TESTS ?=
 ONLY ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test accelerator test-all test-newest bench bench-setup bench-check bench-checkpoints bench-consolidation clients soak faults hostile ends fuzz fuzz-manifests docs docs-check notebook lint types clean
+.PHONY: help setup demo test accelerator test-all test-newest bench bench-setup bench-check bench-checkpoints bench-consolidation clients soak faults loop-faults hostile ends fuzz fuzz-manifests docs docs-check notebook lint types clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20

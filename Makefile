@@ -21,7 +21,7 @@ TESTS ?=
 ONLY ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test accelerator test-all test-newest bench bench-setup bench-check bench-checkpoints bench-consolidation clients soak faults hostile ends fuzz fuzz-manifests docs docs-check notebook lint types clean
+.PHONY: help setup demo test accelerator test-all test-newest bench bench-setup bench-check bench-checkpoints bench-consolidation clients soak faults loop-faults hostile ends fuzz fuzz-manifests docs docs-check notebook lint types clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -59,6 +59,10 @@ bench-checkpoints: setup ## time saving and loading, beside torch's class, torch
 
 faults: setup ## kill ranks at COUNT points of a save, and check that the newest checkpoint always loads
 	$(SAFELY) $(BIN)/python benchmarks/faults.py $(COUNT)
+
+loop-faults: COUNT = 100
+loop-faults: setup ## fail in a training loop in COUNT ways, and check that all ranks raise soon and name the cause
+	$(SAFELY) $(BIN)/python benchmarks/loop_faults.py $(COUNT) --seed $(SEED)
 
 hostile: COUNT = 3000
 hostile: setup ## COUNT hostile manifests and corrupted files, and processes that save and load in one directory

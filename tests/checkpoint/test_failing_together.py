@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 
-from onecopy import checkpoint
+from onecopy import RanksDisagreeError, checkpoint
 from onecopy.common import tagged_json
 from tests.support.dcp import full_state, make, train
 from tests.support.failures import expect_failure_of, expect_no_memory, failing
@@ -109,3 +109,23 @@ def save_without_a_thread(folder: str) -> int:
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_a_save_in_the_background_where_one_rank_can_start_no_thread(tmp_path: Path, world_size: int) -> None:
     assert pools.run(world_size, __name__, "save_without_a_thread", {"folder": str(tmp_path)}) == [3] * world_size
+
+
+@pytest.mark.parametrize("call", ["step", "consolidate_state_dict"])
+def test_a_save_while_another_rank_is_in_another_call(tmp_path: Path, call: str) -> None:
+    pools.run(2, __name__, "save_on_rank_0", {"root": str(tmp_path), "call": call})
+
+
+def save_on_rank_0(root: str, call: str) -> None:
+    """Save on all ranks, which makes the group of saves, and then on rank 0 alone."""
+    model, zero = make("element")
+    train(model, zero, range(2))
+    checkpoint.save(root, 1, model=model, optimizer=zero)
+    is_saving = dist.get_rank() == 0
+    expect_failure_of(
+        [0, 1],
+        lambda: checkpoint.save(root, 2, model=model, optimizer=zero) if is_saving else getattr(zero, call)(),
+        RanksDisagreeError,
+        f"rank 0: saving a checkpoint; rank 1: {call}",
+    )
+    assert dist.get_rank() or [path.name for path in Path(root).iterdir() if path.is_dir()] == ["step-00000001"]

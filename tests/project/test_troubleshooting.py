@@ -22,7 +22,6 @@ BLOCK = re.compile(r"(<!-- message: (\w+) -->\n```text\n)(.*?)(\n```)", re.DOTAL
 
 def messages(folder: Path) -> dict[str, str]:
     """The text of every message, by the name of the mistake."""
-    pools.close()  # after the first save of a process, a save against another call is found at the timeout only
     ranks = pools.run(2, "tests.support.mistakes", "messages_of_rank", {"folder": str(folder)})
     found = {name: mistakes.on_page([rank[name] for rank in ranks]) for name in ranks[0]}
     alone = {each.__name__: mistakes.on_page([mistakes.message_of(each, folder)]) for each in mistakes.ALONE}

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import random
+import signal
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,6 +26,27 @@ LIMIT = 60.0
 STEP = 2
 """The step in which the loop fails."""
 
+SECONDS = 10.0
+"""No error may take longer."""
+
+KINDS = ["parameter", "reduce-scatter", "overlap", "sharded data parallel"]
+
+EXCEPTIONS = [
+    "exception before the forward pass",
+    "exception in the backward pass",
+    "exception in the closure",
+    "exception after the step",
+    "Ctrl-C",
+]
+
+BLOCKED = ["skipped step", "skipped iteration", "left early", "load on one rank"]
+
+CASES = [*EXCEPTIONS, *BLOCKED, "SIGKILL"]
+"""The ways in which a loop fails."""
+
+SLOW = ["evaluation", "long computation"]
+"""The ways in which a rank is only slow."""
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -33,11 +58,47 @@ class Outcome:
     steps: int
 
 
-def outcomes(world_size: int, **arguments: Any) -> list[Outcome]:
-    """Run :func:`loop` on fresh processes, because process groups are aborted."""
+def kinds_of(case: str) -> list[str]:
+    """The kinds of training in which a loop can fail in one way: an overlapped step takes no closure, and needs none."""
+    return [kind for kind in KINDS if kind != "overlap" or case not in ("exception in the closure", *BLOCKED)]
+
+
+def problem_of(case: str, failing_rank: int, found: list[Outcome | None]) -> str:
+    """The first rank that did not end as it should, as text; empty if there is none."""
+    for rank, outcome in enumerate(found):
+        is_failing = rank == failing_rank
+        if outcome is None:
+            right = is_failing and case == "SIGKILL"
+        elif case in SLOW or (is_failing and case in ("left early", "skipped iteration")):
+            right = outcome.error == "NoneType"  # it makes all its calls
+        elif is_failing and case in EXCEPTIONS:
+            right = outcome.error == ("KeyboardInterrupt" if case == "Ctrl-C" else "ValueError")
+        else:
+            right = outcome.error in ("PeerFailedError", "RanksDisagreeError") and outcome.seconds < SECONDS
+            right = right and all(words in outcome.text for words in _expected(case, failing_rank))
+        if not right:
+            return f"rank {rank}: {outcome}"
+    return ""
+
+
+def _expected(case: str, failing_rank: int) -> tuple[str, ...]:
+    """Words of the errors of the other ranks, and of all ranks that wait for each other."""
+    if case in EXCEPTIONS:
+        return (f"rank {failing_rank}: {'KeyboardInterrupt' if case == 'Ctrl-C' else 'ValueError: no data'}",)
+    words = {
+        "skipped step": ("step()", "backward()"),
+        "load on one rank": ("load_state_dict()",),
+        "SIGKILL": (f"rank {failing_rank} ended without an exception",),
+    }
+    return words.get(case, (f"rank {failing_rank}", "has left the training loop"))
+
+
+def outcomes(world_size: int, **arguments: Any) -> list[Outcome | None]:
+    """Run :func:`loop` on fresh processes, because process groups are aborted; None for a process that has ended."""
     pool = Pool(world_size)
+    may_end = {arguments["failing_rank"]} if arguments["case"] == "SIGKILL" else set()
     try:
-        return pool.run(__name__, "loop", arguments, LIMIT)
+        return pool.run(__name__, "loop", arguments, LIMIT, may_end)
     finally:
         pool.close()
 
@@ -80,6 +141,11 @@ def _mistake(case: str, served: Served) -> Iterator[bool | None]:
     elif case == "exception in the closure":
         served._pass()
         served.zero.step(_fail)
+    elif case == "SIGKILL":
+        timer = threading.Timer(random.uniform(0, 0.01), os.kill, (os.getpid(), signal.SIGKILL))
+        timer.start()
+        yield True
+        timer.join()
     elif case == "exception after the step":
         yield True
         raise ValueError("no data")

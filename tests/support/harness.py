@@ -18,7 +18,7 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any, TypeVar
@@ -69,8 +69,10 @@ class Pool:
             self._pipes.append(ours)
             self._processes.append(process)
 
-    def run(self, module: str, name: str, kwargs: dict[str, Any], limit: float) -> list[Any]:
-        """Call a function on every rank and return the result of each."""
+    def run(
+        self, module: str, name: str, kwargs: dict[str, Any], limit: float, may_end: Collection[int] = ()
+    ) -> list[Any]:
+        """Call a function on every rank and return the result of each; None for ranks in ``may_end`` that have ended."""
         for pipe in self._pipes:
             pipe.send((module, name, kwargs))
         deadline = time.monotonic() + limit
@@ -89,6 +91,8 @@ class Pool:
                 except (EOFError, ConnectionError):
                     self._processes[rank].join(timeout=5.0)
                     answer, problem = None, f"the process {ending(self._processes[rank].exitcode)}"
+                    if rank in may_end:
+                        problem = None
                 results[rank] = answer
                 if problem is not None:
                     problems[rank] = problem

@@ -142,7 +142,7 @@ def raise_together(collectives: Collectives, call: str, failure: Exception | Non
             f"global rank {collectives.global_rank}: {call} failed in another replica; see its own error"
         )
     raise PeerFailedError(
-        f"rank {collectives.group_rank}: {call} failed on {_ranks(failed)}: {messages[failed[0]].decode()}"
+        f"rank {collectives.group_rank}: {call} failed on {ranks_text(failed)}: {messages[failed[0]].decode()}"
     )
 
 
@@ -157,7 +157,7 @@ def _raise_difference(collectives: Collectives, call: str, facts: Sequence[Fact]
         holders: dict[str, list[int]] = {}
         for group_rank, row in enumerate(rows):
             holders.setdefault(f"{row[0]}: {row[1]}" if row else "nothing more", []).append(group_rank)
-        details = "; ".join(f"{_ranks(ranks)}: {text}" for text, ranks in holders.items())
+        details = "; ".join(f"{ranks_text(ranks)}: {text}" for text, ranks in holders.items())
         hint = f" {NAMES_HINT}" if _POSITION.search(details) else ""
         raise RanksDisagreeError(
             f"rank {collectives.group_rank}: the ranks disagree in {call}. First difference: {details}. {remedy}{hint}"
@@ -176,5 +176,6 @@ def _message(failure: Exception | None) -> bytes:
     return f"{type(failure).__name__}: {text}".encode(errors="backslashreplace")
 
 
-def _ranks(ranks: Sequence[int]) -> str:
+def ranks_text(ranks: Sequence[int]) -> str:
+    """Ranks as text, such as "ranks 1, 3"."""
     return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))

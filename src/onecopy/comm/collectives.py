@@ -104,10 +104,13 @@ class Collectives:
     def cpu_group(self, purpose: str, call: str) -> Collectives:
         """The same ranks on a gloo group for one purpose; all members make this call together.
 
+        They meet in this group first, so that all raise if one of them is in another call of this group.
+
         Args:
             purpose: the purpose; for each there is one group.
             call: the name of the user's call that needs the group, for errors.
         """
+        self.all_gather_flags([0], call)
         group = self._side_group(purpose, "gloo", call)
         if group is None:
             raise OnecopyError(

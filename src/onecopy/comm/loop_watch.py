@@ -5,6 +5,7 @@
    an error of the backend at once, also in a backward pass of DDP. With other backends every rank must abort: the
    thread of its background service reads the failure, and does so.
 3. A rank that gets an error of the backend reads which rank has failed first, and raises ``PeerFailedError`` with it.
+   If none has, because a process was killed, the ranks that do not report the lost connection are named.
 
 The thread also looks for ranks that wait for each other in different calls (``blocked_ranks.py``), which no rank would
 notice before the timeout of the process group.
@@ -24,6 +25,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from onecopy.comm.agreement import ranks_text
 from onecopy.comm.background_service import BackgroundService
 from onecopy.comm.blocked_ranks import BlockedRanks, line_of
 from onecopy.comm.process_groups import abort_groups
@@ -35,6 +37,9 @@ SECONDS = 5.0
 
 LOOK_EVERY = 0.5
 """Seconds between two looks at the main thread."""
+
+SECONDS_TO_NOTICE = 3.0
+"""How long ranks that have lost a connection wait for the others to notice it too."""
 
 _BACKEND_ERROR = re.compile(r"gloo|pair closure|onnection (closed|reset|refused)|[Tt]imed out|NCCL|abort", re.DOTALL)
 
@@ -57,8 +62,8 @@ class LoopWatch:
     def __init__(self, store: Store, name: str, finds_blocked_ranks: bool) -> None:
         self._store = store
         self._prefix = f"onecopy/loops/{name}"
-        self._global_rank = dist.get_rank()
-        self._blocked_ranks = BlockedRanks(self._prefix, self._global_rank, dist.get_world_size(), SECONDS)
+        self._global_rank, self._world_size = dist.get_rank(), dist.get_world_size()
+        self._blocked_ranks = BlockedRanks(self._prefix, self._global_rank, self._world_size, SECONDS)
         self._finds_blocked_ranks = finds_blocked_ranks
         self._next_look = time.monotonic() + LOOK_EVERY
         self._lock = threading.Lock()  # the thread looks at the main thread, which may be leaving
@@ -86,18 +91,19 @@ class LoopWatch:
 
     def fail(self, error: BaseException) -> BaseException:
         """Tell all ranks that an exception leaves the block on this one, abort, and return the exception to raise."""
-        is_consequence = is_backend_error(error)
-        mine: Failure = {"rank": self._global_rank, "error": describe(error)}
-        if is_consequence:
+        lost_connection = is_backend_error(error)
+        mine: Failure = {"rank": self._global_rank, "error": describe(error), "lost_connection": lost_connection}
+        if lost_connection:
             mine["left"] = self._blocked_ranks.first_that_left(self._store)
         with self._lock:
             self.has_ended = True
             failure = self._tell(self._store, mine)
+        self._store.set(self._ended_key(self._global_rank), "1")
         abort_groups()
-        return (is_consequence and self._error_of(failure)) or error
+        return (lost_connection and self._error_of(failure)) or error
 
     def _error_of(self, failure: Failure) -> Exception | None:
-        """The error to raise after a failure elsewhere; None if the failure is this rank's."""
+        """The error to raise after a lost connection; None if no other rank is known to have caused it."""
         own = f"rank {self._global_rank}"
         if "blocked" in failure:
             return RanksDisagreeError(
@@ -109,9 +115,27 @@ class LoopWatch:
                 f"{own}: rank {failure['left']} has left the training loop, and this rank waits for it. All ranks must "
                 f"make the same number of steps. {JOIN_HINT}"
             )
-        if failure["rank"] == self._global_rank:
+        if not failure["lost_connection"]:
+            return PeerFailedError(f"{own}: training has failed on rank {failure['rank']}: {failure['error']}")
+        silent = self._silent_ranks()
+        if not silent:
             return None
-        return PeerFailedError(f"{own}: training has failed on rank {failure['rank']}: {failure['error']}")
+        return PeerFailedError(
+            f"{own}: {ranks_text(silent)} ended without an exception, or does not answer: the process was killed, has run "
+            f"out of memory, or its machine is gone. First noticed on rank {failure['rank']}: {failure['error']}"
+        )
+
+    def _silent_ranks(self) -> list[int]:
+        """The ranks that do not notice, within a few seconds, that a connection was lost."""
+        limit = time.monotonic() + SECONDS_TO_NOTICE
+        silent = list(range(self._world_size))
+        while silent and time.monotonic() < limit:
+            silent = [global_rank for global_rank in silent if not self._store.check([self._ended_key(global_rank)])]
+            time.sleep(0.05)
+        return silent
+
+    def _ended_key(self, global_rank: int) -> str:
+        return f"{self._prefix}/ended/{global_rank}"
 
     def _failure(self, store: Store) -> Failure | None:
         key = f"{self._prefix}/failure"

@@ -18,7 +18,7 @@ import contextlib
 import logging
 import os
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass, field, replace
 from importlib.metadata import version
 from typing import Any
 
@@ -62,6 +62,7 @@ class SaveJob:
         keep: how many checkpoints to keep, or None for all.
         plan: this rank's part.
         key: the key to sign the manifest with, or None.
+        committed: on rank 0, whether the checkpoint exists.
     """
 
     ranks: Ranks
@@ -70,6 +71,9 @@ class SaveJob:
     keep: int | None
     plan: SavePlan
     key: SigningKey | None = None
+    committed: bool = field(default=False, init=False)
+
+    @property| None = None
 
     @property
     def _storage(self) -> Storage[Any]:
@@ -84,7 +88,7 @@ class SaveJob:
                 descriptions = self._write(folder)
                 self._commit(folder, final, descriptions)
             except Exception:
-                if self.ranks.rank == 0:
+                if self.ranks.rank == 0 and not self.committed:  # otherwise another rank died after the commit
                     self._storage.discard(folder)
                 raise
         if self.ranks.rank == 0 and self.keep is not None:
@@ -139,6 +143,7 @@ class SaveJob:
                 with self._storage.create(folder / manifest.NAME) as write:
                     write(text)
                 self._storage.commit(folder, final)
+                self.committed = True
 
 
 def prepare(

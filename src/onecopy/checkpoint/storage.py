@@ -1,6 +1,6 @@
 """Where checkpoints are stored: one interface, with an implementation for directories and one for URLs.
 
-Directories have renames and locks, so a checkpoint is written under a temporary name. :mod:`remote_storage` says what
+Directories have renames and locks, so a checkpoint is written under a temporary name. ``remote_storage`` says what
 replaces that on remote stores.
 """
 
@@ -55,7 +55,7 @@ class Storage(Protocol[Place]):
         """Return the names in a directory; none if it is missing."""
 
     def exists(self, path: Place) -> bool:
-        """Return whether there is a file or directory. If that cannot be found out, a later call has to say why."""
+        """Return whether there is a file or directory."""
 
     def size_of(self, path: Place) -> int | None:
         """Return the size of a regular file, and None for anything else."""
@@ -105,7 +105,7 @@ class LocalStorage:
             return []
 
     def exists(self, path: Path) -> bool:
-        """Return whether there is anything, also a symbolic link."""
+        """Return whether there is anything, also a link. If that cannot be found out, a later call has to say why."""
         try:
             os.lstat(path)
         except (FileNotFoundError, NotADirectoryError):

@@ -17,7 +17,8 @@ import torch.distributed as dist
 from fsspec.implementations.memory import MemoryFileSystem
 from typer.testing import CliRunner, Result
 
-from onecopy.checkpoint import latest, load, save, verify, wait
+from onecopy.checkpoint import latest, load, save, saving, verify, wait
+from onecopy.checkpoint.ranks import explained_os_errors
 from onecopy.checkpoint.remote_storage import RemoteStorage
 from onecopy.cli.main import app
 from onecopy.errors import CheckpointError, CorruptCheckpointError, OnecopyError
@@ -283,3 +284,21 @@ def test_a_store_that_only_one_process_sees_is_refused(world_size: int) -> None:
         save_side("memory://alone", 1, make("plain"))
     assert latest("memory://alone") is None
     MemoryFileSystem.store.clear()
+
+
+@distributed(2)
+def test_a_rank_that_fails_after_the_commit_takes_nothing_back(world_size: int, tmp_path: Path) -> None:
+    """As with the rename of a directory: what is complete stays."""
+    root, side = f"shared://{tmp_path}/run", make("plain")
+
+    def refuse(action: str) -> Any:
+        if action.startswith("committing"):
+            raise CheckpointError("this rank is out of order")
+        return explained_os_errors(action)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.setattr(saving, "explained_os_errors", refuse)
+        with pytest.raises(OnecopyError, match="out of order"):
+            save_side(root, 1, side)
+    assert load_side(root, side).step == 1

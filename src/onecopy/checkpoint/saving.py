@@ -73,8 +73,6 @@ class SaveJob:
     key: SigningKey | None = None
     committed: bool = field(default=False, init=False)
 
-    @property| None = None
-
     @property
     def _storage(self) -> Storage[Any]:
         return storage_of(self.root)

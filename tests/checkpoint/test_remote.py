@@ -131,7 +131,7 @@ def test_a_store_that_fails_is_not_damage(shared: str, monkeypatch: pytest.Monke
     for operations in ("^rb .*rank-", "^info .*manifest", "^info .*rank-"):
         with monkeypatch.context() as patch:
             broken(patch, operations)
-            with pytest.raises(CheckpointError, match="shared://.*out of reach") as caught:
+            with pytest.raises(CheckpointError, match=r"shared://.*out of reach") as caught:
                 other.load(shared)
         assert not isinstance(caught.value, CorruptCheckpointError)
         assert_same_tree(other.tensors(), before, operations)
@@ -197,7 +197,7 @@ def test_urls_that_fsspec_would_expand_are_refused(url: str) -> None:
 
 
 def test_an_unknown_protocol_is_named() -> None:
-    with pytest.raises(CheckpointError, match="^nowhere://run: ValueError: Protocol not known"):
+    with pytest.raises(CheckpointError, match=r"^nowhere://run: ValueError: Protocol not known"):
         save("nowhere://run", 1)
 
 
@@ -280,7 +280,7 @@ def test_an_upload_that_fails_on_one_rank_is_raised_on_all(world_size: int, tmp_
 
 @distributed(2)
 def test_a_store_that_only_one_process_sees_is_refused(world_size: int) -> None:
-    with pytest.raises(OnecopyError, match="rank 0 does not see memory://alone/.*: all ranks must save to one"):
+    with pytest.raises(OnecopyError, match=r"rank 0 does not see memory://alone/.*: all ranks must save to one"):
         save_side("memory://alone", 1, make("plain"))
     assert latest("memory://alone") is None
     MemoryFileSystem.store.clear()

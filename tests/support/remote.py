@@ -177,7 +177,7 @@ def check_ranks(root: str) -> None:
     assert (loaded.step, loaded.extra) == (3, {"own": rank})
     assert str(latest(root)) == f"{root}/step-00000003"
     assert_same_tree(contents_of(other)[1], contents_of(side)[1], "optimizer")
-    params = [dict(each.module.named_parameters()) for each in (other, side)]  # buffers are those of rank 0
-    assert_same_tree(*params, "parameters")
+    mine, saved = (dict(each.module.named_parameters()) for each in (other, side))  # buffers are those of rank 0
+    assert_same_tree(mine, saved, "parameters")
     files = {"manifest.json", *(f"rank-{number:05d}.safetensors" for number in range(world_size))}
     assert set(objects(root)) == {f"step-0000000{step}/{name}" for step in (2, 3) for name in files}

@@ -21,7 +21,7 @@ TESTS ?=
 ONLY ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test accelerator test-all test-newest bench bench-setup bench-check bench-checkpoints bench-consolidation clients soak faults loop-faults hostile ends fuzz fuzz-manifests docs docs-check notebook lint types clean
+.PHONY: help setup demo test accelerator test-all test-newest bench bench-setup bench-check bench-checkpoints bench-consolidation clients soak faults loop-faults hostile remote ends fuzz fuzz-manifests docs docs-check notebook lint types clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -67,6 +67,10 @@ loop-faults: setup ## fail in a training loop in COUNT ways, and check that all 
 hostile: COUNT = 3000
 hostile: setup ## COUNT hostile manifests and corrupted files, and processes that save and load in one directory
 	$(SAFELY) $(BIN)/python benchmarks/hostile.py $(COUNT) --seed $(SEED)
+
+remote: setup ## checkpoints on a local S3-compatible server (installs s3fs and moto)
+	$(INSTALL) 'moto[s3,server]' s3fs
+	$(BIN)/python -m pytest tests/checkpoint/test_remote_s3.py
 
 fuzz-manifests: COUNT = 100000
 fuzz-manifests: setup ## COUNT random manifests, guided by coverage (installs atheris)

@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from onecopy.checkpoint import directories, disk, latest, load, save, saving, verify
+from onecopy.checkpoint import directories, disk, latest, load, save, verify
 from onecopy.checkpoint.conversion import to_torch
+from onecopy.checkpoint.storage import LocalStorage
 from onecopy.errors import CheckpointError, CorruptCheckpointError
 from tests.support.crowded import disk_faults_of_loads
 from tests.support.hostile import Pair
@@ -163,7 +164,7 @@ def test_a_directory_that_another_save_takes_for_a_leftover_is_made_again(
         real(path)
         if path.name.endswith(".tmp") and not removed:
             removed.append(path.name)
-            saving._remove_leftovers(tmp_path)
+            LocalStorage().prepare_root(tmp_path)
             assert not path.exists()
 
     monkeypatch.setattr(disk, "make_directory", make)
@@ -190,7 +191,7 @@ def test_a_directory_that_is_always_removed_is_an_error_and_no_endless_loop(
 def test_a_directory_that_is_being_removed_is_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another save that comes meanwhile does not take it for a leftover."""
     save(tmp_path, 1)
-    at_call(monkeypatch, disk, "remove", 0, lambda: saving._remove_leftovers(tmp_path))
+    at_call(monkeypatch, disk, "remove", 0, lambda: LocalStorage().prepare_root(tmp_path))
     save(tmp_path, 2, keep=1)
     assert names_in(tmp_path) == ["step-00000002"]
 

@@ -175,11 +175,11 @@ def state_of(side: Side) -> list[Any]:
     return copied
 
 
-def save_side(root: Path, step: int, side: Side, **options: Any) -> Path:
+def save_side(root: Path | str, step: int, side: Side, **options: Any) -> Path:
     return save(root, step, model=side.model, optimizer=side.optimizers, **options)
 
 
-def load_side(source: Path, side: Side, **options: Any) -> Any:
+def load_side(source: Path | str, side: Side, **options: Any) -> Any:
     return load(source, model=side.model, optimizer=side.optimizers, **options)
 
 

@@ -45,11 +45,11 @@ class Pair:
         self.model(torch.ones(1, self.linear.in_features)).square().sum().backward()
         self.optimizer.step()
 
-    def save(self, root: Path, step: int = 1, **options: Any) -> Path:
+    def save(self, root: Path | str, step: int = 1, **options: Any) -> Path:
         extra = {"list": [1, 2.5, None, ("a", torch.arange(5))], "nan": float("nan"), "deep": {3: [[[torch.ones(2)]]]}}
         return save(root, step, model=self.model, optimizer=self.optimizer, extra=extra, **options)
 
-    def load(self, source: Path, **options: Any) -> Any:
+    def load(self, source: Path | str, **options: Any) -> Any:
         return load(source, model=self.model, optimizer=self.optimizer, **options)
 
     def tensors(self) -> dict[str, Tensor]:

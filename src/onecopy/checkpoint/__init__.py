@@ -16,6 +16,7 @@ from onecopy.checkpoint.loading import Loaded
 from onecopy.checkpoint.optimizer_view import Optimizers
 from onecopy.checkpoint.save_plan import PerRank
 from onecopy.checkpoint.signing import SigningKey
+from onecopy.checkpoint.storage import location_of
 from onecopy.checkpoint.training_state import capture, restore
 
 __all__ = [
@@ -49,14 +50,15 @@ def save(
     refuse_nonfinite: bool = False,
     key: SigningKey | None = None,
     process_group: Any = None,
-) -> Path:
+) -> Path | Any:
     """Save a checkpoint to ``root/step-...``. All ranks make this call together, and each rank writes its part.
 
     All ranks give the same arguments. If anything fails on any rank, all ranks raise, and older checkpoints have not
     changed.
 
     Args:
-        root: the directory for the checkpoints of a run, on a file system that all ranks see.
+        root: the directory for the checkpoints of a run, on a file system that all ranks see; or a URL of fsspec, for
+            example ``s3://bucket/run``.
         step: the step to save under; an existing checkpoint is never overwritten.
         model: the model, with or without DDP or ShardedDataParallel around it.
         optimizer: one or several optimizers, of any class.
@@ -73,7 +75,7 @@ def save(
         process_group: the ranks that save (default: all ranks; without torch.distributed, this process).
 
     Returns:
-        The checkpoint's directory.
+        The checkpoint's directory: a ``Path``, or for a URL an object whose ``str()`` is the checkpoint's URL.
     """
     _background.finish()
     job = saving.prepare(
@@ -82,7 +84,7 @@ def save(
     if blocking:
         return job.run()
     _background.start(job)
-    return directories.folder_of(Path(root), step)
+    return location_of(root) / directories.folder_name(step)
 
 
 def wait() -> None:
@@ -134,8 +136,8 @@ def load(
     Nothing changes before every rank has read and checked every byte it needs.
 
     Args:
-        source: a checkpoint, or a directory with several: then the newest one that is not damaged. Rank 0's path is
-            used on all ranks.
+        source: a checkpoint, or a directory with several: then the newest one that is not damaged. It may be a URL.
+            Rank 0's path is used on all ranks.
         model: the model to load into, or None.
         optimizer: the optimizers to load into, in the order in which they were saved, or None.
         strict: whether the checkpoint must have exactly the names of the model's state dict.
@@ -157,11 +159,11 @@ def load(
     return loading.load(source, model, optimizer, strict, missing_ok, check_base, key, process_group)
 
 
-def latest(root: str | os.PathLike[str]) -> Path | None:
+def latest(root: str | os.PathLike[str]) -> Path | Any | None:
     """Return the newest complete checkpoint under a root, or None.
 
     Args:
-        root: the directory that was given to :func:`save`.
+        root: the directory or URL that was given to :func:`save`.
     """
-    found = directories.committed(Path(root))
+    found = directories.committed(location_of(root))
     return found[0] if found else None

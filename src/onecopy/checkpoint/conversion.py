@@ -18,6 +18,7 @@ from onecopy.checkpoint.files import Reader, check_storable, whole_tensor
 from onecopy.checkpoint.manifest import Manifest, SavedOptimizer, SavedParam, keys_in, value_of
 from onecopy.checkpoint.optimizer_view import POSITION_NAME
 from onecopy.checkpoint.ranks import Ranks
+from onecopy.checkpoint.remote_storage import RemotePath
 from onecopy.checkpoint.save_plan import (
     KeyedTensors,
     SavePlan,
@@ -28,6 +29,7 @@ from onecopy.checkpoint.save_plan import (
     whole_piece,
 )
 from onecopy.checkpoint.saving import SaveJob, check_step
+from onecopy.checkpoint.storage import Location, location_of
 from onecopy.common import tagged_json
 from onecopy.errors import CheckpointError
 from onecopy.state_dict.forms import plain_state_dict
@@ -68,7 +70,7 @@ def write_torch(content: Any, target: str | os.PathLike[str]) -> None:
         content: the object to save.
         target: the file; it must not exist.
     """
-    with _atomic_file(Path(target)) as temporary:
+    with _atomic_file(_local_file(target)) as temporary:
         torch.save(content, temporary)
 
 
@@ -89,11 +91,11 @@ def to_safetensors(source: str | os.PathLike[str], target: str | os.PathLike[str
             for name, tree in found.model.items()
             if isinstance(tree, list) and tree[0] == "tensor"
         }
-        with _atomic_file(Path(target)) as temporary:
+        with _atomic_file(_local_file(target)) as temporary:
             save_file(weights, temporary, metadata={"format": "pt"})
 
 
-def from_torch(source: str | os.PathLike[str], root: str | os.PathLike[str], step: int | None = None) -> Path:
+def from_torch(source: str | os.PathLike[str], root: str | os.PathLike[str], step: int | None = None) -> Location:
     """Convert a ``torch.save`` file to a checkpoint, for example one with a consolidated state dict of torch's ZeRO.
 
     The file has a dict with ``model`` and ``optimizer`` state dicts (or one of them), or one such state dict itself.
@@ -102,13 +104,13 @@ def from_torch(source: str | os.PathLike[str], root: str | os.PathLike[str], ste
 
     Args:
         source: the file; it is loaded with ``weights_only=True``.
-        root: the directory for checkpoints.
+        root: the directory or URL for checkpoints.
         step: the number to save under; by default the file's own, or 0.
 
     Raises:
         CheckpointError: if the file cannot be read, or if its values are much larger than the file.
     """
-    content = _load_torch_file(Path(source))
+    content = _load_torch_file(_local_file(source))
     try:
         plan, given_step = _plan_of(content)
     except (TypeError, ValueError):
@@ -117,7 +119,7 @@ def from_torch(source: str | os.PathLike[str], root: str | os.PathLike[str], ste
         raise CheckpointError(f"{source} does not hold state dicts: {type(error).__name__}: {error}") from error
     step = given_step if step is None else step
     check_step(step)
-    return SaveJob(Ranks.single(), Path(root), step, None, plan).run()
+    return SaveJob(Ranks.single(), location_of(root), step, None, plan).run()
 
 
 def _plan_of(content: Any) -> tuple[SavePlan, Any]:
@@ -208,7 +210,7 @@ def _opened(source: str | os.PathLike[str]) -> Iterator[tuple[Manifest, Reader]]
     """Open a checkpoint for reading."""
     with contextlib.ExitStack() as stack:
 
-        def opened(folder: Path) -> tuple[Manifest, Reader]:
+        def opened(folder: Location) -> tuple[Manifest, Reader]:
             found = read_manifest(folder)
             reader = stack.enter_context(Reader(folder, found.files))
             reader.check_sizes()
@@ -216,6 +218,14 @@ def _opened(source: str | os.PathLike[str]) -> Iterator[tuple[Manifest, Reader]]
             return found, reader
 
         yield with_newest(source, opened)
+
+
+def _local_file(given: str | os.PathLike[str]) -> Path:
+    """Return the path of a file; raise ``ValueError`` if it is a URL."""
+    location = location_of(given)
+    if isinstance(location, RemotePath):
+        raise ValueError(f"{location} must be a local file: only checkpoints of onecopy can be on a remote store")
+    return location
 
 
 @contextlib.contextmanager

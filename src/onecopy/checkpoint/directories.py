@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import TypeVar
 
 from onecopy.checkpoint import manifest as manifests
@@ -14,25 +12,25 @@ from onecopy.checkpoint.manifest import Manifest
 from onecopy.checkpoint.manifest_checks import MAX_BYTES
 from onecopy.checkpoint.progress_bar import bar
 from onecopy.checkpoint.signing import SigningKey, check_key
+from onecopy.checkpoint.storage import Location, location_of, storage_of
 from onecopy.errors import CorruptCheckpointError
 
 Result = TypeVar("Result")
 
 DIGITS = 8
-_COMMITTED = re.compile(r"step-(\d{8,})")
 
 
-def folder_of(root: Path, step: int) -> Path:
-    """Return the directory for the checkpoint of a step."""
-    return root / f"step-{step:0{DIGITS}d}"
+def folder_name(step: int) -> str:
+    """Return the name of the directory for the checkpoint of a step."""
+    return f"step-{step:0{DIGITS}d}"
 
 
-def step_of(folder: Path) -> int:
+def step_of(folder: Location) -> int:
     """Return the step of a checkpoint directory."""
     return int(folder.name.removeprefix("step-"))
 
 
-def committed(root: Path) -> list[Path]:
+def committed(root: Location) -> list[Location]:
     """Return all complete checkpoints under a root, the newest first."""
     found, before = _listed(root), None
     while found != before:  # another process may have renamed some while they were listed
@@ -40,28 +38,17 @@ def committed(root: Path) -> list[Path]:
     return found
 
 
-def _listed(root: Path) -> list[Path]:
-    if not root.is_dir():
-        return []
-    try:
-        found = [(int(match[1]), path) for path in root.iterdir() if (match := _COMMITTED.fullmatch(path.name))]
-    except FileNotFoundError:
-        return []
+def _listed(root: Location) -> list[Location]:
+    names = storage_of(root).names_in(root)
+    found = [(int(match[1]), root / name) for name in names if (match := manifests.FOLDER_NAME.fullmatch(name))]
     return [path for _, path in sorted(found, reverse=True) if _has_manifest(path)]
 
 
-def _has_manifest(folder: Path) -> bool:
-    """Whether a directory has a manifest. If that cannot be found out, a load has to say why."""
-    try:
-        os.lstat(folder / manifests.NAME)
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    except OSError:
-        return True
-    return True
+def _has_manifest(folder: Location) -> bool:
+    return storage_of(folder).exists(folder / manifests.NAME)
 
 
-def read_manifest(folder: Path, key: SigningKey | None = None) -> Manifest:
+def read_manifest(folder: Location, key: SigningKey | None = None) -> Manifest:
     """Read the manifest of a checkpoint; raise if the directory is not a complete checkpoint.
 
     Args:
@@ -71,14 +58,14 @@ def read_manifest(folder: Path, key: SigningKey | None = None) -> Manifest:
     return manifests.parse(_manifest_text(folder), str(folder / manifests.NAME), key)
 
 
-def _manifest_text(folder: Path) -> bytes:
+def _manifest_text(folder: Location) -> bytes:
     path = folder / manifests.NAME
     if not _has_manifest(folder):
         raise CorruptCheckpointError(f"{path} is missing: {folder} is not a complete checkpoint")
     return read_whole(path, MAX_BYTES)
 
 
-def with_newest(source: str | os.PathLike[str], action: Callable[[Path], Result]) -> Result:
+def with_newest(source: str | os.PathLike[str], action: Callable[[Location], Result]) -> Result:
     """Call a function with the path of a checkpoint, or of the newest one in a directory; return its result.
 
     If it finds the checkpoint damaged and another one is the newest by then, a save has removed the first one.
@@ -92,9 +79,9 @@ def with_newest(source: str | os.PathLike[str], action: Callable[[Path], Result]
     return with_newest(source, action)
 
 
-def candidates_in(source: str | os.PathLike[str]) -> list[Path]:
+def candidates_in(source: str | os.PathLike[str]) -> list[Location]:
     """Return the path itself if it is a checkpoint, else the checkpoints under it, the newest first."""
-    path = Path(source)
+    path = location_of(source)
     if _has_manifest(path) or path.name.startswith("step-"):
         return [path]
     found = committed(path)
@@ -117,7 +104,7 @@ def verify(source: str | os.PathLike[str], *, key: SigningKey | None = None) -> 
     return with_newest(source, lambda folder: _verify(folder, key))
 
 
-def _verify(folder: Path, key: SigningKey | None) -> int:
+def _verify(folder: Location, key: SigningKey | None) -> int:
     text = _manifest_text(folder)
     found = manifests.parse(text, str(folder / manifests.NAME), key)
     total = sum(entry.nbytes for entry in found.tensors.values())

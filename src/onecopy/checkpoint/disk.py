@@ -8,11 +8,11 @@ import logging
 import os
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 fcntl: Any
 try:
@@ -27,6 +27,18 @@ EARLY_BYTES = 64 << 20
 
 DAMAGE = {getattr(errno, name) for name in ("EIO", "EBADMSG", "EUCLEAN", "ESTALE", "ELOOP") if hasattr(errno, name)}
 """Errors of reads that a damaged disk, a removed file or a symbolic link in the place of a file causes."""
+
+
+class OpenFile(NamedTuple):
+    """A file that is open for reading, on a disk or elsewhere.
+
+    Attributes:
+        size: its size; None if that is unknown.
+        read_into: reads from an offset into memory, and returns the number of bytes that were read.
+    """
+
+    size: int | None
+    read_into: Callable[[memoryview, int], int]
 
 
 def check_supported() -> None:

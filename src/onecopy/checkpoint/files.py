@@ -10,11 +10,9 @@ import contextlib
 import ctypes
 import hashlib
 import json
-import os
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -25,6 +23,7 @@ from onecopy.checkpoint import disk
 from onecopy.checkpoint.manifest import BLOCK_BYTES, Entry, File, Manifest, Piece
 from onecopy.checkpoint.manifest_checks import SAFETENSORS_NAMES
 from onecopy.checkpoint.signing import digest
+from onecopy.checkpoint.storage import Location, Write, storage_of
 from onecopy.common.flat_views import as_bytes
 from onecopy.errors import CheckpointError, CorruptCheckpointError
 
@@ -54,8 +53,8 @@ def check_storable(tensor: Tensor, where: str) -> None:
         raise TypeError(f"{where} is a tensor of type {tensor.dtype}, which cannot be saved")
 
 
-def write_file(path: Path, pieces: Sequence[LivePiece], signed: bool = False) -> tuple[File, list[Piece]]:
-    """Write a file and flush it to the disk; return the descriptions of the file and, in order, of the pieces.
+def write_file(path: Location, pieces: Sequence[LivePiece], signed: bool = False) -> tuple[File, list[Piece]]:
+    """Write a file and store it durably; return the descriptions of the file and, in order, of the pieces.
 
     Args:
         path: the file, which must not exist.
@@ -80,15 +79,10 @@ def write_file(path: Path, pieces: Sequence[LivePiece], signed: bool = False) ->
     text += b" " * (-len(text) % 8)
     front = len(text).to_bytes(8, "little") + text
     checks: dict[int, list[tuple[int, str]]] = {}
-    descriptor = disk.create(path)
-    try:
-        disk.write(descriptor, front)
-        with disk.EarlyFlush(descriptor) as early:
-            for number in order:
-                checks[number] = list(_write_blocks(descriptor, pieces[number].flat, early, signed))
-        disk.flush(descriptor)
-    finally:
-        os.close(descriptor)
+    with storage_of(path).create(path) as write:
+        write(front)
+        for number in order:
+            checks[number] = list(_write_blocks(write, pieces[number].flat, signed))
     file = File(len(front) + end, len(front), zlib.crc32(front), digest(front) if signed else "")
     described = [
         Piece(
@@ -104,13 +98,12 @@ def write_file(path: Path, pieces: Sequence[LivePiece], signed: bool = False) ->
     return file, described
 
 
-def _write_blocks(descriptor: int, flat: Tensor, early: disk.EarlyFlush, signed: bool) -> Iterator[tuple[int, str]]:
+def _write_blocks(write: Write, flat: Tensor, signed: bool) -> Iterator[tuple[int, str]]:
     """Write flat memory in blocks; yield the checksum of each block, and its digest or nothing."""
     for block in as_bytes(flat).split(BLOCK_BYTES) if flat.numel() else ():
         host = block.cpu()
         memory = _memory_of(host)
-        disk.write(descriptor, memory)
-        early.wrote(host.numel())
+        write(memory)
         yield zlib.crc32(memory), digest(memory) if signed else ""
 
 
@@ -121,7 +114,7 @@ def _memory_of(flat: Tensor) -> memoryview:
 
 
 @contextlib.contextmanager
-def _reading(path: Path) -> Iterator[None]:
+def _reading(path: Location) -> Iterator[None]:
     """Turn errors that a damaged or missing file causes into :class:`CorruptCheckpointError`."""
     try:
         yield
@@ -133,20 +126,18 @@ def _reading(path: Path) -> Iterator[None]:
         raise CorruptCheckpointError(f"{path} cannot be read: {error}") from error
 
 
-def read_whole(path: Path, limit: int) -> bytes:
+def read_whole(path: Location, limit: int) -> bytes:
     """Return the content of a small regular file; raise :class:`CorruptCheckpointError` if it cannot be read."""
+    storage = storage_of(path)
     with _reading(path):
-        size = disk.size_of(path)
+        size = storage.size_of(path)
         if size is None:
             raise CorruptCheckpointError(f"{path} is not a regular file")
         if size > limit:
             raise CorruptCheckpointError(f"{path} has {size} bytes, and at most {limit} are read")
-        descriptor = disk.open_to_read(path)
-        try:
+        with storage.open_to_read(path) as file:
             content = bytearray(size)
-            return bytes(content[: disk.read_into(descriptor, memoryview(content), 0)])
-        finally:
-            os.close(descriptor)
+            return bytes(content[: file.read_into(memoryview(content), 0)])
 
 
 class Reader:
@@ -158,12 +149,13 @@ class Reader:
         signed: whether to compare digests, too. The manifest must have them.
     """
 
-    def __init__(self, folder: Path, files: Mapping[str, File], signed: bool = False) -> None:
-        disk.check_supported()
+    def __init__(self, folder: Location, files: Mapping[str, File], signed: bool = False) -> None:
+        self._storage = storage_of(folder)
+        self._storage.check_supported()
         self._folder = folder
         self._files = files
         self._signed = signed
-        self._open: dict[str, int] = {}
+        self._open: dict[str, disk.OpenFile] = {}
         self._block = bytearray(BLOCK_BYTES)
         self._stack = contextlib.ExitStack()
 
@@ -180,37 +172,35 @@ class Reader:
         for name, file in self._files.items():
             path = self._folder / name
             with _reading(path):
-                size = disk.size_of(path)
+                size = self._storage.size_of(path)
             if size is None:
                 raise CorruptCheckpointError(f"{path} is not a regular file")
             if size != file.size:
                 raise CorruptCheckpointError(f"{path} has {size} bytes, but {file.size} were written")
 
     def open_all(self, names: Iterable[str]) -> None:
-        """Open files and check their headers; from then on they can be read even if another process removes them."""
+        """Open files and check their headers. A local file can then be read even if another process removes it."""
         for name in names:
-            self._descriptor(name)
+            self._opened(name)
 
-    def _descriptor(self, name: str) -> int:
+    def _opened(self, name: str) -> disk.OpenFile:
         """Open a file, or return it if it is open; raise if its size or header is not as it was written."""
         if name not in self._open:
             path, expected = self._folder / name, self._files[name]
             with _reading(path):
-                descriptor = disk.open_to_read(path)
-                self._stack.callback(os.close, descriptor)
-                size = os.fstat(descriptor).st_size
-                if size != expected.size:
-                    raise CorruptCheckpointError(f"{path} has {size} bytes, but {expected.size} were written")
-                self._check_header(descriptor, path, expected)
-            self._open[name] = descriptor
+                file = self._stack.enter_context(self._storage.open_to_read(path))
+                if file.size != expected.size:
+                    raise CorruptCheckpointError(f"{path} has {file.size} bytes, but {expected.size} were written")
+                self._check_header(file, path, expected)
+            self._open[name] = file
         return self._open[name]
 
-    def _check_header(self, descriptor: int, path: Path, expected: File) -> None:
+    def _check_header(self, file: disk.OpenFile, path: Location, expected: File) -> None:
         """Compare a header of any length with its checksum, block by block."""
         crc, sha = 0, hashlib.sha256()
         for offset in range(0, expected.header, BLOCK_BYTES):
             part = memoryview(self._block)[: min(BLOCK_BYTES, expected.header - offset)]
-            disk.read_into(descriptor, part, offset)
+            file.read_into(part, offset)
             crc = zlib.crc32(part, crc)
             sha.update(part)
         if crc != expected.crc32 or (self._signed and sha.hexdigest() != expected.sha256):
@@ -248,9 +238,9 @@ class Reader:
     def _read(self, piece: Piece, number: int, key: str, low: int, high: int, content: memoryview) -> None:
         """Read one block, elements ``[low, high)`` of a tensor, into memory, and compare it with its checksum there."""
         path = self._folder / piece.file
-        descriptor = self._descriptor(piece.file)
+        file = self._opened(piece.file)
         with _reading(path):
-            count = disk.read_into(descriptor, content, piece.offset + number * BLOCK_BYTES)
+            count = file.read_into(content, piece.offset + number * BLOCK_BYTES)
         matches = count == len(content) and zlib.crc32(content) == piece.crc32[number]
         if not matches or (self._signed and digest(content) != piece.sha256[number]):
             raise CorruptCheckpointError(

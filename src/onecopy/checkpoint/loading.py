@@ -42,6 +42,7 @@ from onecopy.checkpoint.optimizer_view import (
 from onecopy.checkpoint.progress_bar import bar
 from onecopy.checkpoint.ranks import Ranks, explained_os_errors
 from onecopy.checkpoint.signing import SigningKey, check_key
+from onecopy.checkpoint.storage import Location, location_of
 from onecopy.comm.agreement import Fact
 from onecopy.common import tagged_json
 from onecopy.errors import CheckpointError, CheckpointMismatchError, CorruptCheckpointError
@@ -65,13 +66,13 @@ class Loaded(_StepAndExtra):
     Attributes:
         step: the step of the checkpoint.
         extra: the saved ``extra``; this rank's :class:`PerRank` values are in it if as many ranks saved as load.
-        path: the checkpoint's directory.
+        path: the checkpoint's directory: a ``Path``, or an object whose ``str()`` is the URL.
         per_rank: the :class:`PerRank` values of every rank that saved.
         missing: with ``strict=False``, names of the model that the checkpoint does not have.
         unexpected: with ``strict=False``, names of the checkpoint that the model does not have.
     """
 
-    path: Path
+    path: Path | Any
     per_rank: list[dict[str, Any]]
     missing: list[str]
     unexpected: list[str]
@@ -80,7 +81,7 @@ class Loaded(_StepAndExtra):
         cls,
         step: int,
         extra: dict[str, Any],
-        path: Path,
+        path: Path | Any,
         per_rank: list[dict[str, Any]],
         missing: Sequence[str] = (),
         unexpected: Sequence[str] = (),
@@ -160,7 +161,7 @@ def load(
         if path in paths:
             logger.warning("%s is damaged, so another one is loaded: %s", path, damages[path])
         path = untried[0]
-        loaded = _load_from(Path(path), model, views, strict, check_base, key, ranks)
+        loaded = _load_from(location_of(path), model, views, strict, check_base, key, ranks)
         if isinstance(loaded, Loaded):
             return loaded
         damages[path] = loaded
@@ -180,7 +181,7 @@ def _candidate_paths(source: str | os.PathLike[str], missing_ok: bool) -> list[s
 
 
 def _load_from(
-    folder: Path,
+    folder: Location,
     model: nn.Module | None,
     views: Sequence[OptimizerView],
     strict: bool,
@@ -239,7 +240,7 @@ def _fill(
     plan: _LoadPlan,
     reader: Reader,
     tensors: Mapping[str, Tensor],
-    folder: Path,
+    folder: Location,
     model: nn.Module | None,
     ranks: Ranks,
 ) -> None:
@@ -276,7 +277,7 @@ _refusing: weakref.WeakKeyDictionary[Optimizer, RemovableHandle] = weakref.WeakK
 """Optimizers of other classes that a failed load has changed in part, with the hook that refuses their steps."""
 
 
-def _refuse_steps(optimizers: Sequence[Optimizer], folder: Path) -> None:
+def _refuse_steps(optimizers: Sequence[Optimizer], folder: Location) -> None:
     """Make ``step()`` raise, in case the load fails half way."""
     refusal = CheckpointError(
         f"loading {folder} has failed half way, so that this optimizer's state is partly old and partly new: load a "

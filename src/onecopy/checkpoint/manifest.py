@@ -33,6 +33,9 @@ _TAGS_OF_2 = (b'["subclass",', b'["dtype",', b'["Size",')
 marks are escaped. Version 3 has the field ``base``, or a signature."""
 
 NAME = "manifest.json"
+FOLDER_NAME = re.compile(r"step-(\d{8,})")
+"""The names of the directories of checkpoints."""
+
 BLOCK_BYTES = 4 << 20
 """A piece has one checksum for each block of this size, so that a part of the piece can be checked alone."""
 

@@ -50,9 +50,11 @@ MAX_DIMENSIONS = 64
 DICTS = ("dict", "Counter", "OrderedDict")
 """Tags of the dict classes in a tree."""
 
+FILE_NAME = re.compile(r"rank-[0-9]{5,9}\.safetensors")
+"""The names that a save gives to files of tensors."""
+
 _LIMIT = 1 << 63
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in SAFETENSORS_NAMES}
-_FILE_NAME = re.compile(r"rank-[0-9]{5,9}\.safetensors")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _FIELDS = {
     "step": int,
@@ -150,7 +152,7 @@ def _are_texts(values: object) -> bool:
 
 
 def _check_file(name: str, file: Any) -> None:
-    _need(_FILE_NAME.fullmatch(name) is not None, f"{_shown(name)} is not the name of a file of a checkpoint")
+    _need(FILE_NAME.fullmatch(name) is not None, f"{_shown(name)} is not the name of a file of a checkpoint")
     _need(
         type(file) is dict
         and file.keys() - {"sha256"} == {"size", "header", "crc32"}

@@ -1,4 +1,4 @@
-"""Saves a checkpoint: every rank writes its file, and rank 0 commits all of them with one rename.
+"""Saves a checkpoint: every rank writes its file, and rank 0 commits all of them.
 
 1. Each rank describes its part of the checkpoint. All ranks raise if their arguments, models or optimizers differ.
 2. Rank 0 makes and locks a temporary directory beside the final one, after it has removed the leftovers of saves that
@@ -8,29 +8,26 @@
 5. Rank 0 removes older checkpoints.
 
 If anything fails on any rank, all ranks raise, and no committed directory has been touched.
+
+On a remote store nothing is locked or renamed: the ranks write under the final prefix, and the manifest is the commit.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 import os
-import re
-import secrets
-import shutil
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass, field, replace
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from onecopy.checkpoint import disk, manifest
+from onecopy.checkpoint import manifest
 from onecopy.checkpoint.argument_comparison import argument_facts, trainable_facts
-from onecopy.checkpoint.directories import committed, folder_of, step_of, verify
+from onecopy.checkpoint.directories import committed, folder_name, step_of, verify
 from onecopy.checkpoint.files import write_file
 from onecopy.checkpoint.manifest import Entry, File, FrozenParam, Manifest, Piece, SavedOptimizer
 from onecopy.checkpoint.manifest_checks import MAX_BYTES, is_count
@@ -44,6 +41,7 @@ from onecopy.checkpoint.optimizer_view import (
 from onecopy.checkpoint.ranks import Ranks, explained_os_errors
 from onecopy.checkpoint.save_plan import PerRank, SavePlan, plan_save
 from onecopy.checkpoint.signing import SigningKey, check_key
+from onecopy.checkpoint.storage import EXISTS, Location, Storage, location_of, storage_of
 from onecopy.comm.agreement import Fact
 from onecopy.common import tagged_json
 from onecopy.common.tensor_subclasses import leaves_of
@@ -53,17 +51,7 @@ from onecopy.step.nonfinite import not_finite
 
 logger = logging.getLogger(__name__)
 
-_UNFINISHED = re.compile(r"\.(step-\d{8,}|pruned)\.[0-9a-f]{8}\.tmp")
-
-_EXISTS = (
-    "{} exists already, and a checkpoint is never overwritten; save under another step or into another directory, or "
-    "remove it"
-)
-
 CALL = "saving a checkpoint"
-
-ATTEMPTS = 20
-"""How often a temporary directory is made again if another process removes it."""
 
 
 @dataclass(slots=True)
@@ -77,56 +65,54 @@ class SaveJob:
         keep: how many checkpoints to keep, or None for all.
         plan: this rank's part.
         key: the key to sign the manifest with, or None.
+        committed: on rank 0, whether the checkpoint exists.
     """
 
     ranks: Ranks
-    root: Path
+    root: Location
     step: int
     keep: int | None
     plan: SavePlan
     key: SigningKey | None = None
+    committed: bool = field(default=False, init=False)
 
-    def run(self) -> Path:
+    @property
+    def _storage(self) -> Storage[Any]:
+        return storage_of(self.root)
+
+    def run(self) -> Location:
         """Write and commit the checkpoint, on all ranks together; return its directory."""
-        final = folder_of(self.root, self.step)
+        final = self.root / folder_name(self.step)
         with contextlib.ExitStack() as stack:
-            temporary = self._make_temporary(final, stack)
+            folder = self._begin(final, stack)
             try:
-                descriptions = self._write(temporary)
-                self._commit(temporary, final, descriptions)
+                descriptions = self._write(folder)
+                self._commit(folder, final, descriptions)
             except Exception:
-                if self.ranks.rank == 0:
-                    shutil.rmtree(temporary, ignore_errors=True)
+                if self.ranks.rank == 0 and not self.committed:  # otherwise another rank died after the commit
+                    self._storage.discard(folder)
                 raise
         if self.ranks.rank == 0 and self.keep is not None:
             _prune(self.root, self.keep, self.step)
         return final
 
-    def _make_temporary(self, final: Path, stack: contextlib.ExitStack) -> Path:
-        """Make and lock the temporary directory on rank 0; return its path on all ranks."""
-        name = f".{final.name}.{secrets.token_hex(4)}.tmp"
-        with self.ranks.fail_together(CALL), explained_os_errors(f"making {self.root / name}"):
+    def _begin(self, final: Location, stack: contextlib.ExitStack) -> Location:
+        """Make the directory to write into on rank 0; return its path on all ranks."""
+        folder = self._storage.place_for(final)
+        with self.ranks.fail_together(CALL), explained_os_errors(f"making {folder}"):
             if self.ranks.rank == 0:
-                disk.make_directory(self.root)
-                disk.flush_directory(self.root.parent)
-                if os.path.lexists(final):
+                self._storage.prepare_root(self.root)
+                if self._storage.exists(final):
                     with explained_os_errors(f"checking {final}, which exists already,"):
-                        _rename_damaged(final)
-                _remove_leftovers(self.root)
-                for _ in range(ATTEMPTS):  # another save may take it for a leftover before it is locked
-                    disk.make_directory(self.root / name)
-                    if stack.enter_context(disk.locked(self.root / name)):
-                        break
-                else:
-                    raise OSError("it was removed again and again before it could be locked")
-        return self.root / str(self.ranks.gather_json(CALL, tagged_json.dumps(name))[0])
+                        _set_damaged_aside(final)
+                self._storage.begin(folder, stack)
+        return self.root / str(self.ranks.gather_json(CALL, tagged_json.dumps(folder.name))[0])
 
-    def _write(self, temporary: Path) -> list[Any]:
+    def _write(self, folder: Location) -> list[Any]:
         """Write this rank's file; return the description of every rank's file."""
-        path = temporary / f"rank-{self.ranks.rank:05d}.safetensors"
+        path = folder / f"rank-{self.ranks.rank:05d}.safetensors"
         with self.ranks.fail_together(CALL), explained_os_errors(f"rank {self.ranks.rank}: writing {path}"):
             file, pieces = write_file(path, self.plan.pieces, signed=self.key is not None)
-            disk.flush_directory(temporary)
             text = tagged_json.dumps(self._describe(path.name, file, pieces))
         return self.ranks.gather_json(CALL, text)
 
@@ -147,32 +133,18 @@ class SaveJob:
             {name: astuple(param) for name, param in (self.plan.base or {}).items()},
         ]
 
-    def _commit(self, temporary: Path, final: Path, descriptions: Sequence[Any]) -> None:
-        """Write the manifest and rename the directory, on rank 0; all ranks raise if that fails."""
+    def _commit(self, folder: Location, final: Location, descriptions: Sequence[Any]) -> None:
+        """Write the manifest and commit the checkpoint, on rank 0; all ranks raise if that fails."""
         with self.ranks.fail_together(CALL), explained_os_errors(f"committing {final}"):
             if self.ranks.rank == 0:
                 made = _assemble(self, descriptions)
                 text = manifest.dump(made, self.key)
                 _check_loadable(text, final / manifest.NAME, self.key)
-                _check_files(temporary, made)
-                descriptor = disk.create(temporary / manifest.NAME)
-                try:
-                    disk.write(descriptor, text)
-                    disk.flush(descriptor)
-                finally:
-                    os.close(descriptor)
-                disk.flush_directory(temporary)
-                try:
-                    disk.rename(temporary, final)
-                except OSError as error:
-                    if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
-                        raise
-                    raise CheckpointError(_EXISTS.format(final)) from None  # another process has just saved it
-                try:
-                    disk.flush_directory(self.root)
-                except Exception:
-                    disk.rename(final, temporary)  # all ranks raise, so the checkpoint must not exist
-                    raise
+                _check_files(folder, made)
+                with self._storage.create(folder / manifest.NAME) as write:
+                    write(text)
+                self._storage.commit(folder, final)
+                self.committed = True
 
 
 def prepare(
@@ -191,13 +163,13 @@ def prepare(
     """Compare the arguments of a save on all ranks and describe this rank's part; nothing is written yet."""
     ranks = Ranks(process_group, CALL)
     with ranks.fail_together(CALL) as together:
-        disk.check_supported()
+        folder = location_of(root).absolute()  # the working directory may change during a save in the background
+        storage_of(folder).check_supported()
         check_step(step)
         _check_keep(keep)
         check_key(key)
         if trainable_only and model is None:
             raise ValueError("trainable_only=True needs the model whose parameters are trainable: pass model=")
-        folder = Path(root).absolute()  # the working directory may change during a save in the background
         views = optimizer_views(model, optimizer)
         owner_groups = [_owner_group(view, ranks) for view in views]
         wait_for_parameters(views, model)
@@ -321,7 +293,7 @@ def _merged_state(number: int, optimizer: SavedOptimizer, descriptions: Sequence
     return {name: found[name][0] for name in optimizer.params if name in found}
 
 
-def _check_loadable(text: bytes, path: Path, key: SigningKey | None) -> None:
+def _check_loadable(text: bytes, path: Location, key: SigningKey | None) -> None:
     """Raise if a load would refuse the manifest."""
     try:
         manifest.parse(text, str(path), key)
@@ -331,56 +303,38 @@ def _check_loadable(text: bytes, path: Path, key: SigningKey | None) -> None:
         raise CheckpointError(f"nothing was saved, because it could not be loaded: {error}") from error
 
 
-def _check_files(temporary: Path, made: Manifest) -> None:
+def _check_files(folder: Location, made: Manifest) -> None:
     """Raise if rank 0 does not see every rank's file with the size that was written."""
     for name, file in made.files.items():
-        path = temporary / name
-        if not path.is_file() or path.stat().st_size != file.size:
+        path = folder / name
+        try:
+            size = storage_of(path).size_of(path)
+        except FileNotFoundError:
+            size = None
+        if size != file.size:
             raise CheckpointError(
                 f"rank 0 does not see {path} as it was written by another rank: all ranks must save to one file system"
             )
 
 
-def _remove_leftovers(root: Path) -> None:
-    """Remove temporary directories of saves that died; other files and the directories of running saves stay."""
-    for path in root.iterdir():
-        if _UNFINISHED.fullmatch(path.name):
-            with disk.locked(path, wait=False, without_locks=False) as has_lock:
-                if has_lock:
-                    # A save that was about to lock an empty one makes it again.
-                    level = logging.WARNING if any(path.iterdir()) else logging.DEBUG
-                    logger.log(level, "removing %s, a leftover of a save that died", path)
-                    disk.remove(path)
-
-
-def _rename_damaged(final: Path) -> None:
-    """Rename an existing checkpoint if it is damaged; raise :class:`CheckpointError` if it is not.
+def _set_damaged_aside(final: Location) -> None:
+    """Make room for a checkpoint if the one in its place is damaged; raise :class:`CheckpointError` if it is not.
 
     A run that fell back to an older checkpoint comes to this step again and must be able to save.
     """
     try:
         verify(final)
     except CorruptCheckpointError as error:
-        renamed = final.with_name(f"damaged-{final.name}.{secrets.token_hex(4)}")
         with contextlib.suppress(FileNotFoundError):  # another process may have removed it
-            disk.rename(final, renamed)
-            logger.warning("%s is damaged, and is now %s: %s", final, renamed.name, error)
+            logger.warning("%s is damaged, and %s: %s", final, storage_of(final).set_aside(final), error)
         return
-    raise CheckpointError(_EXISTS.format(final))
+    raise CheckpointError(EXISTS.format(final))
 
 
-def _prune(root: Path, keep: int, step: int) -> None:
-    """Remove all but the newest ``keep`` checkpoints up to this step; checkpoints of later steps stay.
-
-    Each one is locked, so that another save does not take it for a leftover, and renamed, so that no reader sees a part
-    of it.
-    """
+def _prune(root: Location, keep: int, step: int) -> None:
+    """Remove all but the newest ``keep`` checkpoints up to this step; checkpoints of later steps stay."""
     try:
         for path in [path for path in committed(root) if step_of(path) <= step][keep:]:
-            with disk.locked(path, wait=False) as has_lock:
-                if has_lock:
-                    hidden = root / f".pruned.{secrets.token_hex(4)}.tmp"
-                    disk.rename(path, hidden)
-                    disk.remove(hidden)
-    except OSError as error:
+            storage_of(root).remove(path)
+    except (OSError, CheckpointError) as error:
         logger.warning("an older checkpoint could not be removed: %s", error)

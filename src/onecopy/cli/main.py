@@ -15,6 +15,7 @@ from rich.table import Column, Table
 from onecopy.checkpoint import conversion, directories
 from onecopy.checkpoint.manifest import Manifest
 from onecopy.checkpoint.signing import SigningKey
+from onecopy.checkpoint.storage import Location
 from onecopy.cli import plan, train
 from onecopy.cli.bench import app as bench
 from onecopy.cli.errors import guarded, need
@@ -35,7 +36,8 @@ app.add_typer(bench, name="bench")
 
 
 Source = Annotated[
-    Path, typer.Argument(help="A checkpoint, or a directory with several checkpoints, of which the newest is taken.")
+    str,
+    typer.Argument(help="A checkpoint, or a directory or URL with several checkpoints, of which the newest is taken."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 
@@ -80,9 +82,9 @@ def verify(
 @checkpoint.command(epilog="Example: onecopy checkpoint convert runs/first model.safetensors --to safetensors")
 @guarded
 def convert(
-    path: Annotated[Path, typer.Argument(help="A checkpoint. With --to native, a file written by torch.save.")],
+    path: Annotated[str, typer.Argument(help="A checkpoint. With --to native, a file written by torch.save.")],
     target: Annotated[
-        Path, typer.Argument(help="The file to write. With --to native, the directory that holds the checkpoints.")
+        str, typer.Argument(help="The file to write. With --to native, the directory or URL for checkpoints.")
     ],
     to: Annotated[
         Form,
@@ -96,7 +98,7 @@ def convert(
     """Convert a checkpoint to one file that torch or safetensors can read, or a torch.save file to a checkpoint."""
     if step is not None and to is not Form.native:
         raise typer.BadParameter("--step is for --to native")
-    written = target
+    written: object = target
     if to is Form.torch:
         conversion.to_torch(path, target)
     elif to is Form.safetensors:
@@ -107,7 +109,7 @@ def convert(
     Console().print(f"wrote {written}")
 
 
-def _as_json(folder: Path, found: Manifest) -> dict[str, object]:
+def _as_json(folder: Location, found: Manifest) -> dict[str, object]:
     return {
         "checkpoint": str(folder),
         "step": found.step,
@@ -128,7 +130,7 @@ def _as_json(folder: Path, found: Manifest) -> dict[str, object]:
     }
 
 
-def _show(console: Console, folder: Path, found: Manifest) -> None:
+def _show(console: Console, folder: Location, found: Manifest) -> None:
     """Print the tables of files and tensors of a checkpoint."""
     total = sum(file.size for file in found.files.values())
     versions = ", ".join(f"{name} {version}" for name, version in found.written_by.items())

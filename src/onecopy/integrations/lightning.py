@@ -10,7 +10,7 @@ from typing import Any
 from lightning.pytorch.strategies import DDPStrategy
 
 from onecopy import checkpoint as checkpoints
-from onecopy.checkpoint.directories import folder_of
+from onecopy.checkpoint.directories import folder_name
 from onecopy.data_parallel import ShardedDataParallel
 from onecopy.errors import CheckpointError
 
@@ -90,12 +90,12 @@ class ShardedStrategy(DDPStrategy):
         root, step = Path(filepath), int(checkpoint["global_step"])
         # The step's directory is committed last, so that a directory without its file is never found.
         if self.is_global_zero:
-            self.checkpoint_io.save_checkpoint(checkpoint, _rest_of(folder_of(root, step)), storage_options)
+            self.checkpoint_io.save_checkpoint(checkpoint, _rest_of(root / folder_name(step)), storage_options)
         self.barrier()
         optimizers = self.optimizers if "optimizer_states" in checkpoint else None
         checkpoints.save(root, step, model=self.lightning_module, optimizer=optimizers, keep=1)
         if self.is_global_zero:
-            for file in set(root.glob(_rest_of(root / "*").name)) - {_rest_of(folder_of(root, step))}:
+            for file in set(root.glob(_rest_of(root / "*").name)) - {_rest_of(root / folder_name(step))}:
                 file.unlink()
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:

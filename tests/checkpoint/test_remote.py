@@ -1,0 +1,304 @@
+"""Checkpoints on remote stores: fsspec's memory, and a store that several processes see."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+import torch
+import torch.distributed as dist
+from fsspec.implementations.memory import MemoryFileSystem
+from typer.testing import CliRunner, Result
+
+from onecopy.checkpoint import latest, load, save, saving, verify, wait
+from onecopy.checkpoint.ranks import explained_os_errors
+from onecopy.checkpoint.remote_storage import RemoteStorage
+from onecopy.cli.main import app
+from onecopy.errors import CheckpointError, CorruptCheckpointError, OnecopyError
+from tests.support import remote
+from tests.support.checkpoints import load_side, make, model_of, save_side, train
+from tests.support.harness import distributed, pools
+from tests.support.hostile import ATTACKS, NAME, Pair, rename_file, reseal
+from tests.support.models import assert_same_tree
+from tests.support.remote import SharedFileSystem, steps_of, trained
+
+
+@pytest.fixture(params=["memory", "shared"])
+def root(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    yield f"{request.param}://{tmp_path}/run"
+    MemoryFileSystem.store.clear()
+    MemoryFileSystem.pseudo_dirs[:] = [""]
+
+
+@pytest.fixture
+def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A root whose store notes and can refuse operations."""
+    monkeypatch.setattr(SharedFileSystem, "touched", [])
+    return f"shared://{tmp_path}/run"
+
+
+def broken(monkeypatch: pytest.MonkeyPatch, operations: str) -> None:
+    monkeypatch.setattr(SharedFileSystem, "broken", operations)
+
+
+# What holds on every store
+
+
+@pytest.mark.parametrize("check", [remote.check_round_trip, remote.check_keep, remote.check_existing])
+def test_a_remote_root_is_used_as_a_directory_is(check: Callable[[str], None], root: str) -> None:
+    check(root)
+
+
+@pytest.mark.parametrize(("name", "position"), [(NAME, 20), (NAME, -1), ("manifest.json", 300)])
+def test_one_changed_bit_is_refused(name: str, position: int, root: str) -> None:
+    remote.check_damage(root, name, position)
+
+
+def test_a_missing_object_is_damage(root: str) -> None:
+    pair = trained()
+    path = pair.save(root, 1)
+    fs, key = fsspec.url_to_fs(f"{path}/{NAME}")
+    fs.rm(key)
+    with pytest.raises(CorruptCheckpointError, match=re.escape(f"{path}/{NAME} is missing")):
+        Pair(1).load(root)
+
+
+def test_what_a_dead_save_has_left_is_no_checkpoint_and_is_removed(root: str) -> None:
+    remote.check_leftovers(root)
+
+
+def test_a_save_in_the_background(root: str) -> None:
+    pair = trained()
+    path = pair.save(root, 1, blocking=False)
+    wait()
+    assert str(path) == f"{root}/step-00000001"
+    assert verify(root) == verify(path) > 0
+
+
+def test_nothing_to_load(root: str) -> None:
+    assert load(root, missing_ok=True) is None
+    with pytest.raises(FileNotFoundError, match=f"{re.escape(root)} is not a checkpoint"):
+        load(root)
+
+
+def test_a_reader_whose_checkpoint_is_removed_takes_the_newest(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair, real = trained(), RemoteStorage.open_to_read
+    pair.save(root, 1)
+
+    def pruned_first(self: RemoteStorage, path: Any) -> Any:
+        monkeypatch.undo()
+        pair.save(root, 2, keep=1)
+        return real(self, path)
+
+    monkeypatch.setattr(RemoteStorage, "open_to_read", pruned_first)
+    assert Pair(1).load(root).step == 2
+    assert steps_of(root) == {2}
+
+
+# A store that fails
+
+
+@pytest.mark.parametrize("operations", ["^wb .*manifest", "^wb .*rank-", "^(wb .*manifest|rm )"])
+def test_a_save_that_fails_before_its_manifest_leaves_the_older_checkpoint_as_the_newest(
+    operations: str, shared: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = trained()
+    first = pair.save(shared, 1)
+    with monkeypatch.context() as patch:
+        broken(patch, operations)
+        with pytest.raises(CheckpointError, match=f"{re.escape(shared)}/step-00000002/.*ConnectionError: the store is"):
+            pair.save(shared, 2, keep=1)
+    assert latest(shared) == first
+    assert Pair(1).load(shared).step == 1
+    assert steps_of(shared) == ({1, 2} if "rm" in operations else {1})
+    pair.save(shared, 3)
+    assert steps_of(shared) == {1, 3}
+
+
+def test_a_store_that_fails_is_not_damage(shared: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An older checkpoint is not loaded because the network is down."""
+    pair, other = trained(), Pair(1)
+    pair.save(shared, 1)
+    pair.save(shared, 2)
+    before = {key: value.clone() for key, value in other.tensors().items()}
+    for operations in ("^rb .*rank-", "^info .*manifest", "^info .*rank-"):
+        with monkeypatch.context() as patch:
+            broken(patch, operations)
+            with pytest.raises(CheckpointError, match=r"shared://.*out of reach") as caught:
+                other.load(shared)
+        assert not isinstance(caught.value, CorruptCheckpointError)
+        assert_same_tree(other.tensors(), before, operations)
+
+
+def test_old_checkpoints_that_cannot_be_removed_fail_no_save(
+    shared: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    pair = trained()
+    pair.save(shared, 1)
+    with monkeypatch.context() as patch:
+        broken(patch, "^rm ")
+        pair.save(shared, 2, keep=1)
+    assert "an older checkpoint could not be removed" in caplog.text
+    assert Pair(1).load(shared).step == 2
+    pair.save(shared, 3)
+    assert steps_of(shared) == {2, 3}, "the objects without their manifest are a leftover"
+
+
+# Hostile names
+
+
+HOSTILE: dict[str, Callable[[dict[str, Any]], object]] = {
+    **{name: ATTACKS[name] for name in ("a name that leaves the directory", "an absolute path", "a device")},
+    "a name that leaves it from inside": rename_file(f"step/../../secret/{NAME}"),
+    "another prefix": rename_file(f"secret/{NAME}"),
+    "a URL": rename_file(f"shared:///etc/{NAME}"),
+    "an encoded slash": rename_file(f"..%2Fsecret%2F{NAME}"),
+}
+
+
+@pytest.mark.parametrize("attack", HOSTILE)
+def test_nothing_outside_of_the_prefix_is_read(attack: str, shared: str, tmp_path: Path) -> None:
+    folder = tmp_path / "run" / "step-00000001"
+    trained().save(shared, 1)
+    for place in (tmp_path / "run" / "secret", folder / "secret"):
+        shutil.copytree(folder, place)
+    reseal(folder, HOSTILE[attack])
+    SharedFileSystem.touched.clear()
+    with pytest.raises(CorruptCheckpointError, match="is not the name of a file of a checkpoint"):
+        Pair(1).load(shared)
+    allowed = {str(tmp_path / "run"), str(tmp_path / "run" / "manifest.json"), str(folder / "manifest.json")}
+    assert set(SharedFileSystem.touched) <= allowed
+
+
+# URLs
+
+
+def test_a_file_url_is_a_local_path(tmp_path: Path) -> None:
+    root = f"file://{tmp_path}/run"
+    path = save(root, 1, extra={"a": 1})
+    assert path == latest(root) == tmp_path / "run" / "step-00000001"
+    assert path.is_dir()
+    assert load(root).extra == {"a": 1}
+
+
+@pytest.mark.parametrize("url", ["memory://run*", "memory://run?", "memory://run[1]", "simplecache::memory://run"])
+def test_urls_that_fsspec_would_expand_are_refused(url: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"{url!r} is not supported")):
+        save(url, 1)
+    with pytest.raises(ValueError, match=re.escape(f"{url!r} is not supported")):
+        load(url)
+
+
+def test_an_unknown_protocol_is_named() -> None:
+    with pytest.raises(CheckpointError, match=r"^nowhere://run: ValueError: Protocol not known"):
+        save("nowhere://run", 1)
+
+
+def test_without_fsspec_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "fsspec", None)
+    for call in (lambda: save("memory://run", 1), lambda: load("memory://run"), lambda: latest("memory://run")):
+        with pytest.raises(CheckpointError, match=r"memory://run.* needs fsspec: pip install 'onecopy\[remote\]'"):
+            call()
+
+
+# The command line
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(app, ["checkpoint", *map(str, arguments)])
+
+
+def test_commands_take_urls(root: str, tmp_path: Path) -> None:
+    pair = trained()
+    path = pair.save(root, 5)
+    found = json.loads(run("inspect", root, "--json").stdout)
+    assert (found["checkpoint"], found["step"]) == (str(path), 5)
+    assert json.loads(run("verify", root, "--json").stdout)["bytes"] == verify(root)
+    assert run("convert", root, tmp_path / "all.pt", "--to", "torch").exit_code == 0
+    assert torch.load(tmp_path / "all.pt", weights_only=True)["step"] == 5
+    assert run("convert", root, tmp_path / "model.safetensors", "--to", "safetensors").exit_code == 0
+    assert run("convert", tmp_path / "all.pt", f"{root}2", "--to", "native").exit_code == 0
+    other = Pair(1)
+    assert other.load(f"{root}2").step == 5
+    assert all(torch.equal(value, pair.tensors()[key]) for key, value in other.tensors().items())
+
+
+def test_a_converted_file_is_local(root: str) -> None:
+    trained().save(root, 1)
+    for arguments in ((root, f"{root}.pt", "--to", "torch"), (f"{root}.pt", root, "--to", "native")):
+        result = run("convert", *arguments)
+        assert result.exit_code == 1
+        assert "must be a local file" in re.sub(r"\s+", " ", result.output)
+
+
+# Several ranks
+
+
+@distributed(1, 2)
+def test_ranks_save_and_load(world_size: int, tmp_path: Path) -> None:
+    remote.check_ranks(f"shared://{tmp_path}/run")
+
+
+def save_sharded(root: str) -> None:
+    """Train and save, with a copy of the model beside it."""
+    side = make("element")
+    train(side, [0, 1])
+    save_side(root, 2, side, extra={"model": model_of(side)})
+
+
+def test_a_checkpoint_of_two_ranks_is_loaded_by_one_process(tmp_path: Path) -> None:
+    root = f"shared://{tmp_path}/run"
+    pools.run(2, __name__, "save_sharded", {"root": root})
+    side = make("plain", 9, wrap=False)
+    loaded = load_side(root, side)
+    assert_same_tree(dict(loaded.extra["model"]), model_of(side), "model")
+
+
+@distributed(2)
+def test_an_upload_that_fails_on_one_rank_is_raised_on_all(world_size: int, tmp_path: Path) -> None:
+    root, side = f"shared://{tmp_path}/run", make("plain")
+    first = save_side(root, 1, side)
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            broken(patch, "^wb .*rank-00001")
+        with pytest.raises(OnecopyError, match=f"{re.escape(root)}/step-00000002/rank-00001.*out of reach"):
+            save_side(root, 2, side, keep=1)
+    dist.barrier()
+    assert latest(root) == first
+    assert steps_of(root) == {1}
+    dist.barrier()
+    save_side(root, 2, side, keep=1)
+    assert load_side(root, side).step == 2
+
+
+@distributed(2)
+def test_a_store_that_only_one_process_sees_is_refused(world_size: int) -> None:
+    with pytest.raises(OnecopyError, match=r"rank 0 does not see memory://alone/.*: all ranks must save to one"):
+        save_side("memory://alone", 1, make("plain"))
+    assert latest("memory://alone") is None
+    MemoryFileSystem.store.clear()
+
+
+@distributed(2)
+def test_a_rank_that_fails_after_the_commit_takes_nothing_back(world_size: int, tmp_path: Path) -> None:
+    """As with the rename of a directory: what is complete stays."""
+    root, side = f"shared://{tmp_path}/run", make("plain")
+
+    def refuse(action: str) -> Any:
+        if action.startswith("committing"):
+            raise CheckpointError("this rank is out of order")
+        return explained_os_errors(action)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.setattr(saving, "explained_os_errors", refuse)
+        with pytest.raises(OnecopyError, match="out of order"):
+            save_side(root, 1, side)
+    assert load_side(root, side).step == 1

@@ -32,6 +32,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -326,10 +327,11 @@ def run_one(machines: Machines, level: str, name: str, folder: Path, table: Tabl
             traffic = f"{per_step / 1e6:.2f} MB, {per_step / (4 * plain.numel()):.2f} times the parameters"
         result = "[green]ok"
     except (RuntimeError, TimeoutError, AssertionError, OSError) as error:
-        result = f"[bold red]{error}"
+        result = f"[bold red]{escape(str(error))}"
     finally:
         run.close()
     table.add_row(level, name, *row, "\n".join(run.attempts()), traffic, result)
+    Console().print(f"level {level}, {name}: {result}")
     if result != "[green]ok":
         for machine in range(2):
             log = root / f"machine-{machine}.log"

@@ -106,16 +106,15 @@ EPOCHS, LAST_STEP, SAVE_EVERY = 3, 25, 5
 
 def elastic(root: Path, ranks: int, *options: str, restarts: int = 0) -> subprocess.CompletedProcess[str]:
     """Run the example as one of up to two machines."""
-    rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--rdzv-conf", "last_call_timeout=1"]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "1:2", "--nproc-per-node", str(ranks)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "1:2", "--nproc-per-node", str(ranks)]
+    torchrun += ["--max-restarts", str(restarts), "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+    torchrun += ["--rdzv-conf", "last_call_timeout=1", "--local-addr", "127.0.0.1"]
     return subprocess.run(
-        [*command, *rendezvous, "--max-restarts", str(restarts), str(EXAMPLES / "elastic.py"), "--root", str(root)]
-        + list(options),
+        [*torchrun, str(EXAMPLES / "elastic.py"), "--root", str(root), *options],
         capture_output=True,
         text=True,
         check=False,
-        env=environment,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
     )
 
 

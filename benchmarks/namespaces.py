@@ -58,7 +58,7 @@ COUNTED_FROM = 5
 """The steps of an attempt before traffic is counted: DDP rebuilds its buckets in them."""
 
 TIMEOUT = 20.0
-SHORT, LONG = 3.0, 2 * TIMEOUT
+SHORT, LONG = 8.0, 2 * TIMEOUT  # a rank counts as blocked after 5 seconds, which must not end a short cut
 LIMIT = 300.0
 """The seconds after which a run counts as hanging."""
 

@@ -216,7 +216,7 @@ def test_a_batch_must_have_a_sample_for_each_rank() -> None:
 def test_a_forgotten_advance_is_noticed_in_the_next_epoch() -> None:
     sampler = ResumableSampler(10, 2)
     assert len(list(sampler)) == 5
-    with pytest.raises(RuntimeError, match="call sampler.advance\\(\\) after each batch"):
+    with pytest.raises(RuntimeError, match=r"call sampler\.advance\(\) after each batch"):
         iter(sampler)
 
 

@@ -203,7 +203,7 @@ def test_ranks_are_those_of_the_default_process_group(world_size: int) -> None:
         ({"group_rank": 2, "world_size": 2}, "group_rank must be from 0 to 1"),
     ],
 )
-def test_wrong_arguments_are_named(arguments: dict[str, int], text: str) -> None:
+def test_wrong_arguments_are_named(arguments: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         ResumableSampler(**{"dataset_size": 10, "batch_size": 2, **arguments})
 

@@ -92,9 +92,14 @@ def _prepare(link: str | None) -> str:
 
 def loopback_bytes() -> int:
     """Return the number of bytes sent over the loopback of this network namespace so far, headers included."""
+    return sent_bytes("lo")
+
+
+def sent_bytes(interface: str) -> int:
+    """Return the number of bytes sent over an interface of this network namespace so far, headers included."""
     for line in Path("/proc/net/dev").read_text().splitlines():
         name, _, numbers = line.partition(":")
-        if name.strip() == "lo":
+        if name.strip() == interface:
             return int(numbers.split()[8])
     return 0
 

@@ -14,6 +14,7 @@ from onecopy.checkpoint.dcp import get_optimizer_state_dict, set_optimizer_state
 from onecopy.checkpoint.directories import verify
 from onecopy.checkpoint.loading import Loaded
 from onecopy.checkpoint.optimizer_view import Optimizers
+from onecopy.checkpoint.resumable_sampler import ResumableSampler
 from onecopy.checkpoint.save_plan import PerRank
 from onecopy.checkpoint.signing import SigningKey
 from onecopy.checkpoint.storage import location_of
@@ -22,6 +23,7 @@ from onecopy.checkpoint.training_state import capture, restore
 __all__ = [
     "Loaded",
     "PerRank",
+    "ResumableSampler",
     "SigningKey",
     "capture",
     "get_optimizer_state_dict",

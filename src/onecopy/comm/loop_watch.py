@@ -14,9 +14,9 @@ notice before the timeout of the process group.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import re
+import secrets
 import threading
 import time
 import traceback
@@ -28,6 +28,7 @@ import torch.distributed as dist
 from onecopy.comm.agreement import ranks_text
 from onecopy.comm.background_service import BackgroundService
 from onecopy.comm.blocked_ranks import BlockedRanks, line_of
+from onecopy.comm.collectives import Collectives
 from onecopy.comm.process_groups import abort_groups
 from onecopy.common.torch_private import Store, default_store
 from onecopy.errors import PeerFailedError, RanksDisagreeError
@@ -46,8 +47,6 @@ _BACKEND_ERROR = re.compile(r"gloo|pair closure|onnection (closed|reset|refused)
 JOIN_HINT = "For inputs of different lengths use torch.distributed.algorithms.Join."
 
 Failure = dict[str, Any]
-
-_numbers = itertools.count()
 
 
 class LoopWatch:
@@ -199,7 +198,9 @@ def fail_together(*, find_blocked_ranks: bool = True) -> Iterator[None]:
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         yield
         return
-    watch = LoopWatch(default_store(), str(next(_numbers)), find_blocked_ranks)
+    # A new name for each block: after a restart torchrun may give processes the store of those that have failed.
+    names = Collectives().all_gather_flags([secrets.randbits(62)], "entering fail_together")
+    watch = LoopWatch(default_store(), str(names[0][0]), find_blocked_ranks)
     BackgroundService.of_process().watch(watch)
     try:
         yield

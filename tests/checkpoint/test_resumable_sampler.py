@@ -1,0 +1,237 @@
+"""The sampler whose position is in a checkpoint: every sample once per epoch, wherever a run stops and goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import example, given
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader, TensorDataset
+
+from onecopy.checkpoint import ResumableSampler, capture, load, restore, save
+from tests.support.harness import distributed, pools
+
+Item = TypeVar("Item")
+
+Stops = list[tuple[int, int]]
+"""How a run is divided: the number of ranks, and the number of batches that they train."""
+
+
+@st.composite
+def runs(draw: st.DrawFn) -> tuple[int, int, bool, Stops]:
+    """The size of the data set and of a batch, whether to shuffle, and the stops."""
+    dataset_size = draw(st.integers(1, 40))
+    batch_size = draw(st.integers(1, dataset_size))
+    stops = draw(st.lists(st.tuples(st.integers(1, min(8, batch_size)), st.integers(0, 12)), max_size=6))
+    return dataset_size, batch_size, draw(st.booleans()), stops
+
+
+def flat(lists: Iterable[list[Item]]) -> list[Item]:
+    return list(chain.from_iterable(lists))
+
+
+def endless(sampler: ResumableSampler) -> Iterator[list[int]]:
+    """The batches of one epoch after the other, each trained before the next one is asked for."""
+    while True:
+        for part in sampler:
+            yield part
+            sampler.advance()
+
+
+def train(samplers: list[ResumableSampler], batches: int) -> list[list[int]]:
+    """Train some batches on all ranks, and return the samples of each batch."""
+    parts = [endless(sampler) for sampler in samplers]
+    trained = [[next(part) for part in parts] for _ in range(batches)]
+    for sampler in samplers if batches else ():
+        sampler.advance()  # the last batch
+    return [sorted(flat(batch)) for batch in trained]
+
+
+@given(runs())
+@example((10, 4, True, [(2, 3), (3, 1), (1, 2), (2, 9)]))  # stops in the batch across two epochs
+@example((7, 7, True, [(7, 1), (1, 2)]))  # an epoch has one batch
+def test_any_ranks_and_stops_train_the_batches_of_an_undisturbed_run(run: tuple[int, int, bool, Stops]) -> None:
+    dataset_size, batch_size, shuffle, stops = run
+    batches: list[list[int]] = []
+    state = ResumableSampler(dataset_size, batch_size, seed=3, shuffle=shuffle).state_dict()
+    for world_size, count in stops:
+        samplers = [
+            ResumableSampler(dataset_size, batch_size, seed=3, shuffle=shuffle, group_rank=rank, world_size=world_size)
+            for rank in range(world_size)
+        ]
+        for sampler in samplers:
+            sampler.load_state_dict(state)
+        batches += train(samplers, count)
+        assert all(sampler.state_dict() == samplers[0].state_dict() for sampler in samplers)
+        state = samplers[-1].state_dict()
+    assert state["position"] == batch_size * len(batches)
+    assert batches == train([ResumableSampler(dataset_size, batch_size, seed=3, shuffle=shuffle)], len(batches))
+
+
+@given(runs())
+def test_every_epoch_has_every_sample_once(run: tuple[int, int, bool, Stops]) -> None:
+    dataset_size, batch_size, shuffle, _ = run
+    sampler = ResumableSampler(dataset_size, batch_size, shuffle=shuffle)
+    sequence = flat(islice(endless(sampler), 3 * dataset_size))
+    epochs = [sequence[start : start + dataset_size] for start in range(0, len(sequence), dataset_size)]
+    for epoch in epochs[: len(sequence) // dataset_size]:
+        assert sorted(epoch) == list(range(dataset_size))
+        assert shuffle or epoch == sorted(epoch)
+    assert len(set(epochs[-1])) == len(epochs[-1])
+    if shuffle and dataset_size >= 20:
+        assert epochs[0] != epochs[1]
+
+
+@given(runs())
+def test_a_loop_over_epochs_makes_one_pass_for_each(run: tuple[int, int, bool, Stops]) -> None:
+    dataset_size, batch_size, shuffle, _ = run
+    sampler = ResumableSampler(dataset_size, batch_size, shuffle=shuffle)
+    for epoch in range(4):
+        assert sampler.epoch == epoch
+        expected, found = len(sampler), 0
+        for part in sampler:
+            assert len(part) == batch_size
+            sampler.advance()
+            found += 1
+        assert found == expected
+    assert 4 * dataset_size <= sampler.position < 4 * dataset_size + batch_size
+
+
+def test_ranks_have_nearly_equally_many_samples_of_a_batch() -> None:
+    samplers = [ResumableSampler(20, 8, group_rank=rank, world_size=3) for rank in range(3)]
+    assert [len(next(iter(sampler))) for sampler in samplers] == [3, 3, 2]
+
+
+class Recorded(ResumableSampler):
+    """Notes which batches a data loader has fetched."""
+
+    fetched: list[list[int]]
+
+    def __iter__(self) -> Iterator[list[int]]:
+        self.fetched = []
+        for part in super().__iter__():
+            self.fetched.append(part)
+            yield part
+
+
+def test_the_position_counts_trained_batches_and_not_fetched_ones() -> None:
+    dataset = TensorDataset(torch.arange(60))
+    sampler = Recorded(60, 4)
+    loader = DataLoader(dataset, batch_sampler=sampler, num_workers=2, prefetch_factor=3)
+    trained = []
+    for (samples,) in loader:
+        trained.append(samples.tolist())
+        sampler.advance()
+        if len(trained) == 3:
+            break
+    assert len(sampler.fetched) > 3
+    assert sampler.state_dict()["position"] == 12
+    resumed = ResumableSampler(60, 4)
+    resumed.load_state_dict(sampler.state_dict())
+    rest = [samples.tolist() for (samples,) in DataLoader(dataset, batch_sampler=resumed)]
+    assert sorted(flat(trained + rest)) == list(range(60))
+
+
+def test_a_loop_that_was_left_goes_on_behind_the_last_trained_batch() -> None:
+    sampler = ResumableSampler(12, 3, shuffle=False)
+    for part in sampler:
+        if part == [3, 4, 5]:
+            break  # not trained
+        sampler.advance()
+    assert list(sampler) == [[3, 4, 5], [6, 7, 8], [9, 10, 11]]
+
+
+def test_another_batch_size_goes_on_at_the_same_sample() -> None:
+    first, second = ResumableSampler(10, 3, shuffle=False), ResumableSampler(10, 5, shuffle=False)
+    next(iter(first))
+    first.advance()
+    second.load_state_dict(first.state_dict())
+    assert list(second) == [[3, 4, 5, 6, 7], [8, 9, 0, 1, 2]]
+
+
+# In a checkpoint
+
+
+def save_after(root: str, batches: int) -> list[list[int]]:
+    """Train on this rank, save, and return its samples."""
+    sampler = ResumableSampler(50, 6)
+    found = []
+    for part in islice(sampler, batches):
+        found.append(part)
+        sampler.advance()
+    save(root, batches, extra=capture(sampler=sampler))
+    return found
+
+
+def rest_after(root: str) -> list[list[int]]:
+    """Load, and return the samples of this rank in the rest of the epoch."""
+    sampler = ResumableSampler(50, 6)
+    restore(load(root).extra, sampler=sampler)
+    return list(sampler)
+
+
+def test_a_checkpoint_has_the_position_for_any_number_of_ranks(tmp_path: Path) -> None:
+    root: dict[str, Any] = {"root": str(tmp_path)}
+    trained = pools.run(2, __name__, "save_after", {**root, "batches": 4})
+    rest = pools.run(3, __name__, "rest_after", root)
+    samples = flat(flat([*trained, *rest]))
+    assert len(samples) == 54  # nine batches of six: the last one is filled up
+    assert set(samples) == set(range(50))
+
+
+@distributed(2)
+def test_ranks_are_those_of_the_default_process_group(world_size: int) -> None:
+    sampler = ResumableSampler(8, 4, shuffle=False)
+    assert list(sampler) == [[dist.get_rank(), 2 + dist.get_rank()], [4 + dist.get_rank(), 6 + dist.get_rank()]]
+
+
+# Mistakes
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"batch_size": 0}, "batch_size must be from 1 to dataset_size=10, got 0"),
+        ({"batch_size": 11}, "dataset_size=10, got 11"),
+        ({"group_rank": 1}, "group_rank and world_size must be given together"),
+        ({"group_rank": 2, "world_size": 2}, "group_rank must be from 0 to 1"),
+    ],
+)
+def test_wrong_arguments_are_named(arguments: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        ResumableSampler(**{"dataset_size": 10, "batch_size": 2, **arguments})
+
+
+def test_a_batch_must_have_a_sample_for_each_rank() -> None:
+    with pytest.raises(ValueError, match="batch_size=2 is the number of samples of all ranks together"):
+        iter(ResumableSampler(10, 2, group_rank=0, world_size=3))
+
+
+def test_a_forgotten_advance_is_noticed_in_the_next_epoch() -> None:
+    sampler = ResumableSampler(10, 2)
+    assert len(list(sampler)) == 5
+    with pytest.raises(RuntimeError, match=r"call sampler\.advance\(\) after each batch"):
+        iter(sampler)
+
+
+def test_more_calls_of_advance_than_batches_are_noticed() -> None:
+    sampler = ResumableSampler(10, 2)
+    next(iter(sampler))
+    sampler.advance()
+    with pytest.raises(RuntimeError, match="more often than batches were taken"):
+        sampler.advance()
+
+
+@pytest.mark.parametrize("changed", [{"dataset_size": 11}, {"seed": 1}, {"shuffle": False}])
+def test_a_position_in_another_order_is_refused(changed: dict[str, Any]) -> None:
+    sampler = ResumableSampler(**{"dataset_size": 10, "batch_size": 2, **changed})
+    (name,) = changed
+    with pytest.raises(ValueError, match=f"the position was saved with {name}="):
+        sampler.load_state_dict(ResumableSampler(10, 2).state_dict())
+    assert sampler.position == 0

@@ -1,4 +1,4 @@
-"""Fail in a training loop inside ``fail_together`` in every way, many times: all ranks must raise soon, and name the cause.
+"""Fail in a training loop inside ``fail_together`` in every way: all ranks must raise soon, and name the cause.
 
 Each experiment draws a fault, a level, 2 to 4 ranks and the rank that fails. The table has one row for each fault: how
 often it was tried, how often all ranks raised with the right words, and the longest time that a rank took to raise.

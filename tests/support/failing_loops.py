@@ -59,7 +59,7 @@ class Outcome:
 
 
 def kinds_of(case: str) -> list[str]:
-    """The kinds of training in which a loop can fail in one way: an overlapped step takes no closure, and needs none."""
+    """The kinds of training in which a loop can fail in one way: an overlapped step takes no closure."""
     return [kind for kind in KINDS if kind != "overlap" or case not in ("exception in the closure", *BLOCKED)]
 
 

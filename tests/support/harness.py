@@ -72,7 +72,7 @@ class Pool:
     def run(
         self, module: str, name: str, kwargs: dict[str, Any], limit: float, may_end: Collection[int] = ()
     ) -> list[Any]:
-        """Call a function on every rank and return the result of each; None for ranks in ``may_end`` that have ended."""
+        """Call a function on every rank and return the results; None for ranks in ``may_end`` that have ended."""
         for pipe in self._pipes:
             pipe.send((module, name, kwargs))
         deadline = time.monotonic() + limit

@@ -120,8 +120,8 @@ class LoopWatch:
         if not silent:
             return None
         return PeerFailedError(
-            f"{own}: {ranks_text(silent)} ended without an exception, or does not answer: the process was killed, has run "
-            f"out of memory, or its machine is gone. First noticed on rank {failure['rank']}: {failure['error']}"
+            f"{own}: {ranks_text(silent)} ended without an exception, or does not answer: the process was killed, has "
+            f"run out of memory, or its machine is gone. First noticed on rank {failure['rank']}: {failure['error']}"
         )
 
     def _silent_ranks(self) -> list[int]:

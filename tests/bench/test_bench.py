@@ -21,6 +21,7 @@ from onecopy.bench.pictures import draw
 from onecopy.bench.results_page import page
 from onecopy.bench.variants import ALONE, ALWAYS, THEIRS, VARIANTS, YARDSTICK, chosen
 from onecopy.cli.main import app
+from tests.support.harness import takes_long
 
 TINY = {"vocabulary": 64, "width": 16, "head": 32, "depth": 1, "batch": 1, "length": 4}
 RUN = ("reference", 2, "")
@@ -188,6 +189,7 @@ def test_the_host_time_of_a_step_is_measured_with_the_tensors_of_real_models() -
     assert found["Llama-like"][0] == 291
 
 
+@takes_long
 @pytest.mark.timeout(180)
 def test_the_host_time_of_a_step_becomes_a_table_and_a_picture(tmp_path: Path) -> None:
     rows, error = launching.run(2, ["overhead", "--rounds", "1"])

@@ -28,6 +28,8 @@ suppress_warnings = ["ref.python"]
 # The anchors of headings are those of GitHub, so that a link works in both places.
 myst_heading_anchors = 4
 
+# Frameworks that only integrations need. The site is built without them.
+autodoc_mock_imports = ["lightning", "transformers"]
 autodoc_inherit_docstrings = False
 autodoc_typehints = "signature"
 autodoc_preserve_defaults = True

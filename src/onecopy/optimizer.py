@@ -42,9 +42,10 @@ class ZeroRedundancyOptimizer(OwnedStateOptimizer, Joinable):
     elements and has optimizer state for these elements only. After each update the owners send the updated parameters
     to all ranks, so that all replicas are equal.
 
-    All ranks of the process group make these calls together: constructing, ``add_param_group()``,
-    ``load_state_dict()`` and ``consolidate_state_dict()``. The ranks compare their arguments first. If a call fails on
-    one rank, it raises on all ranks. ``state_dict()`` is a call of one rank alone.
+    All ranks of the process group make these calls together, with the same arguments: constructing, ``step()``,
+    ``grad_norm()``, ``clip_grad_norm_()``, ``add_param_group()``, ``load_state_dict()``, ``consolidate_state_dict()``,
+    and ``train()`` and ``eval()`` if ``optimizer_class`` has them. If a call fails on one rank, it raises on all ranks.
+    On the CPU one rank may call ``state_dict()`` alone. Elsewhere it needs ``consolidate_state_dict()`` first.
 
     Example::
 

@@ -92,7 +92,7 @@ def train(
     )
     levels = LEVELS if compare else ((level or Level("1")).value,)
     jobs = [replace(settings, level=each) for each in levels]
-    message = bf16_probe.protect() if precision is not FP32 else ""
+    message = bf16_probe.protect() if precision is not Precision.fp32 else ""
     console = Console(stderr=as_json)
     if message:
         console.print(message, markup=False, highlight=False)

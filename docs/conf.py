@@ -45,5 +45,6 @@ pygments_dark_style = "github-dark"
 html_title = f"onecopy {release}"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
+html_js_files = ["tables.js"]
 html_copy_source = False
 html_show_sourcelink = False

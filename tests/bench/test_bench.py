@@ -187,7 +187,7 @@ def test_the_page_of_the_repository_is_written_from_the_recorded_tables() -> Non
 
 
 def test_tables_are_written_to_a_file_and_read_again(tmp_path: Path) -> None:
-    saved = [
+    saved: list[dict[str, Any]] = [
         {"kind": "save", "variant": YARDSTICK, "error": "", "save": 1.0},
         {"kind": "save", "variant": THEIRS, "error": "RuntimeError: no"},
     ]

@@ -61,8 +61,8 @@ class ZeroRedundancyOptimizer(OwnedStateOptimizer, Joinable):
         overlap_with_ddp: update inside the backward pass, through a DDP communication hook.
         shard_by: how parameters are divided among ranks. ``"parameter"`` gives whole parameters, largest first, to the
             least-loaded rank, and cuts as few parameters as balance requires (none if the optimizer is not known to
-            work element by element). ``"element"`` cuts every parameter evenly. A function from
-            :class:`~onecopy.ParamSpec` s and the world size returns one owner per parameter.
+            work element by element). ``"element"`` cuts every parameter evenly. A function takes
+            a list of :class:`~onecopy.ParamSpec` and the world size, and returns one owner per parameter.
         elementwise: whether the update of an element depends on that element alone. Known for torch's own classes.
             Parameters of an unknown class are not cut unless this is True.
         master_weights: update fp32 copies of bf16 and fp16 parameters. Only the owner has a copy.

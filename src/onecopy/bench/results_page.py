@@ -297,7 +297,8 @@ def _memory_losses(results: ResultTables) -> Iterator[str]:
             if not name.startswith("onecopy") and any(float(row[column]) < limits[column] for column in shown)
         ]
         cells += [
-            [table.title, row["variant"], *(row[column] for column in shown)] for row in ([ours, *less] if less else [])
+            [table.title.split()[0], row["variant"], *(row[column] for column in shown)]
+            for row in ([ours, *less] if less else [])
         ]
     if cells:
         yield f"**Memory.** These variants need less memory than ShardedDataParallel at some moment. {WHY_MEMORY}"

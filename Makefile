@@ -129,7 +129,7 @@ docs: $(VENV)/.docs-installed ## build the site in docs/_build/html; warnings ar
 	$(BIN)/python -m sphinx -W --keep-going --quiet -j auto -b html -d docs/_build/doctrees docs docs/_build/html
 	@echo "built docs/_build/html/index.html"
 
-docs-check: docs ## check every link and anchor inside the site, and that the search finds ten names
+docs-check: docs ## check every link and anchor inside the site, and that the search finds some names
 	$(BIN)/python docs/_ext/check_site.py docs/_build/html
 
 notebook: $(VENV)/.notebook-installed ## run examples/shards_and_buckets.ipynb, which shows one step on four ranks, and keep its pictures

@@ -81,7 +81,7 @@ def main() -> None:
     failures = ray.train.FailureConfig(max_failures=3)
     run = ray.train.RunConfig(name="ray", storage_path=str(arguments.root), failure_config=failures)
     result = TorchTrainer(train, train_loop_config=config, scaling_config=workers, run_config=run).fit()
-    print(f"step {result.metrics['step']}, loss {result.metrics['loss']:.4f}: {result.checkpoint.get_metadata()['onecopy']}")
+    print(f"{result.metrics} in {result.checkpoint.get_metadata()['onecopy']}")
 
 
 if __name__ == "__main__":

@@ -78,8 +78,12 @@ def main() -> None:
     workers = ray.train.ScalingConfig(
         num_workers=tuple(arguments.workers), elastic_resize_monitor_interval_s=arguments.resize_every
     )
-    failures = ray.train.FailureConfig(max_failures=3)
-    run = ray.train.RunConfig(name="ray", storage_path=str(arguments.root), failure_config=failures)
+    run = ray.train.RunConfig(
+        name="ray",
+        storage_path=str(arguments.root),
+        failure_config=ray.train.FailureConfig(max_failures=3),
+        checkpoint_config=ray.train.CheckpointConfig(num_to_keep=2),
+    )
     result = TorchTrainer(train, train_loop_config=config, scaling_config=workers, run_config=run).fit()
     print(f"{result.metrics} in {result.checkpoint.get_metadata()['onecopy']}")
 

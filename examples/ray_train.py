@@ -33,7 +33,7 @@ SAMPLES, BATCH, SAVE_EVERY = 100, 12, 5  # samples of the data set, and of a bat
 
 def train(config: dict[str, Any]) -> None:
     """Train on one worker. Ray Train has made the process group."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+    root, rank, world_size = config["root"] / "onecopy", dist.get_rank(), dist.get_world_size()
     data = torch.randn(SAMPLES, 16, generator=torch.Generator().manual_seed(0))
     dataset = TensorDataset(data, data.sin().sum(1, keepdim=True))
     torch.manual_seed(0)  # the same weights on every worker
@@ -42,7 +42,7 @@ def train(config: dict[str, Any]) -> None:
     sampler = checkpoint.ResumableSampler(SAMPLES, BATCH)
     world_sizes: list[int] = []  # the number of workers in each step
 
-    loaded = checkpoint.load(config["root"], model=model, optimizer=optimizer, missing_ok=True)
+    loaded = checkpoint.load(root, model=model, optimizer=optimizer, missing_ok=True)
     if loaded is not None:
         checkpoint.restore(loaded.extra, sampler=sampler)
         world_sizes = loaded.extra["world_sizes"]
@@ -59,11 +59,13 @@ def train(config: dict[str, Any]) -> None:
             step = sampler.position // BATCH
             if step % SAVE_EVERY == 0:
                 extra = {**checkpoint.capture(sampler=sampler), "world_sizes": world_sizes}
-                path = checkpoint.save(config["root"], step, model=model, optimizer=optimizer, extra=extra, keep=2)
+                path = checkpoint.save(root, step, model=model, optimizer=optimizer, extra=extra, keep=2)
                 with tempfile.TemporaryDirectory() as folder:  # Ray keeps only the name of the checkpoint
                     pointer = ray.train.Checkpoint(folder)
                     pointer.set_metadata({"onecopy": str(path)})
-                    ray.train.report({"step": step, "loss": losses.item()}, pointer if rank == 0 else None)
+                    ray.train.report(
+                        {"step": step, "loss": losses.item() / len(inputs)}, pointer if rank == 0 else None
+                    )
 
 
 def main() -> None:
@@ -74,9 +76,8 @@ def main() -> None:
     parser.add_argument("--pause", type=float, default=0.0, help="seconds to wait in each step, to watch the workers")
     parser.add_argument("--resize-every", type=float, default=60.0, help="seconds between two looks for new machines")
     arguments = parser.parse_args()
-    config = {"root": str(arguments.root / "onecopy"), "epochs": arguments.epochs, "pause": arguments.pause}
     workers = ray.train.ScalingConfig(
-        num_workers=tuple(arguments.workers), elastic_resize_monitor_interval_s=arguments.resize_every
+        tuple(arguments.workers), elastic_resize_monitor_interval_s=arguments.resize_every
     )
     run = ray.train.RunConfig(
         name="ray",
@@ -84,7 +85,7 @@ def main() -> None:
         failure_config=ray.train.FailureConfig(max_failures=3),
         checkpoint_config=ray.train.CheckpointConfig(num_to_keep=2),
     )
-    result = TorchTrainer(train, train_loop_config=config, scaling_config=workers, run_config=run).fit()
+    result = TorchTrainer(train, train_loop_config=vars(arguments), scaling_config=workers, run_config=run).fit()
     print(f"{result.metrics} in {result.checkpoint.get_metadata()['onecopy']}")
 
 

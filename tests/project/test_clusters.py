@@ -193,7 +193,9 @@ def test_the_file_for_slurm_is_a_shell_script_whose_command_torchrun_understands
 
 
 def test_the_manifest_fits_the_schema_of_kubernetes_and_its_command_torchrun() -> None:
-    validation = pytest.importorskip("kubernetes_validate", reason="kubernetes-validate is not installed: make clusters")
+    validation = pytest.importorskip(
+        "kubernetes_validate", reason="kubernetes-validate is not installed: make clusters"
+    )
     import yaml
 
     service, job = yaml.safe_load_all(block("kind: Job"))

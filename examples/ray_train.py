@@ -17,9 +17,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-import ray.train
 import torch
 import torch.distributed as dist
+from ray.train import Checkpoint, CheckpointConfig, FailureConfig, RunConfig, ScalingConfig, report
 from ray.train.torch import TorchTrainer
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -61,11 +61,9 @@ def train(config: dict[str, Any]) -> None:
                 extra = {**checkpoint.capture(sampler=sampler), "world_sizes": world_sizes}
                 path = checkpoint.save(root, step, model=model, optimizer=optimizer, extra=extra, keep=2)
                 with tempfile.TemporaryDirectory() as folder:  # Ray keeps only the name of the checkpoint
-                    pointer = ray.train.Checkpoint(folder)
+                    pointer = Checkpoint(folder)
                     pointer.set_metadata({"onecopy": str(path)})
-                    ray.train.report(
-                        {"step": step, "loss": losses.item() / len(inputs)}, pointer if rank == 0 else None
-                    )
+                    report({"step": step, "loss": losses.item() / len(inputs)}, pointer if rank == 0 else None)
 
 
 def main() -> None:
@@ -76,15 +74,12 @@ def main() -> None:
     parser.add_argument("--pause", type=float, default=0.0, help="seconds to wait in each step, to watch the workers")
     parser.add_argument("--resize-every", type=float, default=60.0, help="seconds between two looks for new machines")
     arguments = parser.parse_args()
-    workers = ray.train.ScalingConfig(
-        tuple(arguments.workers), elastic_resize_monitor_interval_s=arguments.resize_every
+    arguments.root = arguments.root.resolve()  # workers run in other directories
+    workers = ScalingConfig(
+        num_workers=tuple(arguments.workers), elastic_resize_monitor_interval_s=arguments.resize_every
     )
-    run = ray.train.RunConfig(
-        name="ray",
-        storage_path=str(arguments.root),
-        failure_config=ray.train.FailureConfig(max_failures=3),
-        checkpoint_config=ray.train.CheckpointConfig(num_to_keep=2),
-    )
+    failures, kept = FailureConfig(max_failures=3), CheckpointConfig(num_to_keep=2)
+    run = RunConfig(name="ray", storage_path=str(arguments.root), failure_config=failures, checkpoint_config=kept)
     result = TorchTrainer(train, train_loop_config=vars(arguments), scaling_config=workers, run_config=run).fit()
     print(f"{result.metrics} in {result.checkpoint.get_metadata()['onecopy']}")
 

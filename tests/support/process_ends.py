@@ -205,7 +205,7 @@ def network() -> nn.Module:
 
 
 def slow_gloo_down() -> None:
-    """Let gloo's worker threads get processors and the interpreter's lock late, as on a machine with much other work."""
+    """Let gloo's worker threads get the processor and the interpreter's lock late, as on a busy machine."""
     sys.setswitchinterval(1.0)
     for task in Path("/proc/self/task").iterdir():
         if (task / "comm").read_text().startswith("pt_gloo"):

@@ -121,8 +121,9 @@ namespaces: setup ## train at every level on two network namespaces as machines,
 	$(SAFELY) $(BIN)/python benchmarks/namespaces.py
 
 ends: COUNT = 200
-ends: setup ## end COUNT processes that answer other ranks in every way, and check that none hangs or aborts
+ends: setup ## end COUNT processes in every way, and COUNT after each kind of training under load; check that none hangs or aborts
 	$(BIN)/python -m tests.support.process_ends $(COUNT)
+	$(BIN)/python -m tests.support.process_ends $(COUNT) --trainings
 
 fuzz: COUNT = 200
 fuzz: setup ## run COUNT random training programs, from SEED on, with plain DDP and with onecopy

@@ -1,33 +1,46 @@
-"""Ends processes that have a background service in every way, and checks that none of them hangs or aborts.
+"""Ends processes in every way and after every kind of training, and checks that none of them hangs or aborts.
 
-Run as ``python -m tests.support.process_ends COUNT [--few]``: at least COUNT processes are ended, two in each group,
-with a store that rank 0 hosts or with a file. The parent has imported everything, and each rank is a fork of it that
-ends as any Python program does.
+Run as ``python -m tests.support.process_ends COUNT [--few]``: at least COUNT processes that have a background service
+are ended, two in each group, with a store that rank 0 hosts or with a file. With ``--trainings``, at least COUNT
+processes are ended after each kind of training, several groups at once. The parent has imported everything, and each
+rank is a fork of it that ends as any Python program does.
 """
 
 from __future__ import annotations
 
 import argparse
 import atexit
+import gc
 import os
 import shutil
 import signal
 import sys
 import tempfile
 import time
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
+from itertools import product
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch._dynamo  # a rank would import it in its first step
 import torch.distributed as dist
 import torch.distributed.optim  # and this when it makes an optimizer
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
 
-from onecopy import ZeroRedundancyOptimizer
+from onecopy import (
+    ShardedDataParallel,
+    ZeroRedundancyOptimizer,
+    hook_with_zero_step,
+    hook_with_zero_step_interleaved,
+    reduce_scatter_hook,
+)
 from onecopy.comm import background_service
 
 LIMIT = 300.0
@@ -164,34 +177,130 @@ COMMONEST = (
 )
 """Ways that the test suite tries."""
 
-kept: list[object] = []
-"""The optimizer of this process, which lives until the interpreter ends."""
+kept: list[Any] = []
+"""The model and the optimizer of this process, which live until the interpreter ends."""
 
 
 def read_state() -> None:
     """Gather the state of both ranks on this one."""
-    optimizer = kept[0]
+    optimizer = kept[-1]
     assert isinstance(optimizer, ZeroRedundancyOptimizer)
     assert optimizer.state_dict()["state"][0]["exp_avg"].numel() == 2000
 
 
-def run_rank(rank: int, store: str, end: Callable[[int], object]) -> None:
-    """Train one step, read the state dict on one rank, and end."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2, timeout=timedelta(seconds=LIMIT / 2))
+def train_and_read_state() -> None:
+    """Train one step, and read the state dict on one rank."""
     param = nn.Parameter(torch.ones(2000))
-    optimizer = ZeroRedundancyOptimizer([param], torch.optim.Adam, shard_by="element")
-    kept.append(optimizer)
+    kept.append(ZeroRedundancyOptimizer([param], torch.optim.Adam, shard_by="element"))
     param.grad = torch.ones_like(param)
-    optimizer.step()
-    if rank == 0:
+    kept[-1].step()
+    if dist.get_rank() == 0:
         read_state()
     dist.barrier()
-    del optimizer, param
-    end(rank)
 
 
-def start(rank: int, store: str, way: Way, errors: str) -> int:
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 8))
+
+
+def slow_gloo_down() -> None:
+    """Let gloo's worker threads get the processor and the interpreter's lock late, as on a busy machine."""
+    sys.setswitchinterval(1.0)
+    for task in Path("/proc/self/task").iterdir():
+        if (task / "comm").read_text().startswith("pt_gloo"):
+            os.sched_setscheduler(int(task.name), os.SCHED_IDLE, os.sched_param(0))
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Make a few steps; the overlap hooks update from the third one on."""
+    for step in range(5):
+        if step == 4:
+            slow_gloo_down()
+        optimizer.zero_grad()
+        model(torch.randn(8, 64)).square().mean().backward()
+        optimizer.step()
+    kept.extend((model, optimizer))
+
+
+def train_with_ddp(kind: Any, **options: Any) -> None:
+    model = DistributedDataParallel(network())
+    train(model, kind(model.parameters(), **options))
+
+
+def train_level_2() -> None:
+    model = DistributedDataParallel(network())
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, shard_by="element")
+    model.register_comm_hook(optimizer, reduce_scatter_hook)
+    train(model, optimizer)
+
+
+def train_with_overlap(hook: Any) -> None:
+    model = DistributedDataParallel(network())
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, overlap_with_ddp=True)
+    model.register_comm_hook(None, hook(allreduce_hook, model, optimizer))
+    train(model, optimizer)
+
+
+def train_level_3(**options: Any) -> None:
+    module = network()
+    optimizer = ZeroRedundancyOptimizer(module.parameters(), torch.optim.Adam, shard_by="element", **options)
+    train(ShardedDataParallel(module, optimizer), optimizer)
+
+
+TORCHS_CLASS = torch.distributed.optim.ZeroRedundancyOptimizer
+
+TRAININGS: dict[str, Callable[[], object]] = {
+    "plain DDP": partial(train_with_ddp, torch.optim.Adam),
+    "torch's ZeroRedundancyOptimizer": partial(train_with_ddp, TORCHS_CLASS, optimizer_class=torch.optim.Adam),
+    "level 1": partial(train_with_ddp, ZeroRedundancyOptimizer, optimizer_class=torch.optim.Adam),
+    "reduce_scatter_hook": train_level_2,
+    "hook_with_zero_step": partial(train_with_overlap, hook_with_zero_step),
+    "hook_with_zero_step_interleaved": partial(train_with_overlap, hook_with_zero_step_interleaved),
+    "ShardedDataParallel": train_level_3,
+    "ShardedDataParallel, serve_state_dict=False": partial(train_level_3, serve_state_dict=False),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """What two processes do, and how they end.
+
+    Attributes:
+        name: names the case in the output.
+        scheme: the kind of the store, ``tcp`` or ``file``.
+        way: how the processes end.
+        training: what they do before.
+    """
+
+    name: str
+    scheme: str
+    way: Way
+    training: Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Group:
+    """Two processes of one case that were started."""
+
+    case: Case
+    folder: str
+    begun: float
+    children: list[int]
+
+    def errors(self, rank: int) -> Path:
+        return Path(self.folder, str(rank))
+
+
+def run_rank(rank: int, store: str, case: Case) -> None:
+    """Train, and end."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2, timeout=timedelta(seconds=LIMIT / 2))
+    case.training()
+    case.way.end(rank)
+
+
+def start_rank(rank: int, store: str, case: Case, errors: Path) -> int:
     """Start one rank, and return its process id."""
     child = os.fork()
     if child:
@@ -200,8 +309,18 @@ def start(rank: int, store: str, way: Way, errors: str) -> int:
     os.dup2(opened, 1)
     os.dup2(opened, 2)
     background_service.SECONDS_FOR_RANK_0 = 3.0
-    run_rank(rank, store, way.end)
+    run_rank(rank, store, case)
     sys.exit(0)
+
+
+def start(case: Case) -> Group:
+    """Start the two processes of a case."""
+    folder = tempfile.mkdtemp()  # not a context manager, which a forked rank would leave, too
+    store = f"file://{folder}/store" if case.scheme == "file" else f"tcp://127.0.0.1:{free_port()}"
+    group = Group(case, folder, time.monotonic(), [])
+    for rank in range(2):
+        group.children.append(start_rank(rank, store, case, group.errors(rank)))
+    return group
 
 
 def wait_for(child: int, deadline: float) -> int | None:
@@ -216,20 +335,15 @@ def wait_for(child: int, deadline: float) -> int | None:
     return None
 
 
-def end_once(name: str, scheme: str, port: int) -> list[str]:
-    """End one group of two processes; return what was wrong."""
-    way, problems = WAYS[name], []
-    folder = tempfile.mkdtemp()  # not a context manager, which a forked rank would leave, too
-    store = f"file://{folder}/store" if scheme == "file" else f"tcp://127.0.0.1:{port}"
-    errors = [f"{folder}/{rank}" for rank in range(2)]
-    begun = time.monotonic()
-    children = [start(rank, store, way, errors[rank]) for rank in range(2)]
-    for rank, child in enumerate(children):
-        status = wait_for(child, begun + LIMIT)
-        text = Path(errors[rank]).read_text(errors="replace")
-        if status != way.statuses[rank] or any(word in text for word in BAD_WORDS):
-            problems.append(f"{scheme}, {name}, rank {rank}: status {status}\n{text}")
-    shutil.rmtree(folder)
+def finish(group: Group) -> list[str]:
+    """Wait for the end of a group; return what was wrong."""
+    case, problems = group.case, []
+    for rank, child in enumerate(group.children):
+        status = wait_for(child, group.begun + LIMIT)
+        text = group.errors(rank).read_text(errors="replace")
+        if status != case.way.statuses[rank] or any(word in text for word in BAD_WORDS):
+            problems.append(f"{case.scheme}, {case.name}, rank {rank}: status {status}\n{text}")
+    shutil.rmtree(group.folder)
     return problems
 
 
@@ -243,18 +357,24 @@ def free_port() -> int:
         return port
 
 
-def end_all(count: int, cases: Sequence[tuple[str, str]]) -> list[str]:
-    """End two processes in each case, a store and a way, and again until there were ``count``; return the problems."""
-    ended, problems = 0, []
-    while ended < count:
-        for scheme, name in cases:
-            begun = time.monotonic()
-            found = end_once(name, scheme, free_port())
-            problems += found
-            ended += 2
-            print(f"{scheme} {name}: {'BAD' if found else 'good'}, {time.monotonic() - begun:.1f} s", flush=True)
+def end_all(cases: Sequence[Case], at_once: int) -> list[str]:
+    """End two processes for each case, ``at_once`` groups at a time; return the problems."""
+    waiting, running = deque(cases), deque[Group]()
+    ended, bad, problems = Counter[str](), Counter[str](), []
+    while waiting or running:
+        while waiting and len(running) < at_once:
+            running.append(start(waiting.popleft()))
+        group = running.popleft()
+        found = finish(group)
+        problems += found
+        ended[group.case.name] += 2
+        bad[group.case.name] += len(found)
+        seconds = time.monotonic() - group.begun
+        print(f"{group.case.scheme} {group.case.name}: {'BAD' if found else 'good'}, {seconds:.1f} s", flush=True)
     print("\n".join(problems))
-    print(f"{ended} processes ended, {len(problems)} of them badly")
+    for name, count in ended.items():
+        print(f"{name}: {count} processes ended, {bad[name]} of them badly")
+    print(f"{ended.total()} processes ended, {len(problems)} of them badly")
     return problems
 
 
@@ -263,10 +383,20 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="end processes in every way, and check that none hangs or aborts")
     parser.add_argument("count", type=int, help="end at least so many processes")
     parser.add_argument("--few", action="store_true", help="only the commonest ways, with a store that rank 0 hosts")
+    parser.add_argument("--trainings", action="store_true", help="end so many processes after each kind of training")
+    parser.add_argument("--only", help="only kinds of training whose name contains this")
+    parser.add_argument("--at-once", type=int, default=6, help="groups that train at once, so that all are slow")
     given = parser.parse_args()
-    cases = [(scheme, name) for scheme in ("tcp", "file") for name in WAYS]
-    problems = end_all(given.count, [("tcp", name) for name in COMMONEST] if given.few else cases)
-    return 1 if problems else 0
+    gc.freeze()  # the ends of forks then take a third of the time
+    if given.trainings:
+        chosen = {name: training for name, training in TRAININGS.items() if given.only is None or given.only in name}
+        cases = [Case(name, "tcp", Way(destroy), training) for name, training in chosen.items()]
+        repeats = -(-given.count // 2)
+    else:
+        ways = [("tcp", name) for name in COMMONEST] if given.few else list(product(("tcp", "file"), WAYS))
+        cases = [Case(name, scheme, WAYS[name], train_and_read_state) for scheme, name in ways]
+        repeats = -(-given.count // (2 * len(cases)))
+    return 1 if end_all(cases * repeats, given.at_once if given.trainings else 1) else 0
 
 
 if __name__ == "__main__":

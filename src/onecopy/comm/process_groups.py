@@ -6,6 +6,7 @@ be in equally many groups, and a side group is never destroyed before the group 
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import weakref
 from collections.abc import Callable, Iterator
@@ -15,8 +16,11 @@ from typing import ClassVar
 import torch
 import torch.distributed as dist
 
-from onecopy.comm import limits
+from onecopy.comm import gloo_threads, limits
 from onecopy.common.torch_private import groups_of_process, number_of_groups, timeout_of
+
+# Exit functions run in reverse order: those that are registered later, and may still communicate, run before this one.
+atexit.register(gloo_threads.wait_for_idle_workers)
 
 ABORT_TAG = 2**31 - 1
 """A tag that no message has."""

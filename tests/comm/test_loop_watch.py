@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from onecopy import fail_together
-from onecopy.comm.loop_watch import describe, is_backend_error
+from onecopy.comm.backend_errors import is_backend_error
+from onecopy.comm.loop_watch import describe
 from onecopy.errors import PeerFailedError
 from tests.support.failing_loops import CASES, KINDS, SLOW, kinds_of, outcomes, problem_of
 from tests.support.harness import EVERYTHING, distributed

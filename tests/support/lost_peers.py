@@ -5,7 +5,6 @@ Every call has a process group of its own, so that many calls can be tried in on
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import time
@@ -28,9 +27,8 @@ import onecopy
 from onecopy import PeerFailedError, ShardedDataParallel, ZeroRedundancyOptimizer, checkpoint, optimizer
 from onecopy.checkpoint import loading
 from onecopy.checkpoint.saving import SaveJob
+from onecopy.comm import process_groups
 from onecopy.comm.backend_errors import is_backend_error
-from onecopy.comm.process_groups import abort_group
-from onecopy.common.torch_private import groups_of_process
 from onecopy.data_parallel.backward import BackwardReducer
 from onecopy.data_parallel.module_sync import ModuleSync
 from onecopy.data_parallel.pipelined_step import PipelinedStep
@@ -243,71 +241,74 @@ CASES = [
     Case("step()", "parameter", _join, (optimizer, "joined_step")),
 ]
 
-WAYS = ["closes its connections", "SIGKILL", "does not come"]
+WAYS = ["ends", "does not come"]
 """The ways in which a rank is lost."""
 
 
-def cases_of(way: str) -> list[int]:
-    """The cases that can be tried in one way, as positions: only in the first way a rank is lost inside a call."""
-    return [number for number, case in enumerate(CASES) if way == WAYS[0] or case.place is None]
-
-
-def problems(world_size: int, way: str, root: str, chosen: list[int] | None = None) -> list[str]:
+def problems(world_size: int, way: str, root: str) -> list[str]:
     """Lose a rank in many calls; return all errors of the others that are not as they should be."""
     pool = Pool(world_size)
-    numbers = cases_of(way) if chosen is None else chosen
     try:
-        found = pool.run(__name__, "run", {"way": way, "root": root, "numbers": numbers}, LIMIT, {world_size - 1})
+        found = pool.run(__name__, "run", {"way": way, "root": root}, LIMIT, {world_size - 1})
     finally:
         pool.close()
-    assert all(each is None or len(each) == len(numbers) for each in found)
     return [text for each in found if each is not None for text in each if text]
 
 
-def run(way: str, root: str, numbers: list[int]) -> list[str]:
-    """Make all calls on this rank; return for each the error that is not as it should be, or an empty text."""
-    timeout = timedelta(seconds=TIMEOUT if way == "does not come" else 30)
+def run(way: str, root: str) -> list[str]:
+    """Make all calls on this rank; return for each the error that is not as it should be, or an empty text.
+
+    A rank that is lost inside a call closes its connections, and comes to the next call. All calls before which the
+    last rank is killed come at the end.
+    """
+    comes_late = way == "does not come"
     here, world_size = dist.get_rank(), dist.get_world_size()
-    calls, found = [], []
-    for number in numbers:
-        case, folder = CASES[number], os.path.join(root, str(number))
-        trained = Trained(case.level, dist.new_group(timeout=timeout), case.passes)
+    killed_before: list[tuple[Case, Any, Callable[[], object]]] = []
+    found = []
+    for number, case in enumerate(CASES):
+        if comes_late and case.place is not None:
+            continue
+        folder, timeout = os.path.join(root, str(number)), timedelta(seconds=TIMEOUT if comes_late else 30)
+        group = dist.new_group(timeout=timeout)
+        trained = Trained(case.level, group, case.passes)
         trained.prepare(case.call, folder)
-        calls.append((case, trained, partial(case.make, trained, folder)))
-        if way != "SIGKILL":
-            dist.barrier()
-            is_lost = here == case.lost_rank % world_size
-            found.append(_lose(case, calls[-1][2], way) if is_lost else _problem(case, calls[-1][2]))
-            dist.barrier()
-    if way == "SIGKILL":
+        call = partial(case.make, trained, folder)
+        if case.place is None and not comes_late:
+            killed_before.append((case, group, call))
+            continue
+        dist.barrier()
+        if here != case.lost_rank % world_size:
+            found.append(_problem(case, group, call))
+        elif case.place is not None:
+            _lose(case.place, group, call)
+        dist.barrier()
+    if killed_before:
         dist.barrier()
         if here == world_size - 1:
             os.kill(os.getpid(), signal.SIGKILL)
-        found = [_problem(case, call) for case, _, call in calls]
-    return found
+    return found + [_problem(case, group, call) for case, group, call in killed_before]
 
 
-def _lose(case: Case, call: Callable[[], object], way: str) -> str:
-    """Do on the lost rank what loses it."""
-    if way == "does not come":
-        return ""
+def _lose(place: tuple[Any, str], group: Any, call: Callable[[], object]) -> None:
+    """Make a call, and close the connections in the middle of it."""
+
+    def lose(*_arguments: Any, **_options: Any) -> None:
+        _close_connections(group)
+        raise RuntimeError("this rank is lost")
+
     with pytest.MonkeyPatch.context() as patch:
-        if case.place is not None:
-            patch.setattr(*case.place, _close_connections)
-        with pytest.raises(RuntimeError):  # it gets the error of a lost rank, too
-            call() if case.place is not None else _close_connections()
-    return ""
+        patch.setattr(*place, lose)
+        with pytest.raises(RuntimeError):
+            call()
 
 
-def _close_connections(*_arguments: Any, **_options: Any) -> None:
-    """Close the connections of all groups of calls, as the end of the process would."""
-    for group in groups_of_process():
-        if group is not dist.group.WORLD:
-            abort_group(group)
-    raise RuntimeError("this rank is lost")
+def _close_connections(group: Any) -> None:
+    """Close the connections of a group and of its side groups, as the end of the process would."""
+    for each in (group, *(side for of, side in process_groups._side_groups.values() if of is group)):
+        process_groups.abort_group(each)
 
 
-def _problem(case: Case, call: Callable[[], object]) -> str:
+def _problem(case: Case, group: Any, call: Callable[[], object]) -> str:
     """What is wrong with the error of a call on a rank that is left."""
     begun, error = time.monotonic(), None
     try:
@@ -315,8 +316,7 @@ def _problem(case: Case, call: Callable[[], object]) -> str:
     except BaseException as caught:
         error = caught
     seconds, text = time.monotonic() - begun, str(error)
-    with contextlib.suppress(RuntimeError):
-        _close_connections()
+    _close_connections(group)  # a rank that raises ends, and others may wait for it
     wrong = [
         name
         for name, right in {

@@ -45,7 +45,7 @@ LIMIT = 240.0
 SECONDS = 15.0
 """No error may take longer: it comes before the timeout of the group, which is 30 seconds if a rank is killed."""
 
-TIMEOUT = 2.0
+TIMEOUT = 4.0
 """The timeout of the groups of calls to which a rank does not come."""
 
 
@@ -150,54 +150,54 @@ class Case:
         return f"{self.call} at level {self.level}, {self.place[1] if self.place else 'before the call'}"
 
 
-def _step(trained: Trained, _: str) -> object:
-    return trained.zero.step()
+def _step(trained: Trained, _: str) -> None:
+    trained.zero.step()
 
 
-def _backward(trained: Trained, _: str) -> object:
-    return trained.backward()
+def _backward(trained: Trained, _: str) -> None:
+    trained.backward()
 
 
-def _save(trained: Trained, root: str) -> object:
-    return checkpoint.save(root, 2, model=trained.model, optimizer=trained.zero, process_group=trained.group)
+def _save(trained: Trained, root: str) -> None:
+    checkpoint.save(root, 2, model=trained.model, optimizer=trained.zero, process_group=trained.group)
 
 
-def _load(trained: Trained, root: str) -> object:
-    return checkpoint.load(root, model=trained.model, optimizer=trained.zero, process_group=trained.group)
+def _load(trained: Trained, root: str) -> None:
+    checkpoint.load(root, model=trained.model, optimizer=trained.zero, process_group=trained.group)
 
 
-def _zero(trained: Trained, _: str) -> object:
-    return ZeroRedundancyOptimizer(nn.Linear(4, 4).parameters(), AdamW, process_group=trained.group, lr=0.1)
+def _zero(trained: Trained, _: str) -> None:
+    ZeroRedundancyOptimizer(nn.Linear(4, 4).parameters(), AdamW, process_group=trained.group, lr=0.1)
 
 
-def _wrap(trained: Trained, _: str) -> object:
-    return ShardedDataParallel(trained.module, trained.zero)
+def _wrap(trained: Trained, _: str) -> None:
+    ShardedDataParallel(trained.module, trained.zero)
 
 
-def _consolidate(trained: Trained, _: str) -> object:
-    return trained.zero.consolidate_state_dict()
+def _consolidate(trained: Trained, _: str) -> None:
+    trained.zero.consolidate_state_dict()
 
 
-def _load_state(trained: Trained, _: str) -> object:
+def _load_state(trained: Trained, _: str) -> None:
     plain = AdamW(trained.module.parameters(), lr=0.01)
-    return trained.zero.load_state_dict(plain.state_dict())
+    trained.zero.load_state_dict(plain.state_dict())
 
 
-def _set_state(trained: Trained, _: str) -> object:
+def _set_state(trained: Trained, _: str) -> None:
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    return checkpoint.set_optimizer_state_dict(trained.module, trained.zero, trained.state, options=options)
+    checkpoint.set_optimizer_state_dict(trained.module, trained.zero, trained.state, options=options)
 
 
-def _add_group(trained: Trained, _: str) -> object:
-    return trained.zero.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
+def _add_group(trained: Trained, _: str) -> None:
+    trained.zero.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
 
 
-def _clip(trained: Trained, _: str) -> object:
-    return trained.zero.clip_grad_norm_(1.0)
+def _clip(trained: Trained, _: str) -> None:
+    trained.zero.clip_grad_norm_(1.0)
 
 
-def _join(trained: Trained, _: str) -> object:
-    return trained.join()
+def _join(trained: Trained, _: str) -> None:
+    trained.join()
 
 
 CASES = [

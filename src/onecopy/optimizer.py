@@ -195,7 +195,8 @@ class ZeroRedundancyOptimizer(OwnedStateOptimizer, Joinable):
         in_join = in_join_context(self)
         if in_join:
             self.wait()
-            Join.notify_join_context(self)
+            with self.engine.collectives.explained_errors("step() in a join context"):
+                Join.notify_join_context(self)
         self.engine.check_replicas(self.wait)
         if self.overlap is not None:
             self.overlap.step_was_called = True

@@ -5,8 +5,11 @@ from __future__ import annotations
 import pytest
 
 from onecopy import fail_together
-from onecopy.comm.loop_watch import describe, is_backend_error
+from onecopy.comm.backend_errors import is_backend_error
+from onecopy.comm.loop_watch import describe
 from onecopy.errors import PeerFailedError
+from tests.support.different_modes import MODES
+from tests.support.different_modes import problem_of as problem_in
 from tests.support.failing_loops import CASES, KINDS, SLOW, kinds_of, outcomes, problem_of
 from tests.support.harness import EVERYTHING, distributed
 
@@ -29,6 +32,12 @@ def test_all_ranks_raise_and_name_the_cause(world_size: int, failing_rank: int, 
 def test_a_slow_rank_is_no_failure(kind: str, case: str) -> None:
     found = outcomes(2, kind=kind, case=case, failing_rank=0, blocked_seconds=1.0)
     assert not problem_of(case, 0, found)
+
+
+@pytest.mark.parametrize("world_size", [2, 3] if EVERYTHING else [2])
+@pytest.mark.parametrize("mode", MODES if EVERYTHING else list(MODES)[:1])
+def test_ranks_in_different_modes(mode: str, world_size: int) -> None:
+    assert not problem_in(mode, world_size)
 
 
 @distributed(2)

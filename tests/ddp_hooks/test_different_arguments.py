@@ -196,3 +196,13 @@ def test_overlap_hooks_with_different_arguments_are_an_error(world_size: int, ma
             f"{option} of DDP: True",
         )
     check_pool()
+
+
+@distributed(2)
+def test_an_interleaved_hook_on_one_rank_is_an_error(world_size: int) -> None:
+    twins = Twins({"overlap_with_ddp": True})
+    make_hook = hook_with_zero_step_interleaved if dist.get_rank() == 1 else hook_with_zero_step
+    expect_disagreement(
+        1, lambda: make_hook(allreduce_hook, twins.ddp, twins.zeros[0]), "interleaved: False", "interleaved: True"
+    )
+    check_pool()

@@ -106,7 +106,7 @@ CALLS: dict[str, Callable[[Any], object]] = {
     "consolidate_state_dict()": lambda training: training.ours.consolidate_state_dict(),
     "load_state_dict()": lambda training: training.ours.load_state_dict(training.plain.state_dict()),
     "add_param_group()": lambda training: training.ours.add_param_group({"params": [parameter(3)]}),
-    "the norm of the gradients": lambda training: training.ours.clip_grad_norm_(1.0),
+    "grad_norm() or clip_grad_norm_()": lambda training: training.ours.clip_grad_norm_(1.0),
 }
 
 

@@ -289,14 +289,15 @@ def _broadcast(collectives: Collectives, state_dict: StateDict) -> StateDict:
             tree = tagged_json.encode(state_dict, tensors, "the state dict")
             tensors = [tensor.detach().cpu().contiguous() for tensor in tensors]
             text = tagged_json.dumps([tree, [tagged_json.describe_tensor(tensor) for tensor in tensors]])
-    received = collectives.broadcast_bytes(text, 0)
+    received = collectives.broadcast_bytes(text, 0, call)
     with FailTogether(collectives, call):  # every rank has memory for the tensors before one is sent
         if collectives.group_rank != 0:
             tree, described = tagged_json.loads(received)
             tensors = [tagged_json.empty_from(description) for description in described]
     for tensor in tensors:
         buffer = tensor.to(collectives.control_device)
-        collectives.broadcast(buffer, 0).wait()
+        with collectives.explained_errors(call):
+            collectives.broadcast(buffer, 0).wait()
         if buffer is not tensor:
             tensor.copy_(buffer)
     decoded: StateDict = tagged_json.decode(tree, tensors)

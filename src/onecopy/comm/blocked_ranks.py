@@ -32,7 +32,12 @@ _WAITING = (
     *(f"{_ONECOPY}{name}" for name in ("comm/", "data_parallel/", "ddp_hooks/", "state_dict/", "step/")),
     *(
         f"{_TORCH}{name}"
-        for name in ("distributed/distributed_c10d.py", "autograd/graph.py", "nn/parallel/distributed.py")
+        for name in (
+            "distributed/distributed_c10d.py",
+            "distributed/utils.py",  # DDP's constructor
+            "autograd/graph.py",
+            "nn/parallel/distributed.py",
+        )
     ),
 )
 """The files in which the innermost Python frame of a thread is that waits for other ranks."""
@@ -117,12 +122,17 @@ class BlockedRanks:
 
 def where(frame: FrameType) -> tuple[str, str]:
     """The call of torch or of this library in which a thread is, and the line of the program that makes it."""
-    call = frame.f_code.co_name
+    call, constructed = frame.f_code.co_name, ""
     outer = frame
     while outer.f_back is not None and _is_library(outer):
-        if outer.f_code.co_name not in _DECORATORS:
-            call = outer.f_code.co_name
+        name = outer.f_code.co_name
+        if name == "__init__":
+            name = type(outer.f_locals.get("self")).__name__
+            constructed = name if outer.f_code.co_filename.startswith(_ONECOPY) else constructed
+        call = call if name in _DECORATORS else name
         outer = outer.f_back
+    # A hook of DDP is constructed in the first backward pass. On a rank without it, the pass is only that of DDP.
+    call = f"{constructed}() in {call}" if constructed not in ("", call) else call
     return f"{call}()", line_of(outer.f_code.co_filename, outer.f_lineno, outer.f_code.co_name)
 
 

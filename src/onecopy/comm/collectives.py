@@ -6,8 +6,7 @@ the calls here.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache, partial
 
 import torch
@@ -15,13 +14,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from onecopy.comm import limits, process_groups
+from onecopy.comm.backend_errors import ExplainedErrors
 from onecopy.comm.process_groups import DedicatedGroups
 from onecopy.comm.side_stream import SideStream
 from onecopy.comm.status_flags import FlagRows, flags_on
-from onecopy.comm.work import Work, WorkGroup, WorkThenCopy, WorkWithBuffer, run_all
+from onecopy.comm.work import ExplainedWork, Work, WorkGroup, WorkThenCopy, WorkWithBuffer, run_all
 from onecopy.common.flat_views import as_bytes, flat_view, to_bytes
 from onecopy.common.torch_private import counts_calls
-from onecopy.errors import OnecopyError, PeerFailedError, RanksDisagreeError
+from onecopy.errors import OnecopyError, RanksDisagreeError
 
 MESSAGE_TAG = limits.TAG_BLOCKS * limits.TAGS
 """The tag of messages between two ranks: not 0, the tag of messages that a user has in flight in the same group."""
@@ -126,7 +126,8 @@ class Collectives:
         def gather_counts(count: int) -> list[int]:
             return [row[0] for row in self.all_gather_flags([count], call)]
 
-        return process_groups.side_group(self.process_group, purpose, self.control_device, gather_counts, backend)
+        with self.explained_errors(call):
+            return process_groups.side_group(self.process_group, purpose, self.control_device, gather_counts, backend)
 
     def reserve_tags(self) -> int:
         """The first of ``limits.TAGS`` message tags for one user; all ranks call this in the same order."""
@@ -138,9 +139,10 @@ class Collectives:
         Between pairs of ranks, all raise if a rank is in another ``call``.
         """
         if not self.uses_pairwise(self.host_device):
-            gathered, work = self._start_all_gather_flags(flags, self.host_device)
-            work.wait()
-            values: list[list[int]] = gathered.tolist()
+            with self.explained_errors(call):
+                gathered, work = self._start_all_gather_flags(flags, self.host_device)
+                work.wait()
+                values: list[list[int]] = gathered.tolist()
             return values
         rows = self._exchange_flags(flags, call)
         if rows is None:
@@ -166,23 +168,19 @@ class Collectives:
         for error in errors:
             if not isinstance(error, RuntimeError):
                 raise error
-        with self.explaining_timeouts(call):
+        with self.explained_errors(call):
             if errors:
                 raise errors[0]
         self._rows = rows  # not after a failure: a message may still arrive in it
         return rows.read(len(flags))
 
-    @contextlib.contextmanager
-    def explaining_timeouts(self, call: str) -> Iterator[None]:
-        """Turn a backend's error in the block, such as the timeout, into one that names a call of all ranks."""
-        try:
-            yield
-        except RuntimeError as error:
-            raise PeerFailedError(
-                f"rank {self.group_rank}: {call} has waited for the other ranks in vain. Either one of them does not "
-                "make this call, which all ranks must make (not inside `if rank == 0:`), or its process has died. "
-                f"{error}"
-            ) from error
+    def explained_errors(self, call: str) -> ExplainedErrors:
+        """A block that turns a backend's error, such as the timeout, into one that names the call and this rank."""
+        return ExplainedErrors(call, self.group_rank)
+
+    def explained_work(self, work: Work, call: str) -> Work:
+        """Return work whose ``wait()`` raises such an error, for work that another call waits for."""
+        return ExplainedWork(work, call, self.group_rank)
 
     def start_all_gather_flags(self, flags: Sequence[int], computed: Mapping[int, Tensor]) -> tuple[Tensor, Work]:
         """Start gathering status flags on the control device: a tensor with a row for each rank, and the work.
@@ -205,16 +203,18 @@ class Collectives:
     def all_gather_bytes(self, payload: bytes, call: str) -> list[bytes]:
         """The bytes of every rank, of any length, in rank order."""
         sizes = [row[0] for row in self.all_gather_flags([len(payload)], call)]
-        return [
-            self._broadcast_sized(payload if source == self.group_rank else None, size, source)
-            for source, size in enumerate(sizes)
-        ]
+        with self.explained_errors(call):
+            return [
+                self._broadcast_sized(payload if source == self.group_rank else None, size, source)
+                for source, size in enumerate(sizes)
+            ]
 
-    def broadcast_bytes(self, payload: bytes | None, source: int) -> bytes:
+    def broadcast_bytes(self, payload: bytes | None, source: int, call: str) -> bytes:
         """The bytes of ``source``. The other ranks' arguments are ignored."""
         size = torch.tensor([len(payload or b"")], dtype=torch.int64, device=self.host_device)
-        self.broadcast(size, source).wait()
-        return self._broadcast_sized(payload if source == self.group_rank else None, int(size), source)
+        with self.explained_errors(call):
+            self.broadcast(size, source).wait()
+            return self._broadcast_sized(payload if source == self.group_rank else None, int(size), source)
 
     def _broadcast_sized(self, payload: bytes | None, size: int, source: int) -> bytes:
         if size == 0:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import re
 import secrets
 import threading
 import time
@@ -26,6 +25,7 @@ from typing import Any
 import torch.distributed as dist
 
 from onecopy.comm.agreement import ranks_text
+from onecopy.comm.backend_errors import is_backend_error
 from onecopy.comm.background_service import BackgroundService
 from onecopy.comm.blocked_ranks import BlockedRanks, line_of
 from onecopy.comm.collectives import Collectives
@@ -41,8 +41,6 @@ LOOK_EVERY = 0.5
 
 SECONDS_TO_NOTICE = 3.0
 """How long ranks that have lost a connection wait for the others to notice it too."""
-
-_BACKEND_ERROR = re.compile(r"gloo|pair closure|onnection (closed|reset|refused)|[Tt]imed out|NCCL|abort", re.DOTALL)
 
 JOIN_HINT = "For inputs of different lengths use torch.distributed.algorithms.Join."
 
@@ -157,15 +155,6 @@ def describe(error: BaseException) -> str:
         return text
     last = frames[-1]
     return f"{text} (at {line_of(last.filename, last.lineno or 0, last.name)})"
-
-
-def is_backend_error(error: BaseException) -> bool:
-    """Whether an exception, or its cause, comes from a process group that has lost a rank."""
-    if isinstance(error, PeerFailedError) and error.__cause__ is not None:
-        return is_backend_error(error.__cause__)
-    return isinstance(error, dist.DistError) or (
-        type(error) is RuntimeError and bool(_BACKEND_ERROR.search(str(error)))
-    )
 
 
 @contextlib.contextmanager

@@ -59,22 +59,30 @@ def backends_of(group: dist.ProcessGroup) -> dict[str, str]:
 
 
 def abort_groups() -> None:
-    """End every call of this process that waits in a process group, with an error. The groups are of no use afterwards.
+    """End every call of this process that waits in a process group, with an error.
+
+    The groups are of no use afterwards.
+    """
+    for group in groups_of_process():
+        abort_group(group)
+
+
+def abort_group(group: dist.ProcessGroup) -> None:
+    """End every call of this process that waits in one process group, with an error.
 
     gloo's ``abort()`` ends no call. A receive that times out does: gloo then closes all connections of the group. A
     receive from a rank whose connection is closed already does not time out, so the next rank is tried.
     """
-    for group in groups_of_process():
-        backends = backends_of(group)
-        if any(backend != "gloo" for backend in backends.values()):
-            group.abort()
-        for turn in range(1, group.size()) if backends.get("cpu") == "gloo" else ():
-            source = (group.rank() + turn) % group.size()
-            try:
-                group.recv([torch.empty(1)], source, ABORT_TAG).wait(timedelta(milliseconds=1))
-            except RuntimeError as error:
-                if "Timed out" in str(error):
-                    break
+    backends = backends_of(group)
+    if any(backend != "gloo" for backend in backends.values()):
+        group.abort()
+    for turn in range(1, group.size()) if backends.get("cpu") == "gloo" else ():
+        source = (group.rank() + turn) % group.size()
+        try:
+            group.recv([torch.empty(1)], source, ABORT_TAG).wait(timedelta(milliseconds=1))
+        except RuntimeError as error:
+            if "Timed out" in str(error):
+                break
 
 
 def control_device(backends: dict[str, str], device: torch.device | None) -> torch.device:

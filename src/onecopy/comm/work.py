@@ -8,6 +8,8 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from onecopy.comm.backend_errors import ExplainedErrors
+
 
 class Work(Protocol):
     """Communication in flight, as torch's process groups return it."""
@@ -53,6 +55,20 @@ class WorkGroup:
         for work in self.works:
             work.wait()
         return None
+
+
+@dataclass(frozen=True, slots=True)
+class ExplainedWork:
+    """Work that a later call waits for. A backend's error then names the call that has started it, and this rank."""
+
+    work: Work
+    call: str
+    group_rank: int
+
+    def wait(self) -> object:
+        """Wait for the work."""
+        with ExplainedErrors(self.call, self.group_rank):
+            return self.work.wait()
 
 
 def run_all(starts: Sequence[Callable[[], Work]]) -> list[BaseException]:

@@ -273,7 +273,7 @@ class BackwardReducer:
     def _reduce_remaining(self, current: _BackwardPass, active: bool) -> PassFlags:
         """Launch the remaining buckets, add all buckets up, and return the flags that are set on any rank."""
         collectives, replicas = self._policy.collectives, self._policy.replicas
-        with collectives.explaining_timeouts("backward()"):
+        with collectives.explained_errors("backward()"):
             for streams in self._streams.values():
                 streams.join()
             while current.next_bucket < len(self._buckets):
@@ -302,6 +302,7 @@ class BackwardReducer:
     def _read_later(self, row: Tensor, work: Work, mine: PassFlags, failure: Exception | None) -> PassFlags:
         """Let the host read the flags of all ranks later; at once only where this rank's flags cannot replace them."""
         found: list[PassFlags] = []
+        work = self._policy.collectives.explained_work(work, "backward()")
         self._deferred_flags.put(row, work, functools.partial(check_row, self._buckets, found))
         if failure is not None:
             self._deferred_flags.clear()

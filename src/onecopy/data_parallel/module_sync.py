@@ -45,13 +45,15 @@ class ModuleSync:
         tensors = [*self._module.parameters(), *self._module.buffers()]
         for collectives in (self._replicas, self._collectives):
             if collectives is not None:
-                _broadcast(tensors, collectives, 0)
+                with collectives.explained_errors("constructing ShardedDataParallel"):
+                    _broadcast(tensors, collectives, 0)
 
     def broadcast_buffers(self, buffers: Sequence[Tensor], source: int) -> None:
         """Broadcast these buffers from rank ``source`` of the shard group, and of the first replica."""
         for collectives, source_rank in ((self._replicas, 0), (self._collectives, source)):
             if buffers and collectives is not None and collectives.world_size > 1:
-                _broadcast(buffers, collectives, source_rank)
+                with collectives.explained_errors("forward()"):
+                    _broadcast(buffers, collectives, source_rank)
 
 
 def _broadcast(tensors: Sequence[Tensor], collectives: Collectives, source: int) -> None:

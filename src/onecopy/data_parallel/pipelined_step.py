@@ -35,6 +35,7 @@ from onecopy.step.group_options import OptionsSnapshot
 from onecopy.step.nonfinite import NonfiniteGuard
 from onecopy.step.owned_shards import OwnedShard
 from onecopy.step.parameter_groups import Group
+from onecopy.step.status import CALL
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +55,7 @@ class _Transfers:
     On an accelerator they are kept until the next step, because every stream that reads the parameters must wait.
 
     Attributes:
+        collectives: the ranks among which they are.
         works: the transfers.
         devices: the devices of the buckets.
         changed: the parameters that the transfers change.
@@ -61,6 +63,7 @@ class _Transfers:
         waiting: the current streams of all devices that have waited, by their ids.
     """
 
+    collectives: Collectives
     works: list[Work]
     devices: tuple[torch.device, ...]
     changed: list[Tensor]
@@ -77,8 +80,9 @@ class _Transfers:
         current = tuple(stream.stream_id for stream in map(current_stream, self.devices) if stream is not None)
         if current in self.waiting:
             return
-        for work in self.works:
-            work.wait()
+        with self.collectives.explained_errors(CALL):
+            for work in self.works:
+                work.wait()
         if self.changed and not self.waiting:
             # The values were written without autograd's knowledge. The version counter lets a backward pass that needs
             # the old values raise.
@@ -186,10 +190,10 @@ class PipelinedStep:
         # Which buckets are sent may depend on the gradients only if the ranks have compared them.
         sends_all = engine.inner.updates_without_gradient or self._confirms_later
         changed = [engine.params[index] for index in segment.params if sends_all or has_gradient[index]]
-        with profile_range("onecopy.share"):
+        with profile_range("onecopy.share"), engine.collectives.explained_errors(CALL):
             works = segment.sharing.start_works(None if sends_all else has_gradient)
             self._transfers[number] = _Transfers(
-                works, segment.devices, changed, engine.inner.master_weights.increment_versions
+                engine.collectives, works, segment.devices, changed, engine.inner.master_weights.increment_versions
             )
 
     def _finish_step(self, failure: Exception | None, digests: Sequence[int]) -> None:
@@ -206,13 +210,14 @@ class PipelinedStep:
         # The largest digest, and the largest of the negated digests, differ where the digests do.
         values = [failed, *digests, *(-digest for digest in digests), *([] if guard is None else [0])]
         not_finite = None if guard is None else guard.take_flag()
-        with profile_range("onecopy.confirm"):
+        with profile_range("onecopy.confirm"), collectives.explained_errors(CALL):
             flags = flags_on(collectives.control_device, values)
             if not_finite is not None:
                 flags[-1].copy_(not_finite)
             work = collectives.all_reduce(flags, largest=True)
             if self._replicas is not None:
                 work = self._replicas.all_reduce_after(work, flags, largest=True)
+        work = collectives.explained_work(work, CALL)
         if self._defers_flags:
             # The flags arrive after the parameters, for which this step does not wait with ``overlap``.
             check = partial(_check_deferred_flags, collectives, guard)
@@ -234,7 +239,7 @@ class PipelinedStep:
         if values[0]:
             self.wait()
             self._engine.clear_status()
-            raise_together(collectives, "step()", failure)
+            raise_together(collectives, CALL, failure)
         difference = _difference(values)
         if difference is not None:
             self.wait()

@@ -91,7 +91,8 @@ def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     func([gradient.local for gradient in gradients], found_inf, inverse_scale, **kwargs)
     collectives: Collectives = gradients[0].collectives
     flag = found_inf.to(collectives.control_device)
-    collectives.all_reduce(flag, largest=True).wait()
+    with collectives.explained_errors("GradScaler.unscale_()"):
+        collectives.all_reduce(flag, largest=True).wait()
     found_inf.copy_(flag)
 
 

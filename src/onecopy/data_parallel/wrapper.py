@@ -245,7 +245,8 @@ class ShardedDataParallel(nn.Module, Joinable):
         if torch.is_grad_enabled():
             self._reducer.attach_hooks()
             if joins:
-                Join.notify_join_context(self)
+                with self._collectives.explained_errors("forward()"):
+                    Join.notify_join_context(self)
                 source = exchange_pass_flags(self._collectives, True, self.require_backward_grad_sync)[0]
             self._reducer.synchronises = self.require_backward_grad_sync
             for engine in self._engines:

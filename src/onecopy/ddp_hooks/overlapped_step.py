@@ -199,7 +199,7 @@ class OverlappedStep:
         """Run the task of some buckets; it never raises, because the worker has no caller that could handle it."""
         # A failed collective (a dead peer, a timeout) ends the iteration: later tasks must not wait for other ranks.
         if not info.collective_failure:
-            with info.collective_failure:
+            with info.collective_failure, self._collectives.explained_errors(CALL):
                 self._update_and_share(info, updates)
         last = updates[-1]
         if last.done is not None and info.collective_failure:
@@ -240,7 +240,7 @@ class OverlappedStep:
         with info.update_failure:
             if source == self._collectives.group_rank:
                 message = write_handover(groups, [], False)
-        received = self._collectives.broadcast_bytes(message, source)
+        received = self._collectives.broadcast_bytes(message, source, CALL)
         with info.update_failure:
             if received and not has_inputs:
                 read_handover(received).apply_options(groups)

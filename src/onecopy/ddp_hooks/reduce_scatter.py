@@ -99,10 +99,9 @@ class GradientReducer:
         buffer = bucket.buffer()
         side_stream = self._side_streams.setdefault(buffer.device, SideStream(buffer.device))
         future = side_stream.future()
-        with side_stream.use():
-            with self._collectives.explaining_timeouts("backward()"):
-                while len(self._in_flight) >= limits.DDP_BUCKETS_IN_FLIGHT:
-                    self._finish_bucket(self._in_flight.popleft())
+        with side_stream.use(), self._collectives.explained_errors("backward()"):
+            while len(self._in_flight) >= limits.DDP_BUCKETS_IN_FLIGHT:
+                self._finish_bucket(self._in_flight.popleft())
             plan = self._plan_of(bucket, buffer)
             self._in_flight.append(self._start_bucket(plan, buffer, self._tag(bucket.index()), bucket.is_last()))
             self._reduced.append((plan, buffer, future))
@@ -171,10 +170,9 @@ class GradientReducer:
 
     def _finish_pass(self) -> None:
         """Finish all buckets in flight, exchange whether gradients are finite, and complete the futures."""
-        with self._collectives.explaining_timeouts("backward()"):
-            while self._in_flight:
-                self._finish_bucket(self._in_flight.popleft())
-            self._write_inf_on_all_ranks()
+        while self._in_flight:
+            self._finish_bucket(self._in_flight.popleft())
+        self._write_inf_on_all_ranks()
         for engine, guard in zip(self._engines, self._guards, strict=True):
             engine.note_reduce_scattered()
             guard.end_pass()

@@ -111,17 +111,19 @@ def consolidate(
             raise ValueError(f"to must be a group rank from 0 to {layout.world_size - 1}, got {to!r}")
         header, tensors = describe_owned(layout, local)
         together.facts += other_facts(local)
-    headers = _gather_headers(collectives, header, to)
+    with collectives.explained_errors(CALL):
+        headers = _gather_headers(collectives, header, to)
     full_state = FullState(layout)
     with FailTogether(collectives, CALL):
         # The senders start only when the receiver has room for everything: a sender cannot be stopped later.
         targets = [full_state.allocate(text, source) for source, text in enumerate(headers)]
-    if not is_receiver:
-        send_ranges(byte_views(tensors), lambda buffer: collectives.send(buffer, to), collectives.control_device)
-    for source, views in enumerate(targets):
-        if source != to:
-            start = partial(collectives.receive, source=source)
-            receive_ranges(views, start, collectives.control_device)
+    with collectives.explained_errors(CALL):
+        if not is_receiver:
+            send_ranges(byte_views(tensors), lambda buffer: collectives.send(buffer, to), collectives.control_device)
+        for source, views in enumerate(targets):
+            if source != to:
+                start = partial(collectives.receive, source=source)
+                receive_ranges(views, start, collectives.control_device)
     state: dict[int, State] | None = None
     with FailTogether(collectives, CALL):
         if is_receiver:

@@ -34,7 +34,7 @@ from onecopy.step.owned_shards import gradient_range
 from onecopy.step.parameter_groups import Group
 from onecopy.step.parameter_storage import Storage
 from onecopy.step.replica_check import ReplicaCheck
-from onecopy.step.status import ImmediateStatus, StepFacts, make_status
+from onecopy.step.status import CALL, ImmediateStatus, StepFacts, make_status
 
 StepSchedule = Callable[["Engine", Sequence[Group], Callable[[], Any] | None, dict[str, Any]], Any]
 """Makes one step with an engine, parameter groups, a closure and further arguments, and returns the closure's loss."""
@@ -338,7 +338,8 @@ class Engine:
         everything = (
             has_gradient is None or self.inner.updates_without_gradient or self.status.is_deferred or all(has_gradient)
         )
-        self.sharing.start(None if everything else has_gradient).drain()
+        with self.collectives.explained_errors(CALL):
+            self.sharing.start(None if everything else has_gradient).drain()
         # Autograd does not see received values, writes through views, and the writes of fused optimizers. The version
         # counter makes a backward pass that still needs the old values raise, on all ranks alike.
         changed = (

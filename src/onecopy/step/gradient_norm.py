@@ -12,9 +12,7 @@ from onecopy.comm.agreement import Fact, FailTogether
 from onecopy.common.torch_private import multiply_each
 from onecopy.step.engine import Engine, collectives_of
 from onecopy.step.owned_state import OwnedStateOptimizer, engine_of, optimizer_list
-from onecopy.step.sharded_norm import check_defined, combined_norms, local_norms
-
-CALL = "the norm of the gradients"
+from onecopy.step.sharded_norm import CALL, check_defined, combined_norms, local_norms
 
 
 def grad_norm(optimizers: OwnedStateOptimizer | Sequence[OwnedStateOptimizer], norm_type: float = 2.0) -> Tensor:

@@ -35,6 +35,8 @@ from onecopy.step.join_handover import read_handover, write_handover
 from onecopy.step.owned_shards import gradient_range
 from onecopy.step.parameter_groups import Group
 
+CALL = "step() in a join context"
+
 RULE = (
     "In a join context a rank without inputs expects one step() after each pass outside no_sync(), and none after a "
     "pass under no_sync(): accumulate gradients under no_sync(), and let the last pass before step() synchronise."
@@ -83,7 +85,7 @@ class ZeROJoinHook(JoinHook):
         with failure:
             if collectives.group_rank == source:
                 header = write_handover(groups, [], False)
-        header = collectives.broadcast_bytes(header, source)
+        header = collectives.broadcast_bytes(header, source, call)
         with FailTogether(collectives, call):
             failure.raise_if_any()
             if header and not is_last_joiner:
@@ -126,7 +128,7 @@ def _step(
         if not active and not engine.gradients.is_reduce_scattered:
             room = _allocate_gradients(engine)
     with with_join_rule():
-        flags = engine.collectives.all_gather_flags([int(active), int(bool(failure))], "step() in a join context")
+        flags = engine.collectives.all_gather_flags([int(active), int(bool(failure))], CALL)
     joined = [group_rank for group_rank, (is_active, _) in enumerate(flags) if not is_active]
     # After a failure nothing is sent or updated. The confirmation, which comes next on all ranks, raises.
     goes_on = not any(failed for _, failed in flags)
@@ -137,7 +139,7 @@ def _step(
         if engine.collectives.group_rank == source:
             _send_to_joined(engine, groups, has_gradient, joined, failure)
         else:
-            header = engine.collectives.broadcast_bytes(None, source)
+            header = engine.collectives.broadcast_bytes(None, source, CALL)
             with failure:
                 if not active and header:
                     has_gradient, gradient_shards = _receive_from_active(engine, groups, header, source, room)
@@ -165,10 +167,11 @@ def _send_to_joined(
             shards = _with_gradient(engine, group_rank, has_gradient)
             ranges[group_rank] = [as_bytes(_gradient_shard(engine, shard)) for shard in shards]
         header = write_handover(groups, has_gradient, engine.gradients.is_reduce_scattered)
-    collectives.broadcast_bytes(header, collectives.group_rank)
+    collectives.broadcast_bytes(header, collectives.group_rank, CALL)
     if not failure:
-        for group_rank, pieces in ranges.items():
-            send_ranges(pieces, partial(collectives.send, destination=group_rank), collectives.control_device)
+        with collectives.explained_errors(CALL):
+            for group_rank, pieces in ranges.items():
+                send_ranges(pieces, partial(collectives.send, destination=group_rank), collectives.control_device)
 
 
 def _allocate_gradients(engine: Engine) -> dict[int, Tensor]:
@@ -202,11 +205,12 @@ def _receive_from_active(
     else:
         room = room or _allocate_gradients(engine)
         gradient_shards = {shard.param: room[shard.param] for shard in shards}
-        receive_ranges(
-            [as_bytes(flat) for flat in gradient_shards.values()],
-            partial(collectives.receive, source=source),
-            collectives.control_device,
-        )
+        with collectives.explained_errors(CALL):
+            receive_ranges(
+                [as_bytes(flat) for flat in gradient_shards.values()],
+                partial(collectives.receive, source=source),
+                collectives.control_device,
+            )
     handover.apply_options(groups)
     return has_gradient, gradient_shards
 

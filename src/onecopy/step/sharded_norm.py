@@ -12,6 +12,9 @@ from torch import Tensor
 from onecopy.comm.collectives import Collectives
 from onecopy.common.torch_private import norms_of_each
 
+CALL = "grad_norm() or clip_grad_norm_()"
+"""The name of a call that computes norms, for errors."""
+
 
 def check_defined(order: float, numel: int, what: str) -> None:
     """Raise if a norm is not defined: of infinite or negative order, for a tensor without elements.
@@ -50,6 +53,11 @@ def local_norms(parts: Sequence[Tensor | None], order: float, device: torch.devi
 def combined_norms(collectives: Collectives, local: Tensor, order: float) -> Tensor:
     """The norms of the whole tensors, from the norms of each rank's parts. All ranks make this call together."""
     local = local.to(collectives.control_device)
+    with collectives.explained_errors(CALL):
+        return _combined(collectives, local, order)
+
+
+def _combined(collectives: Collectives, local: Tensor, order: float) -> Tensor:
     if math.isinf(order):
         # The maximum of several numbers need not be NaN where one of them is, so NaN has a row of its own.
         is_nan = local.isnan()

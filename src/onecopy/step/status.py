@@ -179,7 +179,9 @@ class DeferredStatus:
             found = guard.take_flag()
             computed |= {} if found is None else {len(flags): found}
             flags.append(0)
-        rows, work = self._collectives.start_all_gather_flags(flags, computed)
+        with self._collectives.explained_errors(call):
+            rows, work = self._collectives.start_all_gather_flags(flags, computed)
+        work = self._collectives.explained_work(work, call)
         self._flags.put(rows, work, partial(self._check, call, None if probed is None else probe, guard))
         self._flags.end_step()
 

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import importlib
 import os
-import random
 import subprocess
 import sys
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from onecopy import checkpoint
 from tests.support.harness import EVERYTHING, distributed
 from tests.support.paths import ROOT
 

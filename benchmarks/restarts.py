@@ -4,7 +4,7 @@ Each of COUNT rounds runs the three ways in which a training is disturbed:
 
 - ``killed ranks``: a random rank is killed with SIGKILL at a random moment, twice. torchrun restarts both ranks.
 - ``2, 3, 1, 2 ranks``: one torchrun after the other, each with another number of ranks. A random rank of each but the
-  last is killed at a random moment, which ends that torchrun.
+  last is killed at a random moment after a save, which ends that torchrun.
 - ``machine lost and back``: ``--nnodes 1:2`` with two torchruns. One of them is killed with all its processes. The
   other one goes on alone and saves. Then the first one comes back.
 
@@ -74,7 +74,8 @@ def changing_ranks(run: Run, randomly: random.Random, seconds: float) -> None:
     for starts, ranks in enumerate((2, 3, 1), start=1):
         run.ranks = ranks
         run.start()
-        kill_a_rank(run, randomly, starts, seconds / 2)
+        run.wait_for(lambda starts=starts: run.saved >= 5 * starts, "a checkpoint")  # type: ignore[misc]
+        kill_a_rank(run, randomly, starts, seconds / 5)
         run.wait_for(lambda: not run.is_running, "the end of torchrun")
     run.ranks = 2
     run.start()

@@ -160,6 +160,7 @@ def work(mode: str, count: int, root: Path) -> None:
             if number % (length // SAMPLES) == 0:
                 samples.append(sample(first + number))
         del training
+        gc.collect()  # it has cycles, and would else live beside the next one for a while
     (root / f"samples-{dist.get_rank()}.json").write_text(json.dumps(samples))
     dist.barrier()
     dist.destroy_process_group()

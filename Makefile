@@ -22,7 +22,7 @@ TESTS ?=
 ONLY ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test accelerator test-all test-newest bench bench-setup bench-check bench-checkpoints bench-consolidation clients clusters soak namespaces faults loop-faults hostile remote ends fuzz fuzz-manifests docs docs-check notebook lint types clean
+.PHONY: help setup demo test accelerator test-all test-newest bench bench-setup bench-check bench-checkpoints bench-consolidation clients clusters soak flat elastic namespaces faults loop-faults hostile remote ends fuzz fuzz-manifests docs docs-check notebook lint types clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -117,8 +117,16 @@ bench-check: setup ## fail if a ratio to DDP is worse than the recorded one, bey
 soak: setup ## train with every hook at random speeds, COUNT iterations each, beside plain DDP
 	$(SAFELY) $(BIN)/python benchmarks/soak.py $(COUNT)
 
-namespaces: setup ## train at every level on two network namespaces as machines, cut the link, kill one machine (needs root or user namespaces; 20 minutes)
-	$(SAFELY) $(BIN)/python benchmarks/namespaces.py
+flat: COUNT = 5000
+flat: setup ## train COUNT steps in every mode, check that memory, threads and descriptors do not grow, and draw docs/flat.svg
+	$(SAFELY) $(BIN)/python benchmarks/flat.py $(COUNT)
+
+elastic: COUNT = 3
+elastic: setup ## COUNT rounds of examples/elastic.py with torchrun: kill ranks and a machine at random moments, change the number of ranks
+	$(SAFELY) $(BIN)/python benchmarks/restarts.py $(COUNT) --seed $(SEED)
+
+namespaces: setup ## train at every level on two network namespaces as machines, cut the link, kill one machine, write the table of docs/clusters.md (needs root or user namespaces; 20 minutes)
+	$(SAFELY) $(BIN)/python benchmarks/namespaces.py --write
 
 ends: COUNT = 200
 ends: setup ## end COUNT processes in every way, and COUNT after each kind of training under load; check that none hangs or aborts

@@ -5,8 +5,9 @@ step and the checkpoints are the same in every run of a level, so a run that was
 of the undisturbed one.
 
 - ``undisturbed``: also counts the bytes that the first machine sends over the link in a step.
-- ``short cut``: the link is down for a few seconds. Training must go on without a restart.
-- ``long cut``: it is down for longer than the timeout of the process groups. torchrun must restart the ranks.
+- ``short cuts``: the link is down for a few seconds, at three random moments. Training must go on without a restart.
+- ``long cut``: it is down for longer than the timeout of the process groups. The ranks must raise soon after the
+  timeout, and torchrun must restart them when the link is back.
 - ``lost machine``: all processes of the second machine are killed, and it is started again later. The first machine
   must go on alone, and then with the second one.
 
@@ -16,63 +17,74 @@ It needs ``ip`` and ``unshare``, and root or user namespaces. The namespaces end
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
-import signal
-import subprocess
+import random
 import sys
 import tempfile
 import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
+from machines import Namespaces, Run
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import AdamW
+from torch.optim import AdamW, Optimizer
 from torch.utils.data import DataLoader, TensorDataset
 
 from onecopy import ShardedDataParallel, ZeroRedundancyOptimizer, checkpoint, fail_together, reduce_scatter_hook
 from onecopy.bench.launching import has_namespaces, sent_bytes
 
-LEVELS = ("1", "2", "3", "mesh")
-LINK = "link0"
-ADDRESSES = ("10.77.0.1", "10.77.0.2")
+LEVELS = {
+    "ddp": "plain DDP",
+    "1": "level 1",
+    "2": "level 2",
+    "3": "level 3",
+    "mesh": "level 3, sharded inside a machine",
+}
 RANKS = 2
 """The ranks of each machine."""
 
 WIDTH, LAYERS = 512, 4
 STEPS, BATCH, SAVE_EVERY = 40, 12, 10
-CUT_AT = 12
-"""The step from which on the link is cut."""
 
 COUNTED_FROM = 5
 """The steps of an attempt before traffic is counted: DDP rebuilds its buckets in them."""
 
 TIMEOUT = 20.0
 SHORT, LONG = 8.0, 2 * TIMEOUT  # a rank counts as blocked after 5 seconds, which must not end a short cut
-LIMIT = 300.0
+CUTS = 3
+"""The number of short cuts in a run."""
+
+NOTICED = TIMEOUT + 10.0
+"""The seconds after a cut by which all ranks that are not ended by torchrun must have raised."""
+
+LIMIT = 400.0
 """The seconds after which a run counts as hanging."""
+
+PAGE = Path(__file__).parents[1] / "docs/clusters.md"
+MARKS = "<!-- two machines: made by make namespaces -->", "<!-- end of two machines -->"
 
 
 # One rank
 
 
-def make(level: str) -> tuple[nn.Module, ZeroRedundancyOptimizer]:
+def make(level: str) -> tuple[nn.Module, Optimizer]:
     """Return the wrapped model and the optimizer of a level; the values are the same on all ranks."""
     torch.manual_seed(0)
-    module = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(LAYERS)))
+    module = make_module()
+    if level == "ddp":
+        return DistributedDataParallel(module), AdamW(module.parameters(), lr=1e-3)
     if level == "mesh":  # shards inside a machine, replicas across
         shape = (int(os.environ["GROUP_WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"]))
-        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+        options = dist.ProcessGroupGloo._Options()
+        options._timeout = timedelta(seconds=TIMEOUT)  # else it is 30 minutes, whatever init_process_group was given
+        names = ("replicate", "shard")
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=names, backend_override=dict.fromkeys(names, options))
         group = mesh.get_group("shard")
         optimizer = ZeroRedundancyOptimizer(module.parameters(), AdamW, process_group=group, lr=1e-3)
         return ShardedDataParallel(module, optimizer, mesh=mesh), optimizer
@@ -87,9 +99,25 @@ def make(level: str) -> tuple[nn.Module, ZeroRedundancyOptimizer]:
     return model, optimizer
 
 
+def make_module() -> nn.Module:
+    """Return the module that all levels train."""
+    return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(LAYERS)))
+
+
 def work(level: str, root: Path, pause: float) -> None:
-    """Train one rank from the newest checkpoint on. Rank 0 writes its progress to files."""
+    """Train one rank from the newest checkpoint on. If it raises, note the time."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT))
+    try:
+        train(level, root, pause)
+    except Exception:
+        note = {"machine": int(os.environ["GROUP_RANK"]), "time": time.time()}
+        (root / f"error-{time.time_ns()}-{dist.get_rank()}.json").write_text(json.dumps(note))
+        raise
+    dist.destroy_process_group()
+
+
+def train(level: str, root: Path, pause: float) -> None:
+    """Train, and write the bytes that this machine has sent in a step to a file."""
     world_size, is_first = dist.get_world_size(), dist.get_rank() == 0
     data = torch.randn(STEPS * BATCH, WIDTH, generator=torch.Generator().manual_seed(0))
     sampler = checkpoint.ResumableSampler(len(data), BATCH)
@@ -99,8 +127,7 @@ def work(level: str, root: Path, pause: float) -> None:
         checkpoint.restore(loaded.extra, sampler=sampler)
     begin, sent = sampler.position // BATCH, 0
     if is_first:
-        with (root / "attempts").open("a") as file:
-            file.write(f"{begin} {world_size}\n")
+        print(f"from step {begin} on {world_size} ranks", flush=True)
     with fail_together():
         for (inputs,) in DataLoader(TensorDataset(data), batch_sampler=sampler):
             optimizer.zero_grad()
@@ -112,245 +139,155 @@ def work(level: str, root: Path, pause: float) -> None:
             step = sampler.position // BATCH
             if step - begin == COUNTED_FROM:
                 dist.barrier()
-                sent = sent_bytes(LINK)
-            if is_first:
-                (root / "progress").write_text(f"{step} {world_size}")
+                sent = sent_bytes(Namespaces.link)
+            if step == STEPS:  # before the last save, which is not part of a step
+                dist.barrier()
+                if is_first:
+                    per_step = (sent_bytes(Namespaces.link) - sent) / (STEPS - begin - COUNTED_FROM)
+                    (root / "traffic").write_text(json.dumps(per_step))
             if step % SAVE_EVERY == 0:
                 extra = checkpoint.capture(sampler=sampler)
                 checkpoint.save(root, step, model=model, optimizer=optimizer, extra=extra)
-        dist.barrier()
-        if is_first and STEPS - begin > COUNTED_FROM:
-            per_step = (sent_bytes(LINK) - sent) / (STEPS - begin - COUNTED_FROM)
-            (root / "traffic").write_text(json.dumps(per_step))
-    dist.destroy_process_group()
-
-
-# The machines
-
-
-class Machines:
-    """Two network namespaces with a link between them. This process is in the first one."""
-
-    def __init__(self) -> None:
-        self._second = subprocess.Popen(["unshare", "--net", "sleep", "infinity"])
-        while self._namespace(self._second.pid) == self._namespace("self"):
-            time.sleep(0.01)
-        self._call(0, f"link add {LINK} type veth peer name {LINK} netns {self._second.pid}")
-        for machine, address in enumerate(ADDRESSES):
-            self._call(machine, f"addr add {address}/24 dev {LINK}")
-            self._call(machine, f"link set {LINK} up")
-            self._call(machine, "link set lo up")
-
-    def command(self, machine: int, command: list[str]) -> list[str]:
-        """Return the command that runs another one on a machine."""
-        return command if machine == 0 else ["nsenter", f"--net=/proc/{self._second.pid}/ns/net", *command]
-
-    def connect(self, is_connected: bool) -> None:
-        """Cut the link, or restore it."""
-        self._call(1, f"link set {LINK} {'up' if is_connected else 'down'}")
-
-    def close(self) -> None:
-        """End the second machine."""
-        self._second.kill()
-        self._second.wait()
-
-    def _call(self, machine: int, arguments: str) -> None:
-        subprocess.run(self.command(machine, ["ip", *arguments.split()]), check=True)
-
-    @staticmethod
-    def _namespace(process: int | str) -> str:
-        try:
-            return os.readlink(f"/proc/{process}/ns/net")
-        except OSError:
-            return ""  # it has ended
-
-
-def tree(process: int) -> list[int]:
-    """Return a process and all its descendants."""
-    parents: dict[int, int] = {}
-    for file in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # it has ended
-            parents[int(file.parent.name)] = int(file.read_text().rpartition(")")[2].split()[1])
-    found = [process]
-    for each in found:  # it grows meanwhile
-        found += [child for child, parent in parents.items() if parent == each]
-    return found
-
-
-class Run:
-    """One training on both machines.
-
-    Attributes:
-        machines: the machines.
-        root: the directory for checkpoints and progress.
-    """
-
-    def __init__(self, machines: Machines, level: str, root: Path, nodes: str = "2", pause: float = 0.1) -> None:
-        self.machines = machines
-        self.root = root
-        self._level, self._nodes, self._pause = level, nodes, pause
-        self._agents: dict[int, subprocess.Popen[bytes]] = {}
-        self._begun = time.monotonic()
-        root.mkdir()
-
-    def start(self, machine: int) -> None:
-        """Start torchrun on a machine."""
-        settings = f"is_host={1 - machine},last_call_timeout=3,read_timeout={int(LIMIT)}"
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", self._nodes]
-        torchrun += ["--nproc-per-node", str(RANKS), "--max-restarts", "5", "--local-addr", ADDRESSES[machine]]
-        torchrun += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{ADDRESSES[0]}:29500", "--rdzv-conf", settings]
-        torchrun += ["--rdzv-id", self.root.name]
-        worker = [__file__, "--work", self._level, "--root", str(self.root), "--pause", str(self._pause)]
-        environment = {
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "GLOO_SOCKET_IFNAME": LINK,
-            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-        }
-        with (self.root / f"machine-{machine}.log").open("ab") as log:
-            command = self.machines.command(machine, [*torchrun, *worker])
-            self._agents[machine] = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
-
-    @property
-    def progress(self) -> tuple[int, int]:
-        """The last step, and the number of ranks that made it."""
-        try:
-            step, world_size = (self.root / "progress").read_text().split()
-        except (FileNotFoundError, ValueError):  # not yet, or it is being written
-            return 0, 0
-        return int(step), int(world_size)
-
-    def wait_for(self, condition: Callable[[], bool], what: str) -> None:
-        """Wait until something holds; raise if it takes too long or the training has ended."""
-        while not condition():
-            if all(agent.poll() is not None for agent in self._agents.values()):
-                raise RuntimeError(f"the training has ended before {what}")
-            if time.monotonic() > self._begun + LIMIT:
-                raise TimeoutError(f"{what} did not happen in {LIMIT:.0f} s")
-            time.sleep(0.05)
-
-    def finish(self) -> float:
-        """Wait for the end on both machines, and return the seconds since the start."""
-        self.wait_for(lambda: all(agent.poll() is not None for agent in self._agents.values()), "the end")
-        codes = {machine: agent.returncode for machine, agent in self._agents.items()}
-        if any(codes.values()):
-            raise RuntimeError(f"torchrun has ended with the codes {codes}")
-        return time.monotonic() - self._begun
-
-    def kill(self, machine: int) -> None:
-        """Kill torchrun on a machine, and all processes that it has started."""
-        agent = self._agents[machine]
-        for process in tree(agent.pid) if agent.poll() is None else ():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process, signal.SIGKILL)
-        agent.wait()
-
-    def close(self) -> None:
-        """End all processes of the training."""
-        for machine in self._agents:
-            self.kill(machine)
-        self.machines.connect(True)
-
-    def attempts(self) -> list[str]:
-        """Where each attempt has begun, and on how many ranks."""
-        lines = (self.root / "attempts").read_text().splitlines() if (self.root / "attempts").exists() else []
-        return ["step {} on {} ranks".format(*line.split()) for line in lines]
 
 
 # The disturbances
 
 
-def undisturbed(run: Run) -> None:
+class LinkedRun(Run):
+    """A training on two machines whose link can be cut.
+
+    Attributes:
+        cut_at: the time at which the link was cut last.
+    """
+
+    machines: Namespaces
+    cut_at = 0.0
+
+    def cut(self, seconds: float) -> None:
+        """Cut the link for a while, at a random moment from now on."""
+        time.sleep(random.uniform(0.0, 1.0))
+        self.cut_at = time.time()
+        self.machines.connect(False)
+        time.sleep(seconds)
+        self.machines.connect(True)
+
+    def seconds_to_errors(self) -> dict[int, float]:
+        """Return the seconds from the cut to the first error of each machine, by machine."""
+        notes = [json.loads(file.read_text()) for file in self.root.glob("error-*.json")]
+        machines = sorted({note["machine"] for note in notes})
+        return {each: min(note["time"] for note in notes if note["machine"] == each) - self.cut_at for each in machines}
+
+
+def undisturbed(run: LinkedRun) -> None:
     """Start both machines."""
     run.start(0)
     run.start(1)
 
 
-def cut(run: Run, seconds: float) -> None:
-    """Cut the link for a while."""
+def short_cuts(run: LinkedRun) -> None:
+    """Cut the link a few times, each time until training goes on again."""
     undisturbed(run)
-    run.wait_for(lambda: run.progress[0] >= CUT_AT, f"step {CUT_AT}")
-    run.machines.connect(False)
-    time.sleep(seconds)
-    run.machines.connect(True)
+    for number in range(CUTS):
+        run.wait_for(lambda number=number: run.saved >= SAVE_EVERY * (number + 1), "a save")  # type: ignore[misc]
+        run.cut(SHORT)
 
 
-def lose(run: Run) -> None:
+def long_cut(run: LinkedRun) -> None:
+    """Cut the link for longer than the timeout, and check that both machines notice it in time."""
+    undisturbed(run)
+    run.wait_for(lambda: run.saved >= SAVE_EVERY, "a save")
+    run.cut(LONG)
+    run.wait_for(lambda: len(run.attempts) > 1, "a restart")
+    seconds = run.seconds_to_errors()
+    if len(seconds) < 2 or max(seconds.values()) > NOTICED:
+        raise RuntimeError(f"by machine, the seconds from the cut to an error: {seconds}, allowed is {NOTICED:.0f}")
+
+
+def lose(run: LinkedRun) -> None:
     """Kill the second machine, let the first one go on alone, and start the second one again."""
     undisturbed(run)
-    run.wait_for(lambda: run.progress[0] >= CUT_AT, f"step {CUT_AT}")
+    run.wait_for(lambda: run.saved >= SAVE_EVERY, "a save")
     run.kill(1)
-    run.wait_for(lambda: run.progress[1] == RANKS, "a step of the first machine alone")
+    run.wait_for(lambda: run.attempts[-1].ranks == RANKS, "a start of the first machine alone")
+    run.wait_for(lambda: run.saved > run.attempts[-1].step, "a checkpoint of the first machine alone")
     run.start(1)
-    run.wait_for(lambda: run.progress[1] == 2 * RANKS, "a step of both machines")
+    run.wait_for(lambda: run.attempts[-1].ranks == 2 * RANKS, "a start of both machines")
 
 
-DISTURBANCES: dict[str, tuple[Callable[[Run], None], dict[str, Any]]] = {
-    "undisturbed": (undisturbed, {}),
-    "short cut": (lambda run: cut(run, SHORT), {}),
-    "long cut": (lambda run: cut(run, LONG), {}),
-    "lost machine": (lose, {"nodes": "1:2", "pause": 1.0}),
+DISTURBANCES: dict[str, tuple[Callable[[LinkedRun], None], str, float]] = {
+    "undisturbed": (undisturbed, "2", 0.1),
+    "short cuts": (short_cuts, "2", 0.1),
+    "long cut": (long_cut, "2", 0.1),
+    "lost machine": (lose, "1:2", 1.5),
 }
+"""Each disturbance with the number of machines, and the seconds between steps."""
+
+RESTARTED = ("long cut", "lost machine")
 
 
 def parameters_in(root: Path) -> Tensor:
     """Return all parameters of the last checkpoint."""
-    module = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(LAYERS)))
+    module = make_module()
     loaded = checkpoint.load(root, model=module)
     if loaded.step != STEPS:
         raise RuntimeError(f"the last checkpoint is of step {loaded.step} and not {STEPS}")
     return torch.cat([param.detach().flatten() for param in module.parameters()])
 
 
-def check(name: str, attempts: list[str]) -> None:
-    """Raise if a run was not restarted as often as it must."""
-    has_restarted = len(attempts) > 1
-    if has_restarted != (name in ("long cut", "lost machine")):
-        raise RuntimeError("it was restarted" if has_restarted else "it was not restarted")
-
-
-def run_one(machines: Machines, level: str, name: str, folder: Path, table: Table) -> bool:
-    """Run one training, add a row for it, and return whether it was right."""
-    disturb, options = DISTURBANCES[name]
+def run_one(machines: Namespaces, level: str, name: str, folder: Path) -> tuple[list[str], bool]:
+    """Run one training, and return a row of the table and whether it was right."""
+    disturb, nodes, pause = DISTURBANCES[name]
     root = folder / f"{level}-{name.replace(' ', '-')}"
-    run = Run(machines, level, root, **options)
-    row, traffic = ["", ""], ""
+    worker = [__file__, "--work", level, "--root", str(root), "--pause", str(pause)]
+    run = LinkedRun(machines, root, worker, nodes=nodes, ranks=RANKS, restarts=5, limit=LIMIT)
+    cells, problem = ["", "", ""], ""
     try:
         disturb(run)
-        row[0] = f"{run.finish():.0f}"
+        run.finish()
         params, plain = parameters_in(root), parameters_in(folder / f"{level}-undisturbed")
-        row[1] = f"{(params - plain).abs().max():.1e}"
+        difference = (params - plain).abs().max().item()
+        cells[0] = f"{difference:.0e}" if difference else "0"
         torch.testing.assert_close(params, plain, rtol=1e-4, atol=1e-5)
-        check(name, run.attempts())
+        if (len(run.attempts) > 1) != (name in RESTARTED):
+            raise RuntimeError("it was not restarted" if name in RESTARTED else "it was restarted")
         if name == "undisturbed":
             per_step = json.loads((root / "traffic").read_text())
-            traffic = f"{per_step / 1e6:.2f} MB, {per_step / (4 * plain.numel()):.2f} times the parameters"
-        result = "[green]ok"
+            cells[1] = f"{per_step / 1e6:.1f} MB = {per_step / (4 * plain.numel()):.2f} times the parameters"
+        if name == "long cut":
+            cells[2] = " and ".join(f"{seconds:.0f} s" for seconds in run.seconds_to_errors().values())
     except (RuntimeError, TimeoutError, AssertionError, OSError) as error:
-        result = f"[bold red]{escape(str(error))}"
+        problem = str(error).replace("\n", " ")
+        print(run.log[-4000:], file=sys.stderr)
     finally:
         run.close()
-    table.add_row(level, name, *row, "\n".join(run.attempts()), traffic, result)
-    Console().print(f"level {level}, {name}: {result}")
-    if result != "[green]ok":
-        for machine in range(2):
-            log = root / f"machine-{machine}.log"
-            print(log.read_text()[-4000:] if log.exists() else "", file=sys.stderr)
-    return result == "[green]ok"
+        machines.connect(True)
+    print(f"{LEVELS[level]}, {name}: {problem or 'ok'}", flush=True)
+    starts = ", then ".join(str(attempt) for attempt in run.attempts)
+    return [LEVELS[level], name, starts, *cells, problem or "ok"], not problem
 
 
-def drive(levels: list[str], names: list[str], folder: Path) -> int:
-    """Run every disturbance at every level, print a table, and return 1 if a run was not right."""
-    table = Table(title=f"two machines with {RANKS} ranks each, {STEPS} steps, a checkpoint every {SAVE_EVERY}")
-    for column in ("level", "run", "seconds", "difference", "attempts", "sent over the link in a step", "result"):
-        table.add_column(column)
-    machines = Machines()
+def drive(levels: list[str], names: list[str], folder: Path) -> tuple[str, bool]:
+    """Run every disturbance at every level; return a table and whether all runs were right."""
+    columns = ["level", "run", "starts", "difference", "sent over the link in a step", "error after", "result"]
+    rows, right = [columns, ["---"] * len(columns)], True
+    machines = Namespaces()
     try:
-        right = [run_one(machines, level, name, folder, table) for level in levels for name in names]
+        for level in levels:
+            for name in names:
+                row, is_right = run_one(machines, level, name, folder)
+                rows.append(row)
+                right &= is_right
     finally:
         machines.close()
-    Console().print(table)
-    return int(not all(right))
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows), right
+
+
+def write(text: str) -> None:
+    """Replace the table on the docs page."""
+    page = PAGE.read_text()
+    before, rest = page.split(MARKS[0])
+    after = rest.split(MARKS[1])[1]
+    PAGE.write_text(f"{before}{MARKS[0]}\n\n{text}\n\n{MARKS[1]}{after}")
 
 
 def main() -> int:
@@ -358,6 +295,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--levels", default=",".join(LEVELS), help="levels, separated by commas")
     parser.add_argument("--runs", default=",".join(DISTURBANCES), help="further runs beside 'undisturbed'")
+    parser.add_argument("--write", action="store_true", help=f"write the table to {PAGE.name}")
     parser.add_argument("--work", choices=LEVELS, help="train one rank: for torchrun")
     parser.add_argument("--inside", action="store_true", help="this process is in a new network namespace")
     parser.add_argument("--root", type=Path)
@@ -373,7 +311,11 @@ def main() -> int:
         os.execvp("unshare", ["unshare", "--net", "--map-root-user", sys.executable, *sys.argv, "--inside"])
     names = [name for name in DISTURBANCES if name == "undisturbed" or name in arguments.runs.split(",")]
     with tempfile.TemporaryDirectory() as folder:
-        return drive(arguments.levels.split(","), names, Path(folder))
+        text, is_right = drive(arguments.levels.split(","), names, Path(folder))
+    print(text)
+    if arguments.write:
+        write(text)
+    return int(not is_right)
 
 
 if __name__ == "__main__":

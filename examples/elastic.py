@@ -14,8 +14,7 @@ explains the variable.
 from __future__ import annotations
 
 import argparse
-import os
-import signal
+import time
 from datetime import timedelta
 from pathlib import Path
 
@@ -36,10 +35,15 @@ def main() -> None:
     parser.add_argument("--root", type=Path, required=True, help="the directory for checkpoints")
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--save-every", type=int, default=5)
-    parser.add_argument("--crash-at", type=int, help="the last rank kills itself at this step, before any restart")
+    parser.add_argument("--pause", type=float, default=0.0, help="seconds after each step, for time to kill a process")
     arguments = parser.parse_args()
-
     dist.init_process_group("gloo", timeout=timedelta(minutes=1))
+    train(arguments.root, arguments.epochs, arguments.save_every, arguments.pause)
+    dist.destroy_process_group()
+
+
+def train(root: Path, epochs: int = 3, save_every: int = 5, pause: float = 0.0) -> int:
+    """Train from the newest checkpoint on, and return the step of that checkpoint."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     data = torch.randn(SAMPLES, 16, generator=torch.Generator().manual_seed(0))
     dataset = TensorDataset(torch.arange(SAMPLES), data, data.sin().sum(1, keepdim=True))
@@ -49,15 +53,16 @@ def main() -> None:
     sampler = checkpoint.ResumableSampler(SAMPLES, BATCH)
     counts = torch.zeros(SAMPLES)  # how often each sample was used
 
-    loaded = checkpoint.load(arguments.root, model=model, optimizer=optimizer, missing_ok=True)
+    loaded = checkpoint.load(root, model=model, optimizer=optimizer, missing_ok=True)
     if loaded is not None:
         checkpoint.restore(loaded.extra, sampler=sampler)
         counts = loaded.extra["counts"]
+    first_step = sampler.position // BATCH
     if rank == 0:
-        print(f"from step {sampler.position // BATCH} on {world_size} ranks", flush=True)
+        print(f"from step {first_step} on {world_size} ranks", flush=True)
 
     with fail_together():  # a failure of one rank ends all of them at once
-        for _ in range(sampler.epoch, arguments.epochs):
+        for _ in range(sampler.epoch, epochs):
             for numbers, inputs, targets in DataLoader(dataset, batch_sampler=sampler):
                 optimizer.zero_grad()
                 losses = nn.functional.mse_loss(model(inputs), targets, reduction="sum")
@@ -68,19 +73,13 @@ def main() -> None:
                 dist.all_reduce(used)
                 counts += used
                 step = sampler.position // BATCH
-                if step == arguments.crash_at and rank == world_size - 1 and is_first_attempt():
-                    os.kill(os.getpid(), signal.SIGKILL)
-                if step % arguments.save_every == 0:
+                if step % save_every == 0:
                     extra = {**checkpoint.capture(sampler=sampler), "counts": counts}
-                    checkpoint.save(arguments.root, step, model=model, optimizer=optimizer, extra=extra, keep=2)
+                    checkpoint.save(root, step, model=model, optimizer=optimizer, extra=extra, keep=2)
+                time.sleep(pause)
     if rank == 0:
         print(f"to step {sampler.position // BATCH}: samples were used {counts.min():.0f} to {counts.max():.0f} times")
-    dist.destroy_process_group()
-
-
-def is_first_attempt() -> bool:
-    """Return whether torchrun has not restarted this process yet."""
-    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+    return first_step
 
 
 if __name__ == "__main__":

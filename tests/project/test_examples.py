@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import importlib
 import os
-import random
 import subprocess
 import sys
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from onecopy import checkpoint
 from tests.support.harness import EVERYTHING, distributed
 from tests.support.paths import ROOT
 
@@ -96,81 +92,3 @@ def test_an_example_starts_with_torchrun(name: str) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "at first" in done.stdout
-
-
-# examples/elastic.py
-
-EPOCHS, LAST_STEP, SAVE_EVERY = 3, 25, 5
-"""The defaults of the example: 25 batches of 12 are 3 epochs of 100 samples."""
-
-
-def elastic(root: Path, ranks: int, *options: str, restarts: int = 0) -> subprocess.CompletedProcess[str]:
-    """Run the example as one of up to two machines."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "1:2", "--nproc-per-node", str(ranks)]
-    torchrun += ["--max-restarts", str(restarts), "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
-    torchrun += ["--rdzv-conf", "last_call_timeout=1", "--local-addr", "127.0.0.1"]
-    return subprocess.run(
-        [*torchrun, str(EXAMPLES / "elastic.py"), "--root", str(root), *options],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
-    )
-
-
-def begun(done: subprocess.CompletedProcess[str]) -> list[str]:
-    """Where each attempt has begun."""
-    return [line for line in done.stdout.splitlines() if line.startswith("from step")]
-
-
-def saved_before(step: int) -> int:
-    """The newest checkpoint of a run that was killed at a step, before it could save."""
-    return SAVE_EVERY * ((step - 1) // SAVE_EVERY)
-
-
-def result_in(root: Path) -> tuple[Tensor, list[float]]:
-    """The parameters at the end, and how often each sample was used."""
-    model = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 1))
-    loaded = checkpoint.load(root, model=model)
-    assert loaded.step == LAST_STEP
-    return torch.cat([param.detach().flatten() for param in model.parameters()]), loaded.extra["counts"].tolist()
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Tensor:
-    """The parameters of a run on two ranks that nothing has disturbed."""
-    root = tmp_path_factory.mktemp("undisturbed")
-    done = elastic(root, 2)
-    assert done.returncode == 0, done.stderr
-    params, counts = result_in(root)
-    assert set(counts) == {EPOCHS}
-    return params
-
-
-def test_a_run_whose_worker_is_killed_ends_as_an_undisturbed_one(undisturbed: Tensor, tmp_path: Path) -> None:
-    step = random.Random(5).randrange(SAVE_EVERY + 1, LAST_STEP)
-    done = elastic(tmp_path, 2, "--crash-at", str(step), restarts=3)
-    assert done.returncode == 0, done.stderr
-    assert begun(done) == ["from step 0 on 2 ranks", f"from step {saved_before(step)} on 2 ranks"]
-    params, counts = result_in(tmp_path)
-    assert set(counts) == {EPOCHS}
-    assert torch.equal(params, undisturbed)
-
-
-def test_a_run_on_changing_numbers_of_ranks_uses_every_sample_once_per_epoch(
-    undisturbed: Tensor, tmp_path: Path
-) -> None:
-    kills = [(2, 7), (3, 13), (1, 18)]  # the number of ranks, and the step in which one of them is killed
-    begin = 0
-    for ranks, step in kills:
-        done = elastic(tmp_path, ranks, "--crash-at", str(step))
-        assert done.returncode != 0
-        assert begun(done) == [f"from step {begin} on {ranks} ranks"], done.stderr
-        begin = saved_before(step)
-    done = elastic(tmp_path, 2)
-    assert done.returncode == 0, done.stderr
-    assert begun(done) == [f"from step {begin} on 2 ranks"]
-    params, counts = result_in(tmp_path)
-    assert set(counts) == {EPOCHS}
-    # The samples of a step are the same, so only sums over ranks are rounded differently.
-    torch.testing.assert_close(params, undisturbed, rtol=1e-4, atol=1e-5)

@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from onecopy.comm.work import Work
-from onecopy.common.torch_private import PrefixStore, Store, clone_of, default_store, is_removed
+from onecopy.common.torch_private import PrefixStore, Store, clone_of, default_store, is_unreachable
 from onecopy.errors import PeerFailedError
 
 logger = logging.getLogger(__name__)
@@ -206,7 +206,7 @@ class BackgroundService:
         """Stop before the interpreter ends. After a normal end of the program, wait for global rank 0 first."""
         has_failed = hasattr(sys, "last_type")  # of an exception that has ended the program
         may_be_asked = bool(self.subjects) and not self._is_rank_0 and os.getpid() == self._process
-        if self._store is not None and may_be_asked and not has_failed and not is_removed(self._store):
+        if self._store is not None and may_be_asked and not has_failed and not is_unreachable(self._store):
             with contextlib.suppress(RuntimeError):  # the store's host has ended
                 if self._store.check([OF_RANK_0]):
                     self._thread.join(SECONDS_FOR_RANK_0)
@@ -219,7 +219,7 @@ class BackgroundService:
         store, self._store = self._store, None
         self._at_exit.cancel()
         atexit.unregister(self.end)
-        if is_removed(store):
+        if is_unreachable(store):
             return  # the thread ends when its call times out
         with contextlib.suppress(RuntimeError):  # the store's host has ended, and with it this thread
             if self._thread.is_alive():

@@ -30,7 +30,7 @@ from onecopy.comm.background_service import BackgroundService
 from onecopy.comm.blocked_ranks import BlockedRanks, line_of
 from onecopy.comm.collectives import Collectives
 from onecopy.comm.process_groups import abort_groups
-from onecopy.common.torch_private import Store, default_store
+from onecopy.common.torch_private import Store, default_store, is_unreachable
 from onecopy.errors import PeerFailedError, RanksDisagreeError
 
 SECONDS = 5.0
@@ -87,7 +87,13 @@ class LoopWatch:
             self._blocked_ranks.leave(self._store)
 
     def fail(self, error: BaseException) -> BaseException:
-        """Tell all ranks that an exception leaves the block on this one, abort, and return the exception to raise."""
+        """Tell all ranks that an exception leaves the block on this one, abort, and return the exception to raise.
+
+        If the network to the store is cut, no rank can be told, and a rank that tried would wait until it is back.
+        """
+        if is_unreachable(self._store):
+            abort_groups()
+            return error
         lost_connection = is_backend_error(error)
         mine: Failure = {"rank": self._global_rank, "error": describe(error), "lost_connection": lost_connection}
         if lost_connection:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import socket
 import sys
 import warnings
 from collections.abc import Callable, Iterable
@@ -325,7 +326,22 @@ def clone_of(store: Store) -> Store:
     return clone
 
 
-def is_removed(store: Store) -> bool:
-    """Return whether a store is a file that was removed; a call would wait for it until the timeout."""
-    path = getattr(getattr(store, "_underlying_non_prefix_store", store), "path", None)  # FileStore has it
-    return path is not None and not os.path.exists(path)
+def is_unreachable(store: Store, seconds: float = 5.0) -> bool:
+    """Return whether calls of a store would wait for very long: its file was removed, or the network to it is cut.
+
+    A call of a TCPStore has no timeout of its own while it waits for the network. If the host of the store has ended,
+    calls raise at once, so such a store counts as reachable.
+    """
+    store = getattr(store, "_underlying_non_prefix_store", store)
+    path, host = getattr(store, "path", None), getattr(store, "host", None)  # of a FileStore, of a TCPStore
+    if path is not None:
+        return not os.path.exists(path)
+    if host is None:
+        return False
+    try:
+        socket.create_connection((host, store.port), seconds).close()  # type: ignore[attr-defined]
+    except ConnectionError:
+        return False
+    except OSError:
+        return True
+    return False

@@ -1,0 +1,121 @@
+"""examples/elastic.py under torchrun's agent: ranks are killed, and the run ends as an undisturbed one.
+
+``make elastic`` does the same with the command torchrun, at random moments, on one and on two machines.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from onecopy import checkpoint
+from tests.project.test_examples import example
+from tests.support.harness import EVERYTHING
+
+EPOCHS, LAST_STEP, SAVE_EVERY = 3, 25, 5
+"""The defaults of the example: 25 batches of 12 are 3 epochs of 100 samples."""
+
+
+def worker(root: Path, kill_at: int | None) -> int:
+    """Train one rank. In the first attempt the last rank kills itself after a step, before it saves."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    sampler = checkpoint.ResumableSampler
+    advance = sampler.advance
+    is_killed = dist.get_rank() == dist.get_world_size() - 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+
+    def advance_or_die(self: checkpoint.ResumableSampler) -> None:
+        advance(self)
+        if is_killed and self.position // self.batch_size == kill_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sampler, "advance", advance_or_die)
+        first_step: int = example("elastic").train(root)
+    dist.destroy_process_group()
+    return first_step
+
+
+@contextlib.contextmanager
+def own_signals() -> Iterator[None]:
+    """Undo the signal handlers that torchrun's agent leaves behind."""
+    names = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+    handlers = {name: signal.getsignal(name) for name in names}
+    try:
+        yield
+    finally:
+        for name, handler in handlers.items():
+            signal.signal(name, handler)
+
+
+def launch(root: Path, ranks: int, kill_at: int | None = None, restarts: int = 0) -> set[int]:
+    """Run the example, and return the first steps of the last attempt on all ranks."""
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=ranks,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        local_addr="127.0.0.1",
+        max_restarts=restarts,
+        start_method="forkserver",
+    )
+    with own_signals(), pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")  # docs/clusters.md explains it
+        found: dict[int, int] = elastic_launch(config, worker)(root, kill_at)
+    return set(found.values())
+
+
+def saved_before(step: int) -> int:
+    """The newest checkpoint of a run that was killed at a step, before it could save."""
+    return SAVE_EVERY * ((step - 1) // SAVE_EVERY)
+
+
+def result_in(root: Path) -> Tensor:
+    """The parameters at the end, after a check that each sample was used once in each epoch."""
+    model = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 1))
+    loaded = checkpoint.load(root, model=model)
+    assert loaded.step == LAST_STEP
+    assert loaded.extra["counts"].tolist() == [EPOCHS] * 100
+    return torch.cat([param.detach().flatten() for param in model.parameters()])
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Tensor:
+    """The parameters of a run on two ranks that nothing has disturbed."""
+    root = tmp_path_factory.mktemp("undisturbed")
+    assert launch(root, 2) == {0}
+    return result_in(root)
+
+
+# In a batch with samples of two epochs; before the first save; in a step with a save.
+@pytest.mark.parametrize("step", [17, 3, 10] if EVERYTHING else [17])
+def test_a_run_whose_worker_is_killed_ends_as_an_undisturbed_one(
+    undisturbed: Tensor, tmp_path: Path, step: int
+) -> None:
+    assert launch(tmp_path, 2, step, restarts=1) == {saved_before(step)}
+    assert torch.equal(result_in(tmp_path), undisturbed)
+
+
+def test_a_run_on_changing_numbers_of_ranks_uses_every_sample_once_per_epoch(
+    undisturbed: Tensor, tmp_path: Path
+) -> None:
+    for ranks, step in ((2, 7), (3, 13), (1, 18)):
+        with pytest.raises(ChildFailedError):
+            launch(tmp_path, ranks, step)
+        assert checkpoint.load(tmp_path).step == saved_before(step)
+    assert launch(tmp_path, 2) == {15}
+    # The samples of a step are the same, so only sums over ranks are rounded differently.
+    torch.testing.assert_close(result_in(tmp_path), undisturbed, rtol=1e-4, atol=1e-5)

@@ -19,7 +19,7 @@ PLACES = [(3, 1), (2, 0)]
 EVERY = [(kind, case, place) for place in PLACES for case in [*CASES, *SLOW] for kind in kinds_of(case)]
 FEW = [
     (kinds_of(case)[number % len(kinds_of(case))], case, PLACES[number % 2])
-    for number, case in enumerate([*CASES, *SLOW])
+    for number, case in enumerate([*CASES, *SLOW], start=3)  # a rank is stopped in an overlapped step
 ]
 LOOPS = EVERY if EVERYTHING else FEW
 
@@ -34,7 +34,7 @@ Loop = tuple[str, str, tuple[int, int]]
 
 def run_loop(loop: Loop) -> list[Outcome | None]:
     kind, case, (world_size, failing_rank) = loop
-    seconds = {"blocked_seconds": BLOCKED_SECONDS, "slow_seconds": SLOW_SECONDS}
+    seconds = {"blocked_seconds": BLOCKED_SECONDS, "slow_seconds": SLOW_SECONDS, "delay": 0.0}
     return outcomes(world_size, kind=kind, case=case, failing_rank=failing_rank, **seconds)
 
 

@@ -184,9 +184,9 @@ def block_of(page: str) -> str:
 
 
 def record(results: Results) -> None:
-    """Put results into the recorded file, in the place of those of the same parts, and write the block of the page."""
-    if RECORDED.exists():
-        old = Results.read(RECORDED)
+    """Write the recorded file and the block of the page; other parts of a run with the same count are kept."""
+    old = Results.read(RECORDED) if RECORDED.exists() else results
+    if (old.count, old.seed, old.torch) == (results.count, results.seed, results.torch):
         results.parts = {**old.parts, **results.parts}
         results.seconds = {**old.seconds, **results.seconds}
     results.write(RECORDED)

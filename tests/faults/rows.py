@@ -94,7 +94,6 @@ def cells_of(row: Row) -> list[str]:
 
 HEADER = ["fault", "tried", "survived", "worst time", ""]
 
-
 NARROWEST = 50, 6, 8, 10, 0
 """The least widths of the columns, so that rows that are printed one by one stand below each other."""
 

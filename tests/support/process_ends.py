@@ -1,12 +1,13 @@
 """Ends processes that have a background service in every way, and checks that none of them hangs or aborts.
 
-``python -m tests.support.process_ends`` ends processes in the commonest ways, for the test suite. ``make faults`` ends
-them in all ways, two in each group, with a store that rank 0 hosts or with a file. The parent has imported everything,
-and each rank is a fork of it that ends as any Python program does.
+Run as ``python -m tests.support.process_ends COUNT [--few]``: at least COUNT processes are ended, two in each group,
+with a store that rank 0 hosts or with a file. The parent has imported everything, and each rank is a fork of it that
+ends as any Python program does.
 """
 
 from __future__ import annotations
 
+import argparse
 import atexit
 import os
 import shutil
@@ -242,27 +243,30 @@ def free_port() -> int:
         return port
 
 
-def end_all(count: int, cases: Sequence[tuple[str, str]]) -> tuple[int, float, list[str]]:
-    """End two processes in each case, a store and a way, and again until there were ``count``.
-
-    Return how many have ended, the seconds of the slowest case, and the problems.
-    """
-    ended, slowest, problems = 0, 0.0, list[str]()
+def end_all(count: int, cases: Sequence[tuple[str, str]]) -> list[str]:
+    """End two processes in each case, a store and a way, and again until there were ``count``; return the problems."""
+    ended, problems = 0, []
     while ended < count:
         for scheme, name in cases:
             begun = time.monotonic()
-            problems += end_once(name, scheme, free_port())
+            found = end_once(name, scheme, free_port())
+            problems += found
             ended += 2
-            slowest = max(slowest, time.monotonic() - begun)
-    return ended, slowest, problems
+            print(f"{scheme} {name}: {'BAD' if found else 'good'}, {time.monotonic() - begun:.1f} s", flush=True)
+    print("\n".join(problems))
+    print(f"{ended} processes ended, {len(problems)} of them badly")
+    return problems
 
 
 def main() -> int:
-    """End processes in the commonest ways, and return 1 if one of them has ended badly."""
-    ended, _, problems = end_all(2, [("tcp", name) for name in COMMONEST])
-    print("\n".join(problems))
-    print(f"{ended} processes ended, {len(problems)} of them badly")
-    return int(bool(problems))
+    """Read the arguments, end the processes, and return the exit status."""
+    parser = argparse.ArgumentParser(description="end processes in every way, and check that none hangs or aborts")
+    parser.add_argument("count", type=int, help="end at least so many processes")
+    parser.add_argument("--few", action="store_true", help="only the commonest ways, with a store that rank 0 hosts")
+    given = parser.parse_args()
+    cases = [(scheme, name) for scheme in ("tcp", "file") for name in WAYS]
+    problems = end_all(given.count, [("tcp", name) for name in COMMONEST] if given.few else cases)
+    return 1 if problems else 0
 
 
 if __name__ == "__main__":

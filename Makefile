@@ -4,6 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 NEWEST := .venv-newest
 CLIENTS := .venv-clients
+CLUSTERS := .venv-clusters
 STAMP := $(VENV)/.installed
 DEMO_STAMP := $(VENV)/.installed-demo
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
@@ -22,7 +23,7 @@ ONLY ?=
 OUT ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test accelerator test-all test-newest bench bench-setup bench-check bench-checkpoints bench-consolidation clients soak namespaces faults remote fuzz fuzz-manifests docs docs-check notebook lint types clean
+.PHONY: help setup demo test accelerator test-all test-newest bench bench-setup bench-check bench-checkpoints bench-consolidation clients clusters soak namespaces faults remote fuzz fuzz-manifests docs docs-check notebook lint types clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -89,6 +90,14 @@ $(CLIENTS)/.installed: pyproject.toml constraints-clients.txt
 clients: $(CLIENTS)/.installed ## train, save, kill and resume with each framework, in .venv-clients (a download of several GB; 40 minutes): ONLY=
 	$(CLIENTS)/bin/python clients/run.py --only '$(ONLY)' $(CLIENTS_FLAGS)
 
+$(CLUSTERS)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(CLUSTERS)
+	$(CLUSTERS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[clusters]'
+	@touch $(CLUSTERS)/.installed
+
+clusters: $(CLUSTERS)/.installed ## Ray Train on several local Ray nodes, submitit, and the files of docs/clusters.md, in .venv-clusters (10 minutes)
+	$(CLUSTERS)/bin/python -m pytest tests/project/test_clusters.py
+
 bench: setup ## compare with every peer in one run (30 minutes and more): RANKS_LIST=2,4 LINK=loopback,4gbit VARIANTS= ROUNDS=20
 	$(BIN)/onecopy bench --ranks $(RANKS_LIST) --link $(LINK) --variants '$(VARIANTS)' --rounds $(ROUNDS) --out bench.jsonl
 
@@ -119,7 +128,7 @@ docs: $(VENV)/.docs-installed ## build the site in docs/_build/html; warnings ar
 	$(BIN)/python -m sphinx -W --keep-going --quiet -j auto -b html -d docs/_build/doctrees docs docs/_build/html
 	@echo "built docs/_build/html/index.html"
 
-docs-check: docs ## check every link and anchor inside the site, and that the search finds ten names
+docs-check: docs ## check every link and anchor inside the site, and that the search finds some names
 	$(BIN)/python docs/_ext/check_site.py docs/_build/html
 
 notebook: $(VENV)/.notebook-installed ## run examples/shards_and_buckets.ipynb, which shows one step on four ranks, and keep its pictures
@@ -133,4 +142,4 @@ types: setup ## check types, strictly
 	$(BIN)/mypy
 
 clean: ## remove the environments and caches
-	rm -rf $(VENV) $(NEWEST) $(CLIENTS) .mypy_cache .pytest_cache .ruff_cache .hypothesis docs/_build docs/reference
+	rm -rf $(VENV) $(NEWEST) $(CLIENTS) $(CLUSTERS) .mypy_cache .pytest_cache .ruff_cache .hypothesis docs/_build docs/reference

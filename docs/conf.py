@@ -28,6 +28,8 @@ suppress_warnings = ["ref.python"]
 # The anchors of headings are those of GitHub, so that a link works in both places.
 myst_heading_anchors = 4
 
+# Frameworks that only integrations need. The site is built without them.
+autodoc_mock_imports = ["lightning", "transformers"]
 autodoc_inherit_docstrings = False
 autodoc_typehints = "signature"
 autodoc_preserve_defaults = True
@@ -43,5 +45,6 @@ pygments_dark_style = "github-dark"
 html_title = f"onecopy {release}"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
+html_js_files = ["tables.js"]
 html_copy_source = False
 html_show_sourcelink = False

@@ -27,10 +27,12 @@ PUBLIC = {
     "Sharded data parallel": ["ShardedDataParallel", "MixedPrecision"],
     "Gradient norm": ["grad_norm", "clip_grad_norm_"],
     "Layouts": ["Layout", "ParamSpec", "Shard"],
+    "Failures": ["fail_together"],
     "Errors and warnings": [
         "OnecopyError",
         "RanksDisagreeError",
         "PeerFailedError",
+        "NonfiniteError",
         "CheckpointError",
         "CorruptCheckpointError",
         "CheckpointMismatchError",

@@ -42,9 +42,10 @@ class ZeroRedundancyOptimizer(OwnedStateOptimizer, Joinable):
     elements and has optimizer state for these elements only. After each update the owners send the updated parameters
     to all ranks, so that all replicas are equal.
 
-    All ranks of the process group make these calls together: constructing, ``add_param_group()``,
-    ``load_state_dict()`` and ``consolidate_state_dict()``. The ranks compare their arguments first. If a call fails on
-    one rank, it raises on all ranks. ``state_dict()`` is a call of one rank alone.
+    All ranks of the process group make these calls together, with the same arguments: constructing, ``step()``,
+    ``grad_norm()``, ``clip_grad_norm_()``, ``add_param_group()``, ``load_state_dict()``, ``consolidate_state_dict()``,
+    and ``train()`` and ``eval()`` if ``optimizer_class`` has them. If a call fails on one rank, it raises on all ranks.
+    On the CPU one rank may call ``state_dict()`` alone. Elsewhere it needs ``consolidate_state_dict()`` first.
 
     Example::
 
@@ -60,8 +61,8 @@ class ZeroRedundancyOptimizer(OwnedStateOptimizer, Joinable):
         overlap_with_ddp: update inside the backward pass, through a DDP communication hook.
         shard_by: how parameters are divided among ranks. ``"parameter"`` gives whole parameters, largest first, to the
             least-loaded rank, and cuts as few parameters as balance requires (none if the optimizer is not known to
-            work element by element). ``"element"`` cuts every parameter evenly. A function from
-            :class:`~onecopy.ParamSpec` s and the world size returns one owner per parameter.
+            work element by element). ``"element"`` cuts every parameter evenly. A function takes
+            a list of :class:`~onecopy.ParamSpec` and the world size, and returns one owner per parameter.
         elementwise: whether the update of an element depends on that element alone. Known for torch's own classes.
             Parameters of an unknown class are not cut unless this is True.
         master_weights: update fp32 copies of bf16 and fp16 parameters. Only the owner has a copy.

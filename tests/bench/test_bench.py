@@ -14,13 +14,15 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from onecopy.bench import launching, models, regression_check, running, summaries, tables
+from onecopy.bench import launching, models, regression_check, result_tables, running, summaries, tables
 from onecopy.bench.host_time import PEER
 from onecopy.bench.models import MODELS, PARAMETER_SHAPES, Sizes
 from onecopy.bench.pictures import draw
 from onecopy.bench.results_page import page
 from onecopy.bench.variants import ALONE, ALWAYS, THEIRS, VARIANTS, YARDSTICK, chosen
 from onecopy.cli.main import app
+from tests.support.harness import takes_long
+from tests.support.paths import ROOT
 
 TINY = {"vocabulary": 64, "width": 16, "head": 32, "depth": 1, "batch": 1, "length": 4}
 RUN = ("reference", 2, "")
@@ -166,7 +168,7 @@ def test_a_run_becomes_a_page_with_pictures(measured: list[dict[str, Any]], tmp_
     frontier = f"bench-frontier-reference-{sizes}-2-loopback.svg"
     assert {picture.name for picture in pictures} == {"bench-memory-2.svg", frontier}
     assert all("<svg" in picture.read_text()[:500] for picture in pictures)
-    text = page(rows, "a machine", pictures)
+    text = page(result_tables.from_rows(rows, "a machine", pictures))
     for expected in (
         "a machine",
         "## Memory",
@@ -179,6 +181,42 @@ def test_a_run_becomes_a_page_with_pictures(measured: list[dict[str, Any]], tmp_
     assert "onecopy, interleaved" in names
 
 
+def test_the_page_of_the_repository_is_written_from_the_recorded_tables() -> None:
+    recorded, checkpoints = ROOT / "benchmarks/results.json", ROOT / "benchmarks/checkpoints.md"
+    written = (ROOT / "docs/benchmarks.md").read_text()
+    assert written == page(result_tables.read(recorded)) + "\n" + checkpoints.read_text()
+
+
+def test_tables_are_written_to_a_file_and_read_again(tmp_path: Path) -> None:
+    saved: list[dict[str, Any]] = [
+        {"kind": "save", "variant": YARDSTICK, "error": "", "save": 1.0},
+        {"kind": "save", "variant": THEIRS, "error": "RuntimeError: no"},
+    ]
+    tables_of_a_run = result_tables.from_rows(rows_of_a_run() + saved, "a machine", [Path("a/bench-scaling.svg")])
+    result_tables.write(tables_of_a_run, tmp_path / "tables.json")
+    assert page(result_tables.read(tmp_path / "tables.json")) == page(tables_of_a_run)
+
+
+@pytest.mark.parametrize(
+    ("ours", "swing", "said", "loses"),
+    [
+        (1.2, 0.0, "slower in 1 of 1 runs", True),
+        (1.04, 0.0, "the same, within noise", False),
+        (1.2, 0.4, "the same, within noise", False),
+        (0.8, 0.4, "the same, within noise", False),
+        (0.8, 0.0, "faster in 1 of 1 runs", False),
+    ],
+)
+def test_a_difference_within_noise_is_not_called_a_loss(ours: float, swing: float, said: str, loses: bool) -> None:
+    level_2 = "onecopy, reduce-scatter hook"
+    ddp = next(row for row in rows_of_a_run() if row["variant"] == YARDSTICK)["seconds"]
+    ratios = [ours - swing, ours, ours, ours + swing]
+    mine = timed(level_2, [ratio * each for ratio, each in zip(ratios, ddp, strict=True)])
+    text = page(result_tables.from_rows([*rows_of_a_run(), mine], "a machine", []))
+    assert f"Level 2 is {said}." in text
+    assert (f"| Reference model, 2 ranks, plain loopback | {level_2} |" in text) is loses
+
+
 def test_the_host_time_of_a_step_is_measured_with_the_tensors_of_real_models() -> None:
     found = {
         name: (len(shapes), sum(math.prod(shape) for shape in shapes)) for name, shapes in PARAMETER_SHAPES.items()
@@ -188,6 +226,7 @@ def test_the_host_time_of_a_step_is_measured_with_the_tensors_of_real_models() -
     assert found["Llama-like"][0] == 291
 
 
+@takes_long
 @pytest.mark.timeout(180)
 def test_the_host_time_of_a_step_becomes_a_table_and_a_picture(tmp_path: Path) -> None:
     rows, error = launching.run(2, ["overhead", "--rounds", "1"])
@@ -199,7 +238,7 @@ def test_the_host_time_of_a_step_becomes_a_table_and_a_picture(tmp_path: Path) -
     planned = {"kind": "planning", "policy": "element", "parameters": 10, "ranks": 256, "seconds": 0.1}
     pictures = draw([*rows, planned], tmp_path)
     assert [picture.name for picture in pictures] == ["bench-growth.svg"]
-    text = page([*rows, planned], "a machine", pictures)
+    text = page(result_tables.from_rows([*rows, planned], "a machine", pictures))
     assert tables.markdown(columns, cells) in text
     assert "bench-growth.svg" in text
 

@@ -37,7 +37,7 @@ from tests.support.checkpoints import (
     train,
 )
 from tests.support.failures import expect, expect_disagreement, expect_failure_of, failure_of
-from tests.support.harness import distributed, pools
+from tests.support.harness import distributed, pools, takes_long
 from tests.support.models import assert_same_tree
 from tests.support.paths import ROOT
 from tests.support.quantised import Int8Blocks
@@ -369,6 +369,7 @@ def test_commands_show_check_and_convert_the_adapters(saved: Path, tmp_path: Pat
         assert_same_tree(model.state_dict(), changed(Adapted()).state_dict(), "loaded")
 
 
+@takes_long
 @pytest.mark.timeout(300)  # torchrun imports torch in three processes, three times
 def test_the_example_goes_on_and_refuses_another_base(tmp_path: Path) -> None:
     def tune(*options: str) -> Any:

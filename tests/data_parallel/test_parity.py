@@ -26,7 +26,7 @@ def test_training_equals_ddp_with_the_plain_optimizer(world_size: int, case: Cas
     compare_runs(case, 50 if EVERYTHING else 20, overlap, in_order=False, tolerance=0.0)
 
 
-@EVERY_CASE
+@pytest.mark.parametrize("case", CASES if EVERYTHING else CASES[::4], ids=lambda case: case.name)
 @OVERLAP
 @distributed(3, 4)
 def test_training_with_more_ranks_equals_ddp_that_adds_in_the_same_order(

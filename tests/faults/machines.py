@@ -13,7 +13,8 @@ from tests.faults.rows import Row
 from tests.support.paths import ROOT
 
 FAULT = "two machines, the link is cut or one is lost"
-RUN = re.compile(r"^level (\S+), ([^:]+): (.*)$", re.MULTILINE)
+RUN = re.compile(r"^([^:|]+, [^:|]+): (.*)$", re.MULTILINE)
+"""The line that tells of a run: its level and its disturbance, and the result."""
 
 
 def rows(count: int, seed: int) -> Iterator[Row]:
@@ -25,7 +26,7 @@ def rows(count: int, seed: int) -> Iterator[Row]:
     begun = time.monotonic()
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
     found = RUN.findall(done.stdout)
-    problems = [f"level {level}, {name}: {result}" for level, name, result in found if result != "ok"]
+    problems = [f"{name}: {result}" for name, result in found if result != "ok"]
     if (done.returncode and not problems) or not found:
         problems.append(f"it has ended with the code {done.returncode}: {(done.stdout + done.stderr)[-2000:]}")
     tried = max(len(found), len(problems))

@@ -135,7 +135,7 @@ LINES = [
     ),
     Line(
         "a process ends, in any way",
-        "process ends: .*",
+        "a process ends",
         "its usual exit status. No process hangs or aborts",
         NOTHING,
         "{} to its end",

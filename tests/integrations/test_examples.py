@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.check_gpu import start
+from tests.support.harness import takes_long
 from tests.support.paths import ROOT
 
 EXAMPLES = sorted((ROOT / "examples/frameworks").glob("*.py"))
@@ -24,6 +25,7 @@ def missing(example: Path) -> list[str]:
     return sorted(name for name in names if importlib.util.find_spec(name) is None)
 
 
+@takes_long
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.stem)
 def test_an_example_runs_and_resumes(example: Path, tmp_path: Path) -> None:
     if absent := missing(example):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
+from onecopy.comm import limits
 from onecopy.planning import estimate
-from onecopy.planning.collectives import Way, collectives_of
+from onecopy.planning.collectives import Way, collectives_of, ddp_buckets
 from onecopy.planning.estimate import Job, Machine
 from onecopy.planning.model_shapes import Model, gpt_xl, specs_of, wrapped_units
 from onecopy.planning.peers import fsdp2_collectives
@@ -72,6 +75,28 @@ def test_buffers_on_accelerators() -> None:
     assert estimate.memory_bytes(Way.SHARDED, large, many)["buffers"] == 2 * 512 * mib
     assert estimate.memory_bytes(Way.LEVEL_ONE, large, few)["buffers"] == 2 * 64 * mib
     assert estimate.memory_bytes(Way.DDP, large, few)["buffers"] == 0
+
+
+def test_level_2_also_has_a_copy_and_a_part_of_two_ddp_buckets() -> None:
+    large = Job(gpt_xl(), compute=0.3, update=0.1)
+    for ranks in (8, 512):
+        machine = estimate.accelerators(ranks)
+        ways = (Way.LEVEL_ONE, Way.REDUCE_SCATTER)
+        level_1, level_2 = (estimate.buffer_bytes(way, large.model, machine) for way in ways)
+        buckets = ddp_buckets(large.model.specs, large.model.order)
+        sizes = [sum(large.model.specs[index].nbytes for index in bucket) for bucket in buckets]
+        largest = max(one + other for one, other in pairwise(sizes))
+        assert level_2 - level_1 == pytest.approx(largest * (1 + 1 / ranks))
+
+
+def test_buffers_between_pairs_hold_small_ranges_and_messages_of_other_ranks() -> None:
+    machine = Machine(ranks=4, bandwidth=1e9)
+    small = job().model
+    assert estimate.buffer_bytes(Way.LEVEL_ONE, small, machine) == small.nbytes, "all parameters may be packed"
+    most = (limits.PACKS_IN_FLIGHT + 1) * limits.PACK_BYTES
+    assert estimate.buffer_bytes(Way.LEVEL_ONE, gpt_xl(), machine) <= most
+    messages = (estimate.buffer_bytes(way, gpt_xl(), machine) for way in (Way.REDUCE_SCATTER, Way.LEVEL_ONE))
+    assert next(messages) - next(messages) > limits.STAGED_BYTES
 
 
 def test_the_latency_of_a_collective_grows_with_the_ranks() -> None:

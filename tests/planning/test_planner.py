@@ -13,8 +13,19 @@ from torch import nn
 from typer.testing import CliRunner, Result
 
 from onecopy.cli.main import app
-from onecopy.planning.advice import fits, recommend
-from onecopy.planning.comparison import DDP, FSDP2, LEVEL_1, LEVEL_3, TORCH, Row, activation_bytes, compare, planned_job
+from onecopy.planning.advice import USABLE, fits, recommend
+from onecopy.planning.comparison import (
+    DDP,
+    FSDP2,
+    LEVEL_1,
+    LEVEL_2,
+    LEVEL_3,
+    TORCH,
+    Row,
+    activation_bytes,
+    compare,
+    planned_job,
+)
 from onecopy.planning.estimate import accelerators
 from onecopy.planning.optimizers import OPTIMIZERS
 from onecopy.planning.sources import Source, from_counts, from_path
@@ -124,6 +135,16 @@ def test_the_first_way_that_fits_is_recommended(
     assert (advice.choice, text in advice.reason) == (choice, True), advice
     assert fits(rows[choice], memory, None) in ((None,) if memory is None else (memory > 1e9,))
     compile(advice.code.replace("=...", "=0"), "advice", "exec")
+
+
+def test_the_recommendation_of_level_1_says_how_much_more_level_2_needs() -> None:
+    rows = planned(from_counts(1.3e9, None), 8)
+    more = rows[LEVEL_2].total - rows[LEVEL_1].total
+    assert more > 0
+    between = (rows[LEVEL_1].total + more / 2) / USABLE
+    for memory, end in ((20e9, "for buffers."), (between, "for buffers, which do not fit.")):
+        reason = recommend(list(rows.values()), OPTIMIZERS["adamw"], False, memory).reason
+        assert f"level 2 sends a third less, and needs {more / 1e9:.2f} GB more {end}" in reason
 
 
 def test_activations_are_part_of_what_must_fit() -> None:

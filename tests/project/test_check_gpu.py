@@ -10,10 +10,10 @@ import sys
 import pytest
 
 from tests.support.check_gpu import EXAMPLE, start
-from tests.support.harness import EVERYTHING
+from tests.support.harness import takes_long
 
 
-@pytest.mark.skipif(not EVERYTHING, reason="make test-all runs all 26 configurations")
+@takes_long
 @pytest.mark.timeout(300)  # it compares 26 configurations and times 14
 def test_all_checks_pass_on_the_cpu_and_the_report_has_all_rows() -> None:
     done = start([str(EXAMPLE)], "--device", "cpu", "--quick")

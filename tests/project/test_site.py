@@ -196,7 +196,7 @@ def test_every_page_is_in_the_table_of_contents() -> None:
 def test_the_check_of_the_site_finds_links_that_lead_nowhere(tmp_path: Path) -> None:
     (tmp_path / "a.html").write_text('<p id="x"><a href="b.html#y">b</a> <a href="#x">x</a> <a href="https://z">z</a>')
     (tmp_path / "b.html").write_text('<p id="y"><a href="a.html#no">a</a> <img src="c.png">')
-    assert sorted(check_site.problems(tmp_path)) == [
+    assert sorted(check_site.problems(tmp_path, check_site.read_pages(tmp_path))) == [
         "b.html: a.html#no leads to no anchor",
         "b.html: c.png leads to no file",
     ]

@@ -39,6 +39,9 @@ COLLECTIVE_LIMIT = 30.0
 EVERYTHING = os.environ.get("ONECOPY_ALL_CASES", "0") != "0"
 """Whether every case of every table is to be run."""
 
+takes_long = pytest.mark.skipif(not EVERYTHING, reason="it takes long: make test-all runs it")
+"""Marks a test that starts many processes, and whose parts other tests run in less time."""
+
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 # The process that workers are forked from finds what it preloads through the environment only.

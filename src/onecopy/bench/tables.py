@@ -96,6 +96,9 @@ def size_rows(rows: Sequence[Row]) -> list[list[str]]:
     return cells
 
 
+SAVING_COLUMNS = ("variant", "gather the state", "save")
+
+
 def save_rows(rows: Sequence[Row]) -> list[list[str]]:
     """Return cells for each variant: the seconds to gather the state, and to save."""
     cells = []
@@ -138,7 +141,7 @@ def print_tables(rows: Sequence[Row], console: Console) -> None:
     if select(rows, "size"):
         console.print(_table("memory beside parameters, gradients and state", SIZE_COLUMNS, size_rows(rows)))
     if select(rows, "save"):
-        console.print(_table("seconds", ("variant", "gather the state", "save"), save_rows(rows)))
+        console.print(_table("seconds", SAVING_COLUMNS, save_rows(rows)))
     columns = ("policy", "parameters", "ranks", "seconds")
     planning = [[_number(row[column]) for column in columns] for row in select(rows, "planning")]
     if planning:

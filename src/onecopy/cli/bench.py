@@ -110,22 +110,33 @@ def draw(path: Rows, folder: Annotated[Path, typer.Argument(help="The directory 
         Console().print(str(made))
 
 
-@app.command(epilog="Example: onecopy bench page bench.jsonl --target docs/benchmarks.md")
+@app.command(epilog="Example: onecopy bench page bench.jsonl --after benchmarks/checkpoints.md")
 @guarded
 def page(
-    paths: Annotated[list[Path], typer.Argument(help="Files of results, all of one machine.")],
+    paths: Annotated[
+        list[Path] | None,
+        typer.Argument(help="Files of results, all of one machine. Without them, the recorded tables are used."),
+    ] = None,
+    tables: Annotated[Path, typer.Option(help="The file of recorded tables. New results replace it.")] = Path(
+        "benchmarks/results.json"
+    ),
     target: Annotated[
         Path, typer.Option(help="The page to write. The pictures are written to the same directory.")
     ] = Path("docs/benchmarks.md"),
     after: Annotated[Path | None, typer.Option(help="A file whose text is appended to the page.")] = None,
 ) -> None:
-    """Write the page of results and draw its pictures."""
-    need("matplotlib", "onecopy bench page", "bench")
-    from onecopy.bench.pictures import draw as draw_pictures
+    """Write the page of results. With new results, also record their tables and draw the pictures."""
+    from onecopy.bench import result_tables
     from onecopy.bench.results_page import page as page_of
 
-    rows = [row for path in paths for row in running.read(path)]
-    text = page_of(rows, machine(), draw_pictures(rows, target.parent))
+    if paths:
+        need("matplotlib", "onecopy bench page", "bench")
+        from onecopy.bench.pictures import draw as draw_pictures
+
+        rows = [row for path in paths for row in running.read(path)]
+        pictures = draw_pictures(rows, target.parent)
+        result_tables.write(result_tables.from_rows(rows, machine(), pictures), tables)
+    text = page_of(result_tables.read(tables))
     target.write_text(text + ("\n" + after.read_text() if after is not None else ""))
     Console().print(f"wrote {target}")
 

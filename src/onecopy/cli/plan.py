@@ -180,7 +180,7 @@ def _print_assumptions(
 ) -> None:
     """Say which of the numbers follow from the plan, and which are assumed."""
     lines = [
-        "Parameters, gradients and state follow from the shapes. Buffers are the most that is in flight in a step.",
+        "Parameters, gradients and state follow from the shapes. Buffers hold parameters and gradients that are sent.",
         "The rows with DDP assume gradient_as_bucket_view=True. Without it DDP has two copies of the gradients.",
         f"Time assumes {machine.bandwidth / GB:.0f} GB/s and {1e6 * machine.latency:.0f} us for one operation.",
     ]

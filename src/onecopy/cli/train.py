@@ -16,10 +16,10 @@ from rich.console import Console
 
 from onecopy.bench import bf16_probe
 from onecopy.cli.errors import fail, guarded, need
+from onecopy.cli.plan import Precision
 from onecopy.demo import launching
 from onecopy.demo.report import print_report
 from onecopy.demo.settings import LEVELS, OPTIMIZERS, Result, Settings
-from onecopy.planning.comparison import PRECISIONS
 
 EXAMPLES = """Examples:
 
@@ -34,8 +34,7 @@ Ctrl-C saves a checkpoint and stops. The same command continues. A training that
 
 Level = Enum("Level", {name: name for name in LEVELS}, type=str)  # type: ignore[misc]
 OptimizerName = Enum("OptimizerName", {name: name for name in OPTIMIZERS}, type=str)  # type: ignore[misc]
-Precision = Enum("Precision", {name: name for name in PRECISIONS}, type=str)  # type: ignore[misc]
-ADAMW, FP32 = OptimizerName("adamw"), Precision("fp32")
+ADAMW = OptimizerName("adamw")
 STANDARD = Settings()
 
 
@@ -49,7 +48,7 @@ def train(
     optimizer: Annotated[OptimizerName, typer.Option(help="The optimizer.")] = ADAMW,
     precision: Annotated[
         Precision, typer.Option(help="All in fp32; all in bf16; or bf16 with fp32 master weights and state.")
-    ] = FP32,
+    ] = Precision.fp32,
     steps: Annotated[int, typer.Option(min=1, help="The number of steps.")] = STANDARD.steps,
     batch: Annotated[int, typer.Option(min=1, help="Sequences per rank and step.")] = STANDARD.batch,
     length: Annotated[int, typer.Option(min=2, help="Words per sequence.")] = STANDARD.length,
@@ -93,7 +92,7 @@ def train(
     )
     levels = LEVELS if compare else ((level or Level("1")).value,)
     jobs = [replace(settings, level=each) for each in levels]
-    message = bf16_probe.protect() if precision is not FP32 else ""
+    message = bf16_probe.protect() if precision is not Precision.fp32 else ""
     console = Console(stderr=as_json)
     if message:
         console.print(message, markup=False, highlight=False)

@@ -54,7 +54,7 @@ def tensor_checksums(flats: Sequence[Tensor]) -> list[int]:
     found = [0] * len(flats)
     for device, same in places.items():
         mixed = torch.arange(_BLOCK_ELEMENTS, device=device) * _FACTOR
-        weights = (mixed ^ (mixed >> 31)) * _FACTOR | 1
+        weights = (mixed ^ (mixed >> 31)) * _FACTOR * 2 + 1
         checksums = torch.stack([_checksum(flats[place], weights) for place in same]).tolist()
         for place, checksum in zip(same, checksums, strict=True):
             found[place] = checksum

@@ -83,7 +83,10 @@ def recommend(
         choice = fitting[0]
         reason = f"Plain DDP does not fit. {choice} is the first that does."
         if choice == LEVEL_1:
-            reason += f" {LEVEL_2} needs as much memory and sends a third less."
+            more = (by_name[LEVEL_2].total - by_name[LEVEL_1].total) / scale
+            level_2_fits = fits(by_name[LEVEL_2], memory, activations)
+            reason += f" {LEVEL_2} sends a third less, and needs {more:.2f} {unit} more for buffers"
+            reason += "." if level_2_fits else ", which do not fit."
         return advice(choice, reason)
     if max(saving(LEVEL_1), saving(LEVEL_3)) < WORTH_IT:
         return advice(DDP, f"onecopy saves you {max(0.0, saving(LEVEL_1), saving(LEVEL_3)):.0%}: don't bother.")

@@ -15,7 +15,7 @@ from itertools import pairwise as neighbours
 from math import log
 
 from onecopy.comm import limits
-from onecopy.planning.collectives import Collective, Kind, Way, collectives_of
+from onecopy.planning.collectives import Collective, Kind, Way, collectives_of, ddp_buckets
 from onecopy.planning.model_shapes import Model
 from onecopy.planning.ownership import owned_bytes
 
@@ -152,18 +152,37 @@ def memory_bytes(way: Way, job: Job, machine: Machine) -> dict[str, float]:
 
 
 def buffer_bytes(way: Way, model: Model, machine: Machine) -> float:
-    """Return the most bytes of buffers that are in flight in a step, beside parameters, gradients and state."""
+    """Return the most bytes of buffers that a step allocates, beside parameters, gradients and state."""
     bucket = _bucket_bytes(model, machine)
+    if way in (Way.DDP, Way.TORCH):
+        return 0.0
     if way.shards_gradients:
         # Whole gradients of the buckets in flight. Between pairs, also the messages of all other ranks but one, whose
         # messages are received in place. The buffer for messages is bounded: long messages are received in parts.
         in_flight = float(min(max(2 * bucket, model.largest_bytes), model.nbytes))
         received = min(in_flight * max(0, machine.ranks - 2) / machine.ranks, limits.STAGED_BYTES)
         return in_flight + (received if machine.pairwise else 0)
-    if way not in (Way.DDP, Way.TORCH) and not machine.pairwise:
+    if machine.pairwise:
+        # Only ranges of less than DIRECT_BYTES are packed. A parameter may be cut into one range for each rank.
+        packed = sum(spec.nbytes for spec in model.specs if spec.nbytes < limits.DIRECT_BYTES * machine.ranks)
+        sharing = min((limits.PACKS_IN_FLIGHT + 1) * limits.PACK_BYTES, packed)
+    else:
         # Two rounds of packed parameters: one is packed while the other is in flight.
-        return float(min(2 * bucket, model.nbytes))
-    return 0.0
+        sharing = min(2 * bucket, model.nbytes)
+    # The buffers of both are reused from step to step, so they exist at the same time.
+    return float(sharing) + (_gradient_buffer_bytes(model, machine) if way is Way.REDUCE_SCATTER else 0.0)
+
+
+def _gradient_buffer_bytes(model: Model, machine: Machine) -> float:
+    """Return the bytes of buffers for the DDP buckets that the reduce-scatter hook has in flight."""
+    sizes = [sum(model.specs[index].nbytes for index in bucket) for bucket in ddp_buckets(model.specs, model.order)]
+    # By the backend: a packed copy of a bucket, and this rank's part. Between pairs: the messages of all other ranks.
+    others = machine.ranks - 1 if machine.pairwise else machine.ranks + 1
+    needed = [size * others / machine.ranks for size in sizes]
+    if machine.pairwise and needed:  # the last bucket is received in parts
+        needed[-1] = min(needed[-1], limits.STAGED_BYTES)
+    count = limits.DDP_BUCKETS_IN_FLIGHT
+    return max((sum(needed[start : start + count]) for start in range(len(needed))), default=0.0)
 
 
 def _bucket_bytes(model: Model, machine: Machine) -> int:

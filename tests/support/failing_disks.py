@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import shutil
 import time
@@ -102,6 +103,7 @@ def fail_at_every_operation(
 
 def disk_faults_of_saves(root: str, blocking: bool) -> tuple[int, float]:
     """In a rank: fail at every file operation of a save up to its commit, and save in the end."""
+    logging.getLogger("onecopy").setLevel(logging.CRITICAL)  # every failure in the background is logged
     run, first = started(Path(root))
     found = fail_at_every_operation(run, Path(root), first, blocking, set(CHANGES) - {"remove"})
     check_only(Path(root), run.save(Path(root), blocking=True, keep=1))

@@ -26,6 +26,7 @@ from typing import Any, TypeVar
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore, TCPStore
 
 from onecopy.bench.bf16_probe import ending
 from tests.support.paths import ROOT
@@ -67,7 +68,7 @@ class Pool:
     def __init__(self, world_size: int, collective_limit: float = COLLECTIVE_LIMIT, hosts_store: bool = False) -> None:
         self.world_size = world_size
         self._folder = tempfile.TemporaryDirectory()
-        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if hosts_store else None
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if hosts_store else None
         store = os.path.join(self._folder.name, "store") if self._store is None else self._store.port
         self._pipes: list[Connection] = []
         self._processes = []
@@ -179,7 +180,7 @@ def _serve(pipe: Connection, rank: int, world_size: int, store: str | int, colle
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
-        store=dist.FileStore(store, world_size) if isinstance(store, str) else dist.TCPStore("127.0.0.1", store),
+        store=FileStore(store, world_size) if isinstance(store, str) else TCPStore("127.0.0.1", store),
         rank=rank,
         world_size=world_size,
         timeout=timedelta(seconds=collective_limit),

@@ -276,8 +276,8 @@ class Mistake:
 
 def wrap_differently(kind: str, odd: bool) -> None:
     """Wrap a module, or register a hook and run a backward pass, with another argument on one rank."""
-    module, options = Weighted(), {"overlap_with_ddp": True} if kind == "overlap" else {}
-    zero = ZeroRedundancyOptimizer(module.parameters(), AdamW, lr=LR, **options)
+    module = Weighted()
+    zero = ZeroRedundancyOptimizer(module.parameters(), AdamW, lr=LR, overlap_with_ddp=kind == "overlap")
     if kind == "sharded data parallel":
         ShardedDataParallel(module, zero, bucket_bytes=1 << (16 if odd else 20))
         return
@@ -307,7 +307,7 @@ class Unreadable(torch.utils.data.Dataset[Tensor]):
         return 1
 
     def __getitem__(self, index: int) -> Tensor:
-        return fail()
+        raise ValueError("no data")
 
 
 def fail(*_: Any) -> Any:

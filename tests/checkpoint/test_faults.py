@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest.mock import patch
@@ -20,10 +20,18 @@ from unittest.mock import patch
 import pytest
 import torch.distributed as dist
 
-from onecopy import checkpoint
 from onecopy.checkpoint import disk
 from onecopy.comm.background_service import BackgroundService
-from onecopy.errors import CheckpointError, OnecopyError, PeerFailedError
+from onecopy.errors import OnecopyError
+from tests.support.failing_disks import (
+    check_failed,
+    check_only,
+    fail,
+    fail_at_every_operation,
+    points_of_all,
+    save_and_wait,
+    started,
+)
 from tests.support.faults import CHANGES, EXCHANGES, WORLD_SIZES, Injector, Kill, Outcome, Run, moments_of
 from tests.support.faults_sweep import Zygote, spread, sweep
 from tests.support.harness import distributed
@@ -87,71 +95,6 @@ def test_a_sample_of_kills_is_even_and_goes_round_with_other_delays() -> None:
 # --- the disk fails
 
 
-def fail(number: int) -> Callable[[], object]:
-    """Something that raises this error of the system."""
-
-    def act() -> None:
-        raise OSError(number, os.strerror(number))
-
-    return act
-
-
-def save_and_wait(run: Run, root: Path, blocking: bool, keep: int | None = None) -> OnecopyError | None:
-    """Save; return the error that it raised, at once or in the background."""
-    try:
-        run.save(root, blocking, keep)
-        checkpoint.wait()
-    except OnecopyError as error:
-        return error
-    return None
-
-
-def check_failed(error: OnecopyError | None, rank: int, text: str, root: Path) -> None:
-    """This rank must have heard which one failed, at which file and why."""
-    assert error is not None
-    assert text in str(error)
-    assert str(root) in str(error)
-    if dist.get_rank() == rank:
-        assert isinstance(error, CheckpointError)
-        assert isinstance(error.__cause__, OSError)
-    else:
-        assert isinstance(error, PeerFailedError)
-        assert f"failed on rank {rank}: CheckpointError" in str(error)
-
-
-def check_only(root: Path, path: Path) -> None:
-    """There must be one checkpoint, undamaged. Ranks wait for each other, because a save would change that."""
-    dist.barrier()
-    assert [each.name for each in sorted(root.glob("step-*"))] == [path.name]
-    assert checkpoint.latest(root) == path
-    assert checkpoint.verify(path) > 0
-    dist.barrier()
-
-
-def started(root: Path) -> tuple[Run, Path]:
-    """A run that has saved once, and has trained on."""
-    run = Run()
-    run.train(1)
-    path = run.save(root, blocking=True)
-    run.train(1)
-    return run, path
-
-
-def points_of_all(run: Run, root: Path, path: Path, blocking: bool) -> list[list[str]]:
-    """Return the functions that a save calls on every rank; the checkpoint that it makes is removed again."""
-    counter = Injector()
-    with counter.active():
-        saved = run.save(root, blocking, keep=None)
-        checkpoint.wait()
-    dist.barrier()
-    if dist.get_rank() == 0:
-        shutil.rmtree(saved)
-    everyone: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everyone, counter.points)
-    check_only(root, path)
-    return everyone
-
-
 @pytest.mark.parametrize("blocking", [True, False], ids=["blocking", "background"])
 @pytest.mark.parametrize("name", ["make_directory", "create", "write", "flush", "flush_directory", "rename"])
 @distributed(2, 3)
@@ -160,14 +103,8 @@ def test_an_error_of_the_disk_on_one_rank_is_raised_on_all_and_nothing_is_commit
 ) -> None:
     run, first = started(tmp_path)
     before = run.digest()
-    for rank, points in enumerate(points_of_all(run, tmp_path, first, blocking)):
-        until_commit = points[: points.index("rename") + 1] if rank == 0 else points
-        for call in (number for number, point in enumerate(until_commit) if point == name):
-            with Injector(call if dist.get_rank() == rank else None, act=fail(errno.EIO)).active():
-                error = save_and_wait(run, tmp_path, blocking)
-            check_failed(error, rank, os.strerror(errno.EIO), tmp_path)
-            assert run.digest() == before
-            check_only(tmp_path, first)
+    tried, _ = fail_at_every_operation(run, tmp_path, first, blocking, [name])
+    assert tried
     saved = run.save(tmp_path, blocking=True, keep=1)
     check_only(tmp_path, saved)
     assert run.digest() == before

@@ -86,24 +86,24 @@ MODES: dict[str, tuple[Callable[[bool], Any], str, str]] = {
 """How each mode is made on the first and on the other ranks, and the call in which each of both waits."""
 
 
-def problem_of(mode: str, world_size: int) -> str:
-    """Train in different modes on fresh processes; return what is wrong with an error, or an empty text."""
+def problem_of(mode: str, world_size: int, blocked_seconds: float = loop_watch.SECONDS) -> tuple[float, str]:
+    """Train in different modes on fresh processes; return the longest time to an error, and what is wrong with it."""
     _, first, other = MODES[mode]
     pool = Pool(world_size)
     try:
-        found: list[Outcome] = pool.run(__name__, "train", {"mode": mode}, LIMIT)
+        found: list[Outcome] = pool.run(__name__, "train", {"mode": mode, "blocked_seconds": blocked_seconds}, LIMIT)
     finally:
         pool.close()
     for each in found:
         calls = [f"rank 0: {first}", *(f"rank {rank}: {other}" for rank in range(1, world_size))]
         if each.error != "RanksDisagreeError" or not all(call in each.text for call in calls):
-            return str(each)
-    return ""
+            return each.seconds, f"{mode}, {world_size} ranks: {each}"
+    return max(each.seconds for each in found), ""
 
 
-def train(mode: str) -> Outcome:
+def train(mode: str, blocked_seconds: float) -> Outcome:
     """Construct everything, and run a pass."""
-    loop_watch.SECONDS = 1.5
+    loop_watch.SECONDS = blocked_seconds
     make, _, _ = MODES[mode]
     begun = time.monotonic()
     error: BaseException | None = None

@@ -26,6 +26,7 @@ from typing import Any, TypeVar
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore, TCPStore
 
 from onecopy.bench.bf16_probe import ending
 from tests.support.paths import ROOT
@@ -55,17 +56,26 @@ class RanksFailedError(AssertionError):
 
 
 class Pool:
-    """``world_size`` processes with one default process group among them."""
+    """``world_size`` processes with one default process group among them.
 
-    def __init__(self, world_size: int) -> None:
+    Args:
+        world_size: the number of processes.
+        collective_limit: the timeout of the process group, in seconds.
+        hosts_store: whether this process hosts the store of the group, as torchrun does. Otherwise it is a file, and a
+            process that is stopped may hold its lock.
+    """
+
+    def __init__(self, world_size: int, collective_limit: float = COLLECTIVE_LIMIT, hosts_store: bool = False) -> None:
         self.world_size = world_size
         self._folder = tempfile.TemporaryDirectory()
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if hosts_store else None
+        store = os.path.join(self._folder.name, "store") if self._store is None else self._store.port
         self._pipes: list[Connection] = []
         self._processes = []
         for rank in range(world_size):
             ours, theirs = _context.Pipe()
             process = _context.Process(
-                target=_serve, args=(theirs, rank, world_size, os.path.join(self._folder.name, "store")), daemon=True
+                target=_serve, args=(theirs, rank, world_size, store, collective_limit), daemon=True
             )
             process.start()
             theirs.close()
@@ -75,7 +85,10 @@ class Pool:
     def run(
         self, module: str, name: str, kwargs: dict[str, Any], limit: float, may_end: Collection[int] = ()
     ) -> list[Any]:
-        """Call a function on every rank and return the results; None for ranks in ``may_end`` that have ended."""
+        """Call a function on every rank and return the results; None for ranks in ``may_end`` that have ended.
+
+        Those of them that have not ended when all others have answered are killed: they may be stopped.
+        """
         for pipe in self._pipes:
             pipe.send((module, name, kwargs))
         deadline = time.monotonic() + limit
@@ -101,6 +114,9 @@ class Pool:
                     problems[rank] = problem
                     # The others wait for this one: give them as long as a collective takes to give up, not more.
                     deadline = min(deadline, time.monotonic() + COLLECTIVE_LIMIT + 5)
+            if set(waiting.values()) <= set(may_end):
+                for rank in waiting.values():
+                    self._processes[rank].kill()
         for rank in waiting.values():
             problems[rank] = f"no answer within the limit of {limit:.0f} s"
         if problems:
@@ -158,16 +174,16 @@ def distributed(*world_sizes: int, limit: float = LIMIT) -> Callable[[Function],
     return decorate
 
 
-def _serve(pipe: Connection, rank: int, world_size: int, store: str) -> None:
-    """Join the group, then run the functions that come through the pipe until it closes."""
+def _serve(pipe: Connection, rank: int, world_size: int, store: str | int, collective_limit: float) -> None:
+    """Join the group by a file or a port, then run the functions that come through the pipe until it closes."""
     warnings.simplefilter("error")
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
-        init_method=f"file://{store}",
+        store=FileStore(store, world_size) if isinstance(store, str) else TCPStore("127.0.0.1", store),
         rank=rank,
         world_size=world_size,
-        timeout=timedelta(seconds=COLLECTIVE_LIMIT),
+        timeout=timedelta(seconds=collective_limit),
     )
     while True:
         try:

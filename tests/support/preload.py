@@ -10,6 +10,8 @@ for name in (
     "pytest",
     "pytorch_optimizer",
     "schedulefree",
+    "torch._dynamo",  # the first step of an optimizer would import it, in every rank anew
+    "torch.distributed.optim",
     "torch.distributed.fsdp",
     "torch.distributed.tensor",
     "torch.nn.parallel",

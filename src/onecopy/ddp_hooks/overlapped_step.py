@@ -28,6 +28,7 @@ from torch.futures import Future
 
 from onecopy.comm import limits
 from onecopy.comm.agreement import FirstFailure
+from onecopy.comm.backend_errors import is_backend_error
 from onecopy.comm.collectives import Collectives
 from onecopy.comm.parameter_sharing import PackBuffers, ParameterSharing
 from onecopy.comm.status_flags import flags_on
@@ -216,9 +217,7 @@ class OverlappedStep:
             self._broadcast_options(info, updates[0].has_inputs)
         self._exchange_has_gradient(updates)
         for update in updates:
-            gradients = update.buffer
-            with info.update_failure:
-                gradients = _tensor_of(update.reduced.wait())
+            gradients = self._reduced_gradients(info, update)
             with info.update_failure:
                 if not info.update_failure:
                     self._update(info, update, gradients)
@@ -229,6 +228,21 @@ class OverlappedStep:
                 finally:
                     self._engine.inner.clock.end()
                 update.done.set_result(gradients)
+
+    def _reduced_gradients(self, info: OverlapInfo, update: BucketUpdate) -> Tensor:
+        """Wait for the gradients of the user's hook; raise if the hook has lost another rank.
+
+        Other ranks are told of any other error of the hook at the end of the iteration. They cannot be told of a lost
+        rank: the next collective would wait for it until the timeout, once more.
+        """
+        try:
+            return _tensor_of(update.reduced.wait())
+        except Exception as error:
+            if is_backend_error(error):
+                raise
+            with info.update_failure:
+                raise
+        return update.buffer
 
     def _broadcast_options(self, info: OverlapInfo, has_inputs: bool) -> None:
         """Broadcast the options of a rank that has inputs to the ranks that have joined."""

@@ -1,0 +1,201 @@
+"""The recorded results, and the table that docs/failures.md has of them."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tests.faults.rows import Results, Row
+from tests.support.paths import ROOT
+
+RECORDED = ROOT / "benchmarks/faults.json"
+PAGE = ROOT / "docs/failures.md"
+NOTHING = "-"
+MARKS = "<!-- faults: made by make faults -->", "<!-- end of faults -->"
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of the page.
+
+    Attributes:
+        fault: what goes wrong.
+        rows: a pattern for the names of the rows of which the line is made.
+        seen: what a person sees.
+        todo: what to do.
+        time: what is measured, with a place for the worst time.
+    """
+
+    fault: str
+    rows: str
+    seen: str
+    todo: str
+    time: str = "{}"
+
+
+LINES = [
+    Line(
+        "an exception in your code: in the loop, the forward pass, the backward pass, the closure, the scheduler, the "
+        "data loader",
+        "exception .*",
+        "the rank raises its own exception. The others raise `PeerFailedError`, which quotes it and names the line",
+        "correct the program, start again from a checkpoint",
+    ),
+    Line(
+        "Ctrl-C on one rank",
+        "Ctrl-C",
+        "`KeyboardInterrupt` there. The others raise `PeerFailedError`, which names the rank",
+        "start again from a checkpoint",
+    ),
+    Line(
+        "a wrong argument on one rank",
+        "wrong argument",
+        "`TypeError` or `ValueError` there. The others raise `PeerFailedError`, which quotes it",
+        "correct the argument",
+    ),
+    Line(
+        "different arguments, options or gradients on the ranks",
+        "different .*",
+        "`RanksDisagreeError` on all ranks, with the first difference",
+        "make the same call on all ranks",
+    ),
+    Line(
+        "a rank leaves out a call, leaves the loop early, or loads alone",
+        "skipped .*|left early|load on one rank",
+        "`RanksDisagreeError` or `PeerFailedError` with the call of each rank, or the rank that has left",
+        "make the same calls on all ranks",
+    ),
+    Line(
+        "a hook on some ranks only, or DDP on one rank and `ShardedDataParallel` on another",
+        "modes: .*",
+        "`RanksDisagreeError` on all ranks, with the call of each rank",
+        "train in the same mode on all ranks; put the construction into the block, too",
+    ),
+    Line(
+        "a rank is slow: it evaluates, or computes for long",
+        "evaluation|long computation",
+        "nothing: the other ranks wait",
+        NOTHING,
+        "no error",
+    ),
+    Line(
+        "a rank is killed, or runs out of memory",
+        "SIGKILL, (level .|overlapped step|save)",
+        "the others raise `PeerFailedError`, which names the rank",
+        "look at its log, start again from a checkpoint",
+    ),
+    Line(
+        "the same, with `torchrun --max-restarts`",
+        "SIGKILL, restarted by torchrun",
+        "torchrun starts all ranks again. The run ends with the parameters of an undisturbed run, bit by bit with two "
+        "ranks",
+        NOTHING,
+        "{} until it trains again",
+    ),
+    Line(
+        "a rank is stopped, or its machine hangs",
+        "SIGSTOP, .*",
+        "the others raise `PeerFailedError`, which names the rank, after the timeout of the process group",
+        "end it, start again from a checkpoint",
+        "{} with a timeout of 5 s",
+    ),
+    Line(
+        "a rank is killed during a save",
+        "SIGKILL at any point of a save",
+        "as above. The older checkpoints have not changed, or the new one is complete",
+        "start again: `load` takes the newest complete checkpoint",
+        "{} with the restart",
+    ),
+    Line(
+        "a save fails on one rank: a full disk, an error of the disk",
+        "disk error at every file operation of a save",
+        "`CheckpointError` there. The others raise `PeerFailedError`. The older checkpoints have not changed",
+        "make room, save again",
+    ),
+    Line(
+        "a file cannot be read in a load",
+        "disk error at every file operation of a load",
+        "`load` takes an older checkpoint and warns, or raises `CheckpointError`. Then the optimizer refuses to step",
+        "load again",
+    ),
+    Line(
+        "several processes save to and load from one directory",
+        "loads beside a writer.*|saves of two writers",
+        "nothing: each load finds a complete checkpoint",
+        NOTHING,
+        "no error",
+    ),
+    Line(
+        "a damaged checkpoint",
+        "random corruption",
+        "`load` takes the newest one that is not damaged, and warns. If there is none, `CorruptCheckpointError`",
+        NOTHING,
+    ),
+    Line(
+        "a manifest that an attacker has written",
+        "hostile manifests",
+        "`CheckpointError`, or the load of what the files hold. No other file is opened",
+        NOTHING,
+    ),
+    Line(
+        "a process ends, in any way",
+        "a process ends.*",
+        "its usual exit status. No process hangs or aborts",
+        NOTHING,
+        "{} to its end",
+    ),
+    Line(
+        "the network between two machines fails",
+        "two machines, .*",
+        "the ranks go on if it comes back in time. Otherwise an error at the timeout of the process group",
+        "start again from a checkpoint; see [clusters](clusters.md#when-a-link-is-cut)",
+        "the timeout",
+    ),
+]
+
+COST = "cost of fail_together"
+
+
+def rows_of(line: Line, results: Results) -> list[Row]:
+    """The rows of which a line is made."""
+    return [row for row in results.rows if re.fullmatch(line.rows, row.fault)]
+
+
+def cells_of(line: Line, rows: Sequence[Row]) -> list[str]:
+    """The cells of a line."""
+    tried, survived = sum(row.tried for row in rows), sum(row.survived for row in rows)
+    worst = max((row.seconds for row in rows), default=0.0)
+    shown = f"{math.ceil(10 * worst) / 10:.1f} s" if worst < 10 else f"{math.ceil(worst)} s"
+    time = line.time.format(shown) if tried else "was not run"
+    return [line.fault, line.seen, time, line.todo, f"{survived:,} of {tried:,}" if tried else NOTHING]
+
+
+def text_of(results: Results) -> str:
+    """The block of the page."""
+    header = ["fault", "what you see", "after at most", "what to do", "as it should be"]
+    cells = [header, ["---"] * len(header), *(cells_of(line, rows_of(line, results)) for line in LINES)]
+    cost = [row.note for row in results.rows if row.fault == COST]
+    lines = [f"| {' | '.join(each)} |".replace("| --- ", "|---").replace("--- |", "---|") for each in cells]
+    said = f"Run with torch {results.torch} and `make faults COUNT={results.count}`."
+    if cost:
+        said += f" The cost of `fail_together` was {cost[0]}."
+    return "\n".join([said, "", *lines])
+
+
+def block_of(page: str) -> str:
+    """The block that a page has."""
+    return page.split(MARKS[0])[1].split(MARKS[1])[0].strip("\n")
+
+
+def record(results: Results) -> None:
+    """Write the recorded file and the block of the page; other parts of a run with the same count are kept."""
+    old = Results.read(RECORDED) if RECORDED.exists() else results
+    if (old.count, old.seed, old.torch) == (results.count, results.seed, results.torch):
+        results.parts = {**old.parts, **results.parts}
+        results.seconds = {**old.seconds, **results.seconds}
+    results.write(RECORDED)
+    before, rest = PAGE.read_text().split(MARKS[0])
+    after = rest.split(MARKS[1])[1]
+    PAGE.write_text(f"{before}{MARKS[0]}\n\n{text_of(results)}\n\n{MARKS[1]}{after}")

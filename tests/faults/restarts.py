@@ -1,0 +1,122 @@
+"""Ranks that are killed under ``torchrun --max-restarts``: the run must end with the bits of an undisturbed run.
+
+Run as a script, this module is one rank: it trains from the newest checkpoint on. In the first attempt it kills itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import math
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from onecopy import checkpoint, fail_together
+from tests.faults.rows import Row
+from tests.support.failing_loops import KINDS, sent_to_this_process
+from tests.support.paths import ROOT
+from tests.support.serving import Served
+
+STEPS, SAVE_EVERY = 30, 4
+LATEST = 0.015
+LIMIT = 300.0
+
+
+def launch(root: Path, kind: str, failing_rank: int = -1, step: int = 0, delay: float = 0.0) -> str:
+    """Run a training; return what is wrong with its end."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    worker = ["-m", "tests.faults.restarts", str(root), kind, str(failing_rank), str(step), str(delay)]
+    settings = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    command = [*torchrun, "--max-restarts", "3", *worker]
+    try:
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            check=False,
+            cwd=ROOT,
+            env={**os.environ, **settings},
+            timeout=LIMIT,
+        )
+    except subprocess.TimeoutExpired:
+        return f"it has not ended within {LIMIT:.0f} s"
+    return done.stderr[-2000:] if done.returncode else ""
+
+
+def work(root: Path, kind: str, failing_rank: int, failing_step: int, delay: float) -> None:
+    """Train one rank from the newest checkpoint on; leave the time of the kill, of the restart, and a digest."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    served, rank = Served(kind), dist.get_rank()
+    loaded = checkpoint.load(root, model=served.model, optimizer=served.zero, missing_ok=True)
+    served.passes = 0 if loaded is None else loaded.step  # each pass has its own inputs
+    attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    if attempt and rank == 0:
+        (root / "restarted").write_text(str(time.monotonic()))
+    with fail_together():
+        for step in range(served.passes + 1, STEPS + 1):
+            is_killed = (attempt, rank, step) == (0, failing_rank, failing_step)
+            if is_killed:
+                (root / "killed").write_text(str(time.monotonic()))
+            with sent_to_this_process(signal.SIGKILL, delay) if is_killed else contextlib.nullcontext():
+                served.step()
+                if step % SAVE_EVERY == 0:
+                    checkpoint.save(root, step, model=served.model, optimizer=served.zero, keep=2)
+    digest = hashlib.sha256()
+    for param in served.model.parameters():
+        digest.update(param.detach().numpy().tobytes())
+    (root / f"digest-{rank}").write_text(digest.hexdigest())
+    dist.destroy_process_group()
+
+
+def digests_in(root: Path) -> list[str]:
+    """The digests of the parameters on both ranks."""
+    return [path.read_text() for path in sorted(root.glob("digest-*"))]
+
+
+def restart(root: Path, plain: Path, kind: str, source: random.Random) -> tuple[float, str]:
+    """Run a training in which a rank is killed; return the seconds until it trained again, and what was wrong."""
+    failing_rank, step, delay = source.randrange(2), source.randrange(1, STEPS + 1), source.uniform(0, LATEST)
+    what = f"{kind}, rank {failing_rank} in step {step} after {delay:.4f} s"
+    problem = launch(root, kind, failing_rank, step, delay)
+    if problem:
+        return 0.0, f"{what}: {problem}"
+    if not (root / "restarted").exists():
+        return 0.0, f"{what}: it was not restarted"
+    if len(set(digests_in(root))) != 1 or digests_in(root) != digests_in(plain):
+        return 0.0, f"{what}: it has ended with other parameters"
+    return float((root / "restarted").read_text()) - float((root / "killed").read_text()), ""
+
+
+def rows(count: int, seed: int) -> Iterator[Row]:
+    """Yield one row; each start takes seconds, so that there are only a tenth as many kills as the count says."""
+    source, slowest, problems = random.Random(seed), 0.0, list[str]()
+    number = math.ceil(count / 10)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for kind in KINDS[:number]:
+            (folder / kind).mkdir()
+            problem = launch(folder / kind, kind)
+            problems += [f"undisturbed, {kind}: {problem}"] if problem else []
+        for position in range(number):
+            kind, root = KINDS[position % len(KINDS)], folder / str(position)
+            root.mkdir()
+            seconds, problem = restart(root, folder / kind, kind, source)
+            slowest, problems = max(slowest, seconds), [*problems, *([problem] if problem else [])]
+    survived = max(0, number - len(problems))
+    yield Row("SIGKILL, restarted by torchrun", number, survived, slowest, "until it trained again", problems)
+
+
+if __name__ == "__main__":
+    work(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), float(sys.argv[5]))

@@ -1,0 +1,110 @@
+"""Rows of the table of faults, as text and as a file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+SHOWN = 10
+"""How many problems of a row are printed."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A fault that was tried some times.
+
+    Attributes:
+        fault: its name.
+        tried: how often.
+        survived: how often everything was as it should be.
+        seconds: the longest time to the error, or to the end if there must be no error.
+        note: what else is to be said.
+        problems: everything that was not as it should be.
+    """
+
+    fault: str
+    tried: int
+    survived: int
+    seconds: float
+    note: str = ""
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def is_right(self) -> bool:
+        """Whether the fault has never done damage."""
+        return self.survived == self.tried and not self.problems
+
+
+@dataclass
+class Results:
+    """What one run of the table has found.
+
+    Attributes:
+        count: the argument of ``make faults``.
+        seed: the seed of the run.
+        torch: the version of torch.
+        parts: the rows of each part.
+        seconds: how long each part took.
+    """
+
+    count: int
+    seed: int
+    torch: str
+    parts: dict[str, list[Row]] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def rows(self) -> list[Row]:
+        """The rows of all parts."""
+        return [row for rows in self.parts.values() for row in rows]
+
+    @property
+    def is_right(self) -> bool:
+        """Whether no row has a failure, and there are rows."""
+        return bool(self.rows) and all(row.is_right for row in self.rows)
+
+    def write(self, path: Path) -> None:
+        """Write the results to a file."""
+        path.write_text(json.dumps(asdict(self), indent=1) + "\n")
+
+    @classmethod
+    def read(cls, path: Path) -> Results:
+        """Read the results from a file."""
+        content: dict[str, Any] = json.loads(path.read_text())
+        parts = {part: [Row(**row) for row in rows] for part, rows in content.pop("parts").items()}
+        return cls(parts=parts, **content)
+
+
+def line(cells: Sequence[str], widths: Sequence[int]) -> str:
+    """Cells in columns: the first and the last to the left, numbers to the right."""
+    first, *numbers, last = cells
+    aligned = [number.rjust(width) for number, width in zip(numbers, widths[1:-1], strict=True)]
+    return "  ".join([first.ljust(widths[0]), *aligned, last]).rstrip()
+
+
+def cells_of(row: Row) -> list[str]:
+    """The cells of a row."""
+    seconds = f"{row.seconds:.1f} s" if row.tried else ""
+    note = row.note if row.is_right else " ".join(["FAILED", row.note])
+    return [row.fault, str(row.tried), str(row.survived), seconds, note]
+
+
+HEADER = ["fault", "tried", "survived", "worst time", ""]
+
+NARROWEST = 50, 6, 8, 10, 0
+"""The least widths of the columns, so that rows that are printed one by one stand below each other."""
+
+
+def table(rows: Iterable[Row]) -> str:
+    """All rows as aligned text, and the problems below."""
+    rows = list(rows)
+    lines = [HEADER, *map(cells_of, rows)]
+    columns = zip(NARROWEST, *(map(len, cells) for cells in lines), strict=True)
+    widths = [max(lengths) for lengths in columns]
+    text = [line(cells, widths) for cells in lines]
+    for row in rows:
+        text += [f"{row.fault}: {problem}" for problem in row.problems[:SHOWN]]
+    return "\n".join(text)

@@ -1,0 +1,67 @@
+"""The table of faults: its text, its exit code, and the page that is made from the recorded results."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.faults import page
+from tests.faults.__main__ import PARTS, main
+from tests.faults.loops import WORLD_SIZES, draw
+from tests.faults.rows import Results, Row, table
+
+GOOD = Row("a fault", 10, 10, 1.26, "a note")
+BAD = Row("another fault", 10, 9, 0.5, "", ["rank 1 hangs"])
+
+
+def test_the_page_has_the_recorded_results() -> None:
+    assert page.block_of(page.PAGE.read_text()) == page.text_of(Results.read(page.RECORDED))
+
+
+def test_the_recorded_results_are_of_every_part_and_right() -> None:
+    recorded = Results.read(page.RECORDED)
+    assert set(recorded.parts) == set(PARTS)
+    assert [row for row in recorded.rows if not row.is_right] == []
+
+
+def test_every_recorded_row_is_in_one_line_of_the_page() -> None:
+    recorded = Results.read(page.RECORDED)
+    shown = [row.fault for line in page.LINES for row in page.rows_of(line, recorded)]
+    assert sorted([*shown, page.COST]) == sorted(row.fault for row in recorded.rows)
+    assert all(page.rows_of(line, recorded) for line in page.LINES)
+
+
+def test_a_row_with_a_failure_is_marked_and_fails_the_run() -> None:
+    text = table([GOOD, BAD]).splitlines()
+    assert text[1].split() == ["a", "fault", "10", "10", "1.3", "s", "a", "note"]
+    assert text[2].split() == ["another", "fault", "10", "9", "0.5", "s", "FAILED"]
+    assert text[3] == "another fault: rank 1 hangs"
+    assert Results(1, 0, "", {"part": [GOOD]}).is_right
+    assert not Results(1, 0, "", {"part": [GOOD, BAD]}).is_right
+    assert not Results(1, 0, "").is_right
+
+
+def test_results_are_written_and_read(tmp_path: Path) -> None:
+    results = Results(3, 4, "2.13.0", {"part": [GOOD, BAD]}, {"part": 5.0})
+    results.write(tmp_path / "out")
+    assert Results.read(tmp_path / "out") == results
+
+
+def test_a_count_of_100_has_every_rank_of_every_group_once_and_200_twice() -> None:
+    places = [(kind, size, rank) for kind in ("one", "two") for size in WORLD_SIZES for rank in range(size)]
+    for count, times in ((100, 1), (200, 2)):
+        drawn = [(each.kind, each.world_size, each.failing_rank) for each in draw("SIGKILL", ["one", "two"], count, 5)]
+        assert sorted(drawn) == sorted(places * times)
+    assert len(draw("SIGKILL", ["one"], 1, 5)) == 1
+
+
+@pytest.mark.parametrize("arguments", [["0"], ["1", "--only", "nothing"]])
+def test_wrong_arguments_are_refused(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["faults", *arguments])
+    with pytest.raises(SystemExit, match="2"):
+        main()
+    assert "some of loops, signals" in capsys.readouterr().err

@@ -10,7 +10,9 @@ for name in (
     "pytest",
     "pytorch_optimizer",
     "schedulefree",
+    "torch._dynamo",
     "torch.distributed.fsdp",
+    "torch.distributed.launcher.api",
     "torch.distributed.tensor",
     "torch.nn.parallel",
 ):

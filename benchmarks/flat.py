@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from statistics import mean
+from typing import Any
 
 import matplotlib as mpl
 import torch
@@ -77,7 +78,10 @@ def make(mode: str) -> Training:
     """Return a new model and optimizer. The last layer is in no group yet, except at level 3."""
     torch.manual_seed(0)
     module = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(LAYERS)))
-    groups = [{"params": list(module[0].parameters()), "lr": 1e-3}, {"params": list(module[1:-1].parameters())}]
+    groups: list[dict[str, Any]] = [
+        {"params": list(module[0].parameters()), "lr": 1e-3},
+        {"params": list(module[1:-1].parameters())},
+    ]
     if mode == "ddp":
         model = DistributedDataParallel(module, find_unused_parameters=True)
         return Training(module, model, AdamW(groups, lr=1e-3))
@@ -201,13 +205,14 @@ def draw(samples: dict[str, list[list[Sample]]], path: Path) -> None:
                 steps = [point["step"] for point in points]
                 values = [point[name] for point in points]
                 axes.plot(steps, values, color=colour, label=f"rank {rank}", linewidth=1.4, linestyle="-:"[rank])
-            axes.set_ylim(bottom=0)
             axes.spines[["top", "right"]].set_visible(False)
             axes.grid(axis="y", color="#e5e5e5")
             if column == 0:
                 axes.set_ylabel(label)
         grid[0, column].set_title(MODES[mode])
         grid[-1, column].set_xlabel("step")
+    for axes in grid[:, 0]:  # when all lines are drawn, because the axes of a row have the same limits
+        axes.set_ylim(0, 1.15 * axes.get_ylim()[1])
     grid[0, 0].legend(frameon=False, loc="lower right")
     figure.savefig(path, metadata={"Date": None})
 

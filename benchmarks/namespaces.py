@@ -81,7 +81,7 @@ def make(level: str) -> tuple[nn.Module, Optimizer]:
         return DistributedDataParallel(module), AdamW(module.parameters(), lr=1e-3)
     if level == "mesh":  # shards inside a machine, replicas across
         shape = (int(os.environ["GROUP_WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"]))
-        options = dist.ProcessGroupGloo._Options()
+        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._timeout = timedelta(seconds=TIMEOUT)  # else it is 30 minutes, whatever init_process_group was given
         names = ("replicate", "shard")
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=names, backend_override=dict.fromkeys(names, options))

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, TCPStore
 
 from onecopy.common.torch_private import buffers_of, is_unreachable
 
@@ -30,9 +30,9 @@ def test_the_buffers_of_a_module_are_those_that_torch_finds() -> None:
 
 
 def test_a_store_is_unreachable_if_nothing_answers() -> None:
-    server = dist.TCPStore("127.0.0.1", 0, 1, is_master=True)
-    assert not is_unreachable(dist.PrefixStore("prefix", server))
-    assert not is_unreachable(dist.HashStore())
+    server = TCPStore("127.0.0.1", 0, 1, is_master=True)
+    assert not is_unreachable(PrefixStore("prefix", server))
+    assert not is_unreachable(HashStore())
     with socket.socket() as listener, contextlib.ExitStack() as waiting:
         listener.bind(("127.0.0.1", 0))
         listener.listen(0)
@@ -46,8 +46,8 @@ def test_a_store_is_unreachable_if_nothing_answers() -> None:
 
 
 def test_a_store_whose_file_was_removed_is_unreachable(tmp_path: Path) -> None:
-    store = dist.FileStore(str(tmp_path / "store"), 1)
+    store = FileStore(str(tmp_path / "store"), 1)
     store.set("key", "value")
-    assert not is_unreachable(dist.PrefixStore("prefix", store))
+    assert not is_unreachable(PrefixStore("prefix", store))
     (tmp_path / "store").unlink()
     assert is_unreachable(store)

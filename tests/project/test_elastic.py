@@ -21,7 +21,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from onecopy import checkpoint
 from tests.project.test_examples import example
-from tests.support.harness import EVERYTHING
+from tests.support.harness import EVERYTHING, pools
 
 EPOCHS, LAST_STEP, SAVE_EVERY = 3, 25, 5
 """The defaults of the example: 25 batches of 12 are 3 epochs of 100 samples."""
@@ -42,8 +42,14 @@ def worker(root: Path, kill_at: int | None) -> int:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sampler, "advance", advance_or_die)
-        first_step: int = example("elastic").train(root)
+        first_step = train(root)
     dist.destroy_process_group()
+    return first_step
+
+
+def train(root: Path) -> int:
+    """Train one rank of a pool."""
+    first_step: int = example("elastic").train(root)
     return first_step
 
 
@@ -96,7 +102,7 @@ def result_in(root: Path) -> Tensor:
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Tensor:
     """The parameters of a run on two ranks that nothing has disturbed."""
     root = tmp_path_factory.mktemp("undisturbed")
-    assert launch(root, 2) == {0}
+    assert pools.run(2, __name__, "train", {"root": root}) == [0, 0]
     return result_in(root)
 
 
@@ -112,7 +118,8 @@ def test_a_run_whose_worker_is_killed_ends_as_an_undisturbed_one(
 def test_a_run_on_changing_numbers_of_ranks_uses_every_sample_once_per_epoch(
     undisturbed: Tensor, tmp_path: Path
 ) -> None:
-    for ranks, step in ((2, 7), (3, 13), (1, 18)):
+    kills = ((2, 7), (3, 13), (1, 18))  # the number of ranks, and the step at which one of them is killed
+    for ranks, step in kills:
         with pytest.raises(ChildFailedError):
             launch(tmp_path, ranks, step)
         assert checkpoint.load(tmp_path).step == saved_before(step)

@@ -13,6 +13,7 @@ for name in (
     "torch._dynamo",  # the first step of an optimizer would import it, in every rank anew
     "torch.distributed.optim",
     "torch.distributed.fsdp",
+    "torch.distributed.launcher.api",
     "torch.distributed.tensor",
     "torch.nn.parallel",
 ):

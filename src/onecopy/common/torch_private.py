@@ -332,14 +332,14 @@ def is_unreachable(store: Store, seconds: float = 5.0) -> bool:
     A call of a TCPStore has no timeout of its own while it waits for the network. If the host of the store has ended,
     calls raise at once, so such a store counts as reachable.
     """
-    store = getattr(store, "_underlying_non_prefix_store", store)
-    path, host = getattr(store, "path", None), getattr(store, "host", None)  # of a FileStore, of a TCPStore
+    bare: Any = getattr(store, "_underlying_non_prefix_store", store)
+    path, host = getattr(bare, "path", None), getattr(bare, "host", None)  # of a FileStore, of a TCPStore
     if path is not None:
         return not os.path.exists(path)
     if host is None:
         return False
     try:
-        socket.create_connection((host, store.port), seconds).close()  # type: ignore[attr-defined]
+        socket.create_connection((host, bare.port), seconds).close()
     except ConnectionError:
         return False
     except OSError:

@@ -20,7 +20,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from onecopy import checkpoint
-from tests.project.test_examples import example
+from tests.support.examples import example
 from tests.support.harness import EVERYTHING, pools
 
 EPOCHS, LAST_STEP, SAVE_EVERY = 3, 25, 5

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import subprocess
 import sys
-from types import ModuleType
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.support.examples import EXAMPLES, example
 from tests.support.harness import EVERYTHING, distributed
-from tests.support.paths import ROOT
 
-EXAMPLES = ROOT / "examples"
 CPU = torch.device("cpu")
 STEPS = 12
 
@@ -30,14 +27,6 @@ EQUAL_TO_DDP = {
 
 LEARNING = ("mixed_precision", "muon_and_adamw", "several_machines", "uneven_inputs")
 """Examples with arithmetic of their own, which must learn."""
-
-
-def example(name: str) -> ModuleType:
-    sys.path.insert(0, str(EXAMPLES))
-    try:
-        return importlib.import_module(name)
-    finally:
-        sys.path.remove(str(EXAMPLES))
 
 
 def plain_losses(scheduled: bool, clipped: bool) -> list[float]:

@@ -28,10 +28,13 @@ class Module(lightning.LightningModule):
         return ZeroRedundancyOptimizer(self.parameters(), torch.optim.AdamW, lr=1e-2)
 
 
-file = Path(sys.argv[1]) / "last.ckpt"
+folder = Path(sys.argv[1])
+file = folder / "last.ckpt"
 epochs = 2 if file.exists() else 1
 # strategy="ddp" works too. It gathers the state on rank 0 to save it.
-trainer = lightning.Trainer(accelerator="cpu", devices=2, strategy=ShardedStrategy(), max_epochs=epochs, logger=False)
+trainer = lightning.Trainer(
+    accelerator="cpu", devices=2, strategy=ShardedStrategy(), max_epochs=epochs, default_root_dir=folder, logger=False
+)
 loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(64, 16)), batch_size=8, shuffle=True)
 trainer.fit(Module(), loader, ckpt_path=file if file.exists() else None)
 trainer.save_checkpoint(file)

@@ -34,7 +34,7 @@ from tests.support.failing_disks import (
 )
 from tests.support.faults import CHANGES, EXCHANGES, WORLD_SIZES, Injector, Kill, Outcome, Run, moments_of
 from tests.support.faults_sweep import Zygote, spread, sweep
-from tests.support.harness import distributed
+from tests.support.harness import distributed, takes_long
 from tests.support.paths import ROOT
 
 EXAMPLE = ROOT / "examples" / "resume.py"
@@ -331,6 +331,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, di
         yield folder, {name: future.result() for name, future in printed.items()}
 
 
+@takes_long  # tests/project/test_elastic.py does this with workers that are started once
 def test_a_training_that_was_killed_and_started_again_ends_with_the_same_bits(
     trained: tuple[Path, dict[str, str]],
 ) -> None:
@@ -341,6 +342,7 @@ def test_a_training_that_was_killed_and_started_again_ends_with_the_same_bits(
     assert losses_in(folder / "same") == losses_in(folder / "whole")
 
 
+@takes_long
 def test_a_training_goes_on_with_another_number_of_ranks_up_to_rounding(trained: tuple[Path, dict[str, str]]) -> None:
     folder, printed = trained
     assert re.match("from step [1-9][0-9]* to 20 on 3 ranks", printed["three"])

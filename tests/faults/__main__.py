@@ -76,11 +76,12 @@ def main() -> int:
         run_parts(parts, results)
         print(f"\n{table(results.rows)}\n")
         print(", ".join(f"{part} {seconds:.0f} s" for part, seconds in results.seconds.items()))
+    is_right = results.is_right
     if arguments.out:
         results.write(arguments.out)
     if arguments.write:
         page.record(results)
-    return int(not results.is_right)
+    return int(not is_right)
 
 
 if __name__ == "__main__":

@@ -56,7 +56,7 @@ LINES = [
         "correct the argument",
     ),
     Line(
-        "different arguments, options or gradients on the ranks",
+        "different arguments or options on the ranks",
         "different .*",
         "`RanksDisagreeError` on all ranks, with the first difference",
         "make the same call on all ranks",

@@ -213,6 +213,7 @@ class Mistake:
             self._be_slow()
             yield True
         elif self.case in (*SIGNALS, "Ctrl-C"):
+            signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it in background jobs
             with sent_to_this_process(SIGNALS.get(self.case, signal.SIGINT), self.delay):
                 yield True
         else:

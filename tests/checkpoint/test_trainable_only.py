@@ -183,6 +183,7 @@ def test_a_damaged_digest_is_refused_on_all_ranks(world_size: int, tmp_path: Pat
     path = save_side(tmp_path, 1, side, trainable_only=True)
     saved, before = read_manifest(path), contents_of(side)
     digest = base_of(path)["conv.weight"].digest
+    dist.barrier()  # every rank has read the manifest before it is changed
     for sealed, kind, text in (
         (False, CorruptCheckpointError, "is damaged: its checksum"),
         (True, CheckpointMismatchError, r"frozen parameter 'conv\.weight' is not as it was"),

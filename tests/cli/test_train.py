@@ -17,6 +17,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from onecopy.cli.main import app
+from tests.support.harness import takes_long
 
 SMALL = ["--width", "32", "--layers", "1", "--batch", "2", "--length", "8"]
 
@@ -130,6 +131,7 @@ def test_an_option_whose_package_is_missing_names_the_extra(
     assert f"{option} needs {package}: pip install 'onecopy[{extra}]'" in words_of(result)
 
 
+@takes_long
 def test_ctrl_c_saves_and_the_same_command_continues(tmp_path: Path) -> None:
     """The real command with two processes. The signal goes to all processes, as from a terminal."""
     steps = 300

@@ -19,6 +19,7 @@ from tests.fuzz.running import run, run_text
 from tests.fuzz.script import script
 from tests.fuzz.shrinking import shrink
 from tests.fuzz.training import Train
+from tests.support.harness import takes_long
 from tests.support.paths import ROOT
 
 SEEDS = range(8)
@@ -95,6 +96,7 @@ def test_a_refusal_is_a_failure() -> None:
     assert "that the reduce-scatter hook has already reduced" in failure.kind
 
 
+@takes_long
 def test_a_fault_is_found_and_printed_as_a_script_that_shows_it(tmp_path: Path) -> None:
     def fails(program: Program) -> bool:
         failure = run_text(with_fault(script(program)), program.world_size)

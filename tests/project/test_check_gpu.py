@@ -26,6 +26,7 @@ def test_all_checks_pass_on_the_cpu_and_the_report_has_all_rows() -> None:
     assert "**All checks passed.**" in report
 
 
+@takes_long
 def test_a_wrong_result_and_an_error_are_told_and_an_error_on_one_rank_ends_the_run() -> None:
     done = start(["-m", "tests.support.check_gpu"], "--device", "cpu", "--quick", "--timeout", "2")
     assert done.returncode == 1

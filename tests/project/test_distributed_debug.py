@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from tests.support.harness import EVERYTHING
+from tests.support.harness import takes_long
 from tests.support.paths import ROOT
 
 # DDP itself crashes under DETAIL with gloo in torch 2.13 (its constructor does, with nothing of ours involved), so what
@@ -25,8 +25,9 @@ RUNS = {
 }
 
 
+@takes_long
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("level", RUNS if EVERYTHING else ["DETAIL"])
+@pytest.mark.parametrize("level", RUNS)
 def test_the_suite_passes_under(level: str) -> None:
     run = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *RUNS[level]],

@@ -87,7 +87,7 @@ $(CLIENTS)/.installed: pyproject.toml constraints-clients.txt
 	$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-clients.txt -e '.[clients]'
 	@touch $(CLIENTS)/.installed
 
-clients: $(CLIENTS)/.installed ## train, save, kill and resume with each framework, in .venv-clients (a download of several GB; 40 minutes): ONLY=
+clients: $(CLIENTS)/.installed ## train, save, kill and resume with each framework, in .venv-clients (a download of several GB; 25 minutes): ONLY=
 	$(CLIENTS)/bin/python clients/run.py --only '$(ONLY)' $(CLIENTS_FLAGS)
 
 $(CLUSTERS)/.installed: pyproject.toml constraints.txt

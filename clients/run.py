@@ -8,18 +8,15 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
-import itertools
 import json
-import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import launching
 from common import MODES, OPTIMIZERS
+from launching import RANKS, with_torchrun
 
 HERE = Path(__file__).parent
 EXAMPLES = HERE.parent / "examples/frameworks"
@@ -73,8 +70,6 @@ PACKAGES = (
 
 GOOD = "trains, saves and resumes"
 
-Launch = Callable[[Path, list[str], Path], bool]
-
 
 def results(out: Path, mode: str, kind: str) -> list[dict[str, str]]:
     """The files of a kind that the ranks of a run left, the oldest first."""
@@ -86,7 +81,7 @@ def failure(out: Path, mode: str, in_time: bool) -> str:
     """Why a run failed, with the first line of its first error, or an empty string if it did not."""
     errors = results(out, mode, "error")
     kind = "saved" if mode == "first-half" else "result"
-    if len(results(out, mode, kind)) == launching.RANKS and not errors:
+    if len(results(out, mode, kind)) == RANKS and not errors:
         return ""
     stage = {"straight": "does not train", "first-half": "trains, cannot save", "resume": "saves, cannot resume"}[mode]
     # A hang comes before the error of a rank whose peer was ended. One rank may hang while it saves, and the others in
@@ -98,14 +93,14 @@ def failure(out: Path, mode: str, in_time: bool) -> str:
     return f"{stage}: {errors[0]['error']}"
 
 
-def run_client(client: Client, optimizer: str, launch: Launch, out: Path) -> tuple[str, str]:
+def run_client(client: Client, optimizer: str, out: Path) -> tuple[str, str]:
     """Run a client in one go and in two halves; return the table's cell and the digest of the first run."""
     digests: dict[str, set[str]] = {}
     for mode in MODES:
         arguments = ["--optimizer", optimizer, "--mode", mode, "--out", str(out)]
         if client.variant:
             arguments += ["--variant", client.variant]
-        in_time = launch(HERE / client.script, arguments, out / f"{mode}.log")
+        in_time = with_torchrun(HERE / client.script, arguments, out / f"{mode}.log")
         if why := failure(out, mode, in_time):
             return why, ""
         digests[mode] = {result["digest"] for result in results(out, mode, "result")}
@@ -116,14 +111,13 @@ def run_client(client: Client, optimizer: str, launch: Launch, out: Path) -> tup
     return GOOD, min(digests["straight"])
 
 
-def cells_of(client: Client, optimizers: list[str], preload: bool, keep: Path | None) -> dict[str, str]:
+def cells_of(client: Client, optimizers: list[str], keep: Path | None) -> dict[str, str]:
     """The cells of a row."""
     cells: dict[str, str] = {}
     plain = ""
     for optimizer in (name for name in optimizers if name in client.optimizers):
         out = Path(tempfile.mkdtemp(prefix="client-"))
-        launch = launching.with_forks if preload else launching.with_torchrun
-        cell, digest = run_client(client, optimizer, launch, out)
+        cell, digest = run_client(client, optimizer, out)
         plain = digest if optimizer == "plain" else plain
         if digest and plain and digest != plain:
             cell += ", to other parameters than plain"
@@ -135,27 +129,7 @@ def cells_of(client: Client, optimizers: list[str], preload: bool, keep: Path | 
     return cells
 
 
-def in_a_fork(clients: list[Client], optimizers: list[str], keep: Path | None) -> dict[str, dict[str, str]]:
-    """The rows of the clients of one script, from a process of its own that imports the framework once."""
-    read, write = os.pipe()
-    child = os.fork()
-    if not child:
-        try:
-            launching.preload(HERE / clients[0].script)
-            rows = {client.name: cells_of(client, optimizers, True, keep) for client in clients}
-        except Exception as error:
-            why = f"cannot run here: {type(error).__name__}: {error}"
-            rows = {client.name: dict.fromkeys(optimizers, why) for client in clients}
-        os.write(write, json.dumps(rows).encode())
-        os._exit(0)
-    os.close(write)
-    with os.fdopen(read) as pipe:
-        found: dict[str, dict[str, str]] = json.loads(pipe.read() or "{}")
-    os.waitpid(child, 0)
-    return found
-
-
-def run_examples(only: str, launch: Launch) -> list[str]:
+def run_examples(only: str) -> list[str]:
     """Run each example twice, so that it resumes; return the failures."""
     failures = []
     for script in sorted(EXAMPLES.glob("*.py")):
@@ -164,7 +138,7 @@ def run_examples(only: str, launch: Launch) -> list[str]:
         with tempfile.TemporaryDirectory() as folder:
             for _ in range(2):
                 log = Path(folder) / "log"
-                if not launch(script, [folder], log) or not succeeded(log):
+                if not with_torchrun(script, [folder], log) or not succeeded(log):
                     failures.append(script.name)
                     print(f"example {script.name} failed:\n{log.read_text()[-2000:]}", flush=True)
                     break
@@ -205,7 +179,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="", help="a pattern for the names of clients")
     parser.add_argument("--optimizers", default=",".join(OPTIMIZERS))
-    parser.add_argument("--preload", action="store_true", help="fork the ranks instead of starting them with torchrun")
     parser.add_argument("--keep", type=Path, help="a directory for the logs and files of each run")
     parser.add_argument("--rows", type=Path, help="a file in which rows are kept, to run the table in parts")
     parser.add_argument("--write", action="store_true", help=f"write the table to {PAGE.name}")
@@ -215,14 +188,8 @@ def main() -> None:
     if arguments.rows and arguments.rows.is_file():
         rows = json.loads(arguments.rows.read_text())
     chosen = [client for client in CLIENTS if re.search(arguments.only, client.name)]
-    for _, group in itertools.groupby(chosen, key=lambda client: client.script):
-        clients = list(group)
-        if arguments.preload:
-            found = in_a_fork(clients, optimizers, arguments.keep)
-        else:
-            found = {client.name: cells_of(client, optimizers, False, arguments.keep) for client in clients}
-        for name, cells in found.items():
-            rows.setdefault(name, {}).update(cells)
+    for client in chosen:
+        rows.setdefault(client.name, {}).update(cells_of(client, optimizers, arguments.keep))
         if arguments.rows:
             arguments.rows.write_text(json.dumps(rows, indent=1))
     text = table({client.name: rows[client.name] for client in CLIENTS if client.name in rows})
@@ -230,8 +197,7 @@ def main() -> None:
     if arguments.write:
         write(text)
     failed = [name for name, cells in rows.items() if cells.get("onecopy", GOOD) != GOOD]
-    if not arguments.preload:
-        failed += run_examples(arguments.only, launching.with_torchrun)
+    failed += run_examples(arguments.only)
     if failed:
         raise SystemExit(f"failed with onecopy: {', '.join(failed)}")
 

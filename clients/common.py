@@ -95,7 +95,8 @@ class Run:
         traceback.print_exception(kind, error, where)
         lines = str(error).strip().splitlines() or [""]
         functions = [frame.name for frame in traceback.extract_tb(where)]
-        what = {"error": f"{kind.__name__}: {lines[0]}", "when": "saving" if saving(functions) else "training"}
+        sentence = lines[0].partition(". ")[0]
+        what = {"error": f"{kind.__name__}: {sentence}", "when": "saving" if saving(functions) else "training"}
         self.path("error").write_text(json.dumps(what))
         sys.stderr.flush()
         os._exit(1)  # the other rank may wait for this one: torchrun ends it

@@ -78,7 +78,7 @@ def results(out: Path, mode: str, kind: str) -> list[dict[str, str]]:
 
 
 def failure(out: Path, mode: str, in_time: bool) -> str:
-    """Why a run failed, with the first line of its first error, or an empty string if it did not."""
+    """Why a run failed, with the first sentence of its first error, or an empty string if it did not."""
     errors = results(out, mode, "error")
     kind = "saved" if mode == "first-half" else "result"
     if len(results(out, mode, kind)) == RANKS and not errors:

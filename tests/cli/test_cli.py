@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -60,6 +61,13 @@ def test_verify_accepts_a_checkpoint_and_names_a_damaged_file(saved: Path) -> No
     result = run("verify", saved)
     assert result.exit_code == 1
     assert "rank-00000.safetensors" in re.sub(r"\s+", "", result.output + result.stderr)
+
+
+def test_verify_says_that_it_has_not_read_other_checkpoints(saved: Path) -> None:
+    shutil.copytree(saved, saved.parent / "step-00000004")
+    text = re.sub(r"\s+", " ", run("verify", saved.parent).output)
+    assert "all as written 1 other checkpoint in" in text, text
+    assert "other" not in run("verify", saved).output
 
 
 def test_a_checkpoint_becomes_a_file_of_torch_and_back(saved: Path, tmp_path: Path) -> None:

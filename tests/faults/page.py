@@ -117,7 +117,8 @@ LINES = [
     Line(
         "a file cannot be read in a load",
         "disk error at every file operation of a load",
-        "`load` takes an older checkpoint and warns, or raises `CheckpointError`. Then the optimizer refuses to step",
+        "`load` takes an older checkpoint and warns, or raises `CheckpointError`. If it has raised, the optimizer "
+        "refuses to step until a load succeeds",
         "load again",
     ),
     Line(
@@ -136,11 +137,11 @@ LINES = [
     Line(
         "a manifest that an attacker has written",
         "hostile manifests",
-        "`CheckpointError`, or the load of what the files hold. No other file is opened",
+        "`CheckpointError`, or a load of bytes that are in the files of the checkpoint. No other file is opened",
         NOTHING,
     ),
     Line(
-        "a process ends, in any way",
+        "a process exits, normally or not",
         "a process ends.*",
         "its usual exit status. No process hangs or aborts",
         NOTHING,
@@ -174,13 +175,13 @@ def cells_of(line: Line, rows: Sequence[Row]) -> list[str]:
 
 def text_of(results: Results) -> str:
     """The block of the page."""
-    header = ["fault", "what you see", "after at most", "what to do", "as it should be"]
+    header = ["fault", "what you see", "after at most", "what to do", "handled so"]
     cells = [header, ["---"] * len(header), *(cells_of(line, rows_of(line, results)) for line in LINES)]
     cost = [row.note for row in results.rows if row.fault == COST]
     lines = [f"| {' | '.join(each)} |".replace("| --- ", "|---").replace("--- |", "---|") for each in cells]
     said = f"Run with torch {results.torch} and `make faults COUNT={results.count}`."
     if cost:
-        said += f" The cost of `fail_together` was {cost[0]}."
+        said += f" `fail_together` changed the time by {cost[0]}."
     return "\n".join([said, "", *lines])
 
 

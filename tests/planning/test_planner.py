@@ -92,6 +92,7 @@ def test_a_function_is_called_on_the_meta_device() -> None:
         ("no_such_module:make", "cannot be imported: No module named"),
         (f"{__name__}:no_such_function", "cannot be imported: module"),
         (f"{__name__}:without_buffers.__class__", "returned|missing"),
+        (f"{__name__}:planned", "without arguments, on the meta device, and raised TypeError: .*missing"),
         ("something", "is neither a config.json nor a function"),
     ],
 )
@@ -117,7 +118,7 @@ def test_an_8_bit_optimizer_has_a_quarter_of_the_state() -> None:
 @pytest.mark.parametrize(
     ("optimizer", "ranks", "memory", "choice", "text"),
     [
-        ("adamw", 8, 80e9, LEVEL_1, "Plain DDP fits. One line saves"),
+        ("adamw", 8, 80e9, LEVEL_1, "Plain DDP fits without activations. It saves"),
         ("adamw", 8, 20e9, LEVEL_1, "Plain DDP does not fit"),
         ("adamw", 8, 10e9, LEVEL_3, "Plain DDP does not fit"),
         ("adamw", 8, 6e9, FSDP2, "Plain DDP does not fit"),
@@ -194,6 +195,7 @@ def test_json_for_programs() -> None:
         (["--params", "1e9", "model:make"], "give either MODEL or --params"),
         (["--params", "0"], "--params must be at least 1"),
         (["--params", "10", "--largest", "11"], "--largest must be from 1 to the number of parameters"),
+        (["--params", "7x"], "'7x' is not a number such as 7e9 or 7B"),
         (["--params", "nan"], "--params must be at least 1 and finite"),
         (["--params", "inf"], "--params must be at least 1 and finite"),
         (["--params", "10", "--largest", "inf"], "--largest must be from 1 to the number of parameters"),
@@ -210,6 +212,11 @@ def test_mistakes_are_one_line(arguments: list[str], message: str) -> None:
     assert result.exit_code == 2
     assert message in " ".join(result.output.replace("│", " ").split())
     assert "Traceback" not in result.output
+
+
+def test_a_number_may_end_in_a_letter() -> None:
+    for text, elements in (("7B", 7_000_000_000), ("1.5m", 1_500_000), ("2e3", 2000)):
+        assert json.loads(run("--params", text, "--json").stdout)["elements"] == elements
 
 
 def test_a_config_is_read_before_transformers_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

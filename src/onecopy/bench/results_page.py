@@ -177,10 +177,11 @@ def _findings(results: ResultTables) -> Iterator[str]:
     ranks = results.memory[-1].title if results.memory else ""
     found = []
     if peaks:
-        found.append(f"**Memory.** {_least(peaks, f'MB at the peak of a step with {ranks}', 'need', 0)}")
+        sentences = _least(peaks, f"MB at the peak of a step with {ranks}", "need", 0)
+        found.append(f"**Memory**, of the five in the table. {sentences}")
     if verdicts:
         sentences = " ".join(f"{_capital(name)} is {verdict}." for name, verdict in verdicts.items())
-        found.append(f"**Time** of a step, compared with DDP. {sentences}")
+        found.append(f"**Time** of a step, compared with DDP, in the runs that had each. {sentences}")
     if seconds:
         found.append(f"**Saving** model and optimizer. {_least(seconds, 's', 'take', 2)}")
     if not found:

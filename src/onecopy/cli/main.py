@@ -76,7 +76,10 @@ def verify(
     if as_json:
         typer.echo(json.dumps({"checkpoint": str(folder), "bytes": size, "signed": key is not None}))
     else:
-        Console().print(f"{folder}: {_size(size)}, all as {'signed' if key else 'written'}")
+        console = Console()
+        console.print(f"{folder}: {_size(size)}, all as {'signed' if key else 'written'}")
+        if older := len(directories.candidates_in(path)) - 1:
+            console.print(f"{older} other checkpoint{'s' * (older > 1)} in {path}: not read")
 
 
 @checkpoint.command(epilog="Example: onecopy checkpoint convert runs/first model.safetensors --to safetensors")
@@ -93,7 +96,10 @@ def convert(
             "native: a checkpoint of onecopy."
         ),
     ],
-    step: Annotated[int | None, typer.Option(help="With --to native: the step number of the new checkpoint.")] = None,
+    step: Annotated[
+        int | None,
+        typer.Option(help="With --to native: the step number of the new checkpoint (default: the one in the file)."),
+    ] = None,
 ) -> None:
     """Convert a checkpoint to one file that torch or safetensors can read, or a torch.save file to a checkpoint."""
     if step is not None and to is not Form.native:
@@ -134,7 +140,8 @@ def _show(console: Console, folder: Location, found: Manifest) -> None:
     """Print the tables of files and tensors of a checkpoint."""
     total = sum(file.size for file in found.files.values())
     versions = ", ".join(f"{name} {version}" for name, version in found.written_by.items())
-    console.print(f"{folder}: step {found.step}, {_size(total)}, written by {found.world_size} ranks ({versions})")
+    ranks = f"{found.world_size} rank{'s' * (found.world_size > 1)}"
+    console.print(f"{folder}: step {found.step}, {_size(total)}, written by {ranks} ({versions})")
     console.print(f"fingerprint {found.fingerprint}")
     if found.base is not None:
         console.print(f"saved with trainable_only: the values of {len(found.base)} frozen parameters are not in it")

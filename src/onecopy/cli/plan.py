@@ -50,6 +50,15 @@ def positive(value: float | None) -> float | None:
     return value
 
 
+def count(text: str) -> float:
+    """Return a number of elements, which may end in K, M or B."""
+    scale = {"K": 1e3, "M": 1e6, "B": 1e9}.get(text[-1:].upper(), 1.0)
+    try:
+        return float(text[:-1] if scale > 1 else text) * scale
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is not a number such as 7e9 or 7B") from None
+
+
 OptimizerName = Enum("OptimizerName", {name: name for name in OPTIMIZERS}, type=str)  # type: ignore[misc]
 ADAMW = OptimizerName("adamw")
 
@@ -60,8 +69,12 @@ def plan(
         str | None,
         typer.Argument(help="A function that makes the model, as package.module:function, or a Hugging Face config."),
     ] = None,
-    params: Annotated[float | None, typer.Option(help="Instead of MODEL: the number of parameters, as 7e9.")] = None,
-    largest: Annotated[float | None, typer.Option(help="With --params: the elements of the largest parameter.")] = None,
+    params: Annotated[
+        float | None, typer.Option(parser=count, help="Instead of MODEL: the number of parameters, as 7e9 or 7B.")
+    ] = None,
+    largest: Annotated[
+        float | None, typer.Option(parser=count, help="With --params: the elements of the largest parameter.")
+    ] = None,
     ranks: Annotated[int, typer.Option(min=1, help="The number of data-parallel ranks.")] = 8,
     ranks_per_machine: Annotated[int, typer.Option(min=1, help="Ranks in one machine.")] = 8,
     optimizer: Annotated[OptimizerName, typer.Option(help="The optimizer class.")] = ADAMW,
@@ -75,7 +88,9 @@ def plan(
     bandwidth: Annotated[
         float, typer.Option(callback=positive, help="GB/s that a rank sends inside a machine.")
     ] = 200.0,
-    network: Annotated[float, typer.Option(callback=positive, help="GB/s that a rank sends between machines.")] = 100.0,
+    network: Annotated[
+        float, typer.Option(callback=positive, help="GB/s that a rank sends between machines: 50 is 400 Gbit/s.")
+    ] = 50.0,
     batch: Annotated[int, typer.Option(min=0, help="Sequences per rank and step, for activations and time.")] = 0,
     sequence: Annotated[int, typer.Option(min=0, help="Tokens per sequence.")] = 0,
     hidden: Annotated[int | None, typer.Option(min=1, help="Width of the layers, if the model does not tell.")] = None,

@@ -21,9 +21,9 @@ BAR_COLUMNS, LOSS_COLUMNS = 36, 60
 
 LEVEL_TEXT = {
     "ddp": "plain DistributedDataParallel: every rank keeps everything",
-    "1": "ZeroRedundancyOptimizer: the optimizer state is shared among the ranks",
+    "1": "ZeroRedundancyOptimizer: the optimizer state is divided among the ranks",
     "2": "and reduce_scatter_hook: a rank gets only the gradients that it needs",
-    "3": "ShardedDataParallel: gradients and state are shared among the ranks",
+    "3": "ShardedDataParallel: gradients and state are divided among the ranks",
 }
 
 

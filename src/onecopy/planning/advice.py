@@ -90,10 +90,11 @@ def recommend(
         return advice(choice, reason)
     if max(saving(LEVEL_1), saving(LEVEL_3)) < WORTH_IT:
         return advice(DDP, f"onecopy saves you {max(0.0, saving(LEVEL_1), saving(LEVEL_3)):.0%}: don't bother.")
-    start = "Plain DDP fits. " if fitting else ""
+    without = "" if activations else " without activations"
+    start = f"Plain DDP fits{without}. " if fitting else ""
     if saving(LEVEL_1) < WORTH_IT:
-        return advice(LEVEL_3, f"{start}level 1 saves {saving(LEVEL_1):.0%}, level 3 {saving(LEVEL_3):.0%}.")
-    return advice(LEVEL_1, f"{start}One line saves {saved}. level 3 saves {saving(LEVEL_3):.0%}.")
+        return advice(LEVEL_3, f"{start}It saves {saving(LEVEL_3):.0%}, and {LEVEL_1} saves {saving(LEVEL_1):.0%}.")
+    return advice(LEVEL_1, f"{start}It saves {saved} with one line. {LEVEL_3} saves {saving(LEVEL_3):.0%}.")
 
 
 def code_for(name: str, optimizer: PlannedOptimizer, masters: bool) -> str:

@@ -74,12 +74,17 @@ def _from_factory(path: str) -> Source:
         factory: Any = importlib.import_module(name)
         for part in function.split("."):
             factory = getattr(factory, part)
-        with torch.device("meta"):
-            module = factory()
     except (ImportError, AttributeError) as error:
         raise ValueError(f"{path!r} cannot be imported: {error}") from error
     finally:
         sys.path.pop(0)
+    try:
+        with torch.device("meta"):
+            module = factory()
+    except Exception as error:
+        raise ValueError(
+            f"{path!r} is called without arguments, on the meta device, and raised {type(error).__name__}: {error}"
+        ) from error
     if not isinstance(module, nn.Module):
         raise TypeError(f"{path!r} returned {type(module).__name__}, not a torch.nn.Module")
     return Source(path, _shapes(module))

@@ -52,6 +52,7 @@ LOADS: Cases = {
 
 SAVES: Cases = {
     **EITHER,
+    "root": (lambda _: {"root": "elsewhere"}, "root: /", "root: elsewhere"),
     "step": (lambda _: {"step": 3}, "step: 2", "step: 3"),
     "keep": (lambda _: {"keep": 3}, "keep: None", "keep: 3"),
     "blocking": (lambda _: {"blocking": False}, "blocking: True", "blocking: False"),
@@ -131,8 +132,9 @@ def test_optimizers_over_other_parameters_are_named(world_size: int, tmp_path: P
 def test_saving_with_different_arguments_writes_nothing(world_size: int, kind: str, case: str, tmp_path: Path) -> None:
     side, odd, here = sides(kind)
     change, text, odd_text = SAVES[case]
-    arguments = {"step": 2, "model": side.model, "optimizer": side.optimizers, **(change(side) if here else {})}
-    expect_disagreement(odd, lambda: save(tmp_path, **arguments), text, odd_text)
+    arguments = {"root": tmp_path, "step": 2, "model": side.model, "optimizer": side.optimizers}
+    arguments |= change(side) if here else {}
+    expect_disagreement(odd, lambda: save(**arguments), text, odd_text)
     assert not list(tmp_path.iterdir())
     save_side(tmp_path, 2, side)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import re
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import MultiStepLR, OneCycleLR, ReduceLROnPlateau
 
-from onecopy import ShardedDataParallel, ZeroRedundancyOptimizer
+from onecopy import RanksDisagreeError, ShardedDataParallel, ZeroRedundancyOptimizer
 from onecopy.checkpoint import PerRank, capture, latest, load, restore, save, verify
 from tests.support.checkpoints import (
     KINDS,
@@ -36,6 +37,7 @@ from tests.support.checkpoints import (
     state_of,
     train,
 )
+from tests.support.failures import failure_of
 from tests.support.harness import distributed, pools
 from tests.support.models import assert_same_tree
 from tests.support.state_dicts import expect_same
@@ -141,6 +143,23 @@ def test_some_of_the_ranks_save_and_load(world_size: int, tmp_path: Path) -> Non
     load_side(tmp_path, other, process_group=group)
     assert_same_tree(model_of(other), model_of(side), "model")
     assert_same_tree(state_of(other), state_of(side), "state")
+
+
+@pytest.mark.usefixtures("fresh_processes")
+@distributed(4)
+def test_models_of_two_groups_of_ranks_are_not_saved_as_one(world_size: int, tmp_path: Path) -> None:
+    halves = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    number = dist.get_rank() % 2
+    side = make("element", seed=number, group=halves[number], wrap=False)
+    push(side, range(2))
+    text = "(?s)parameter .*checksum .*different parameters.*process_group="
+    error = failure_of(lambda: save_side(tmp_path / "all", 1, side))
+    assert isinstance(error, RanksDisagreeError)
+    assert re.search(text, str(error)), str(error)
+    own, other = tmp_path / str(number), make("element", seed=9, group=halves[number], wrap=False)
+    save_side(own, 1, side, process_group=halves[number])
+    load_side(own, other, process_group=halves[number])
+    assert_same_tree(model_of(other), model_of(side), "model")
 
 
 # Types

@@ -199,6 +199,21 @@ def test_overlap_hooks_with_different_arguments_are_an_error(world_size: int, ma
 
 
 @distributed(2)
+def test_a_complex_parameter_is_refused_by_name(world_size: int) -> None:
+    class Wave(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.wave = nn.Parameter(torch.ones(8, dtype=torch.complex64))
+
+    ddp = DistributedDataParallel(Wave())
+    zero = ZeroRedundancyOptimizer(ddp.named_parameters(), SGD, lr=0.1)
+    expect(failure_of(lambda: ReduceScatter(zero, ddp=ddp)), ValueError, r"parameter 'module\.wave' is complex")
+    overlapped = ZeroRedundancyOptimizer(ddp.named_parameters(), SGD, lr=0.1, overlap_with_ddp=True)
+    make_hook = lambda: hook_with_zero_step(allreduce_hook, ddp, overlapped)  # noqa: E731
+    expect(failure_of(make_hook), ValueError, r"parameter 'module\.wave' is complex")
+
+
+@distributed(2)
 def test_an_interleaved_hook_on_one_rank_is_an_error(world_size: int) -> None:
     twins = Twins({"overlap_with_ddp": True})
     make_hook = hook_with_zero_step_interleaved if dist.get_rank() == 1 else hook_with_zero_step

@@ -31,7 +31,7 @@ MODES = ["raise", "skip"]
 
 def found_on(global_rank: int) -> str:
     """What the error or the log says."""
-    return f"the gradient of parameter {NAME!r} has an infinity or a NaN on global rank {global_rank}"
+    return f"the gradient of parameter {NAME!r} (owned by global rank {global_rank}) has an infinity or a NaN"
 
 
 def spoil_a_step(training: Training, mode: str, value: float, global_rank: int) -> None:
@@ -159,12 +159,23 @@ def test_a_sparse_gradient(world_size: int) -> None:
     zero = ZeroRedundancyOptimizer(words.named_parameters(), SGD, lr=0.1, elementwise=False, nonfinite="raise")
     before = words.weight.detach().clone()
     (words(torch.tensor([1, 2, 2])).sum() * math.nan).backward()
-    expect(failure_of(zero.step), NonfiniteError, "parameter 'weight' has an infinity or a NaN")
+    expect(failure_of(zero.step), NonfiniteError, r"parameter 'weight' \(owned by global rank 0\) has an infinity")
     assert torch.equal(words.weight, before)
     words.weight.grad = None
     words(torch.tensor([1, 2, 2])).sum().backward()
     zero.step()
     torch.testing.assert_close(words.weight[2], before[2] - 0.2)
+
+
+@distributed(2)
+def test_a_large_complex_gradient_is_finite(world_size: int) -> None:
+    wave = nn.Parameter(torch.zeros(4, dtype=torch.complex64))
+    zero = ZeroRedundancyOptimizer([wave], SGD, lr=1.0, nonfinite="raise")
+    wave.grad = torch.full((4,), complex(3e38, 3e38), dtype=torch.complex64)
+    zero.step()
+    assert wave[0].item() == complex(-wave.grad[0].real, -wave.grad[0].imag)
+    wave.grad = torch.full((4,), complex(1.0, math.nan), dtype=torch.complex64)
+    expect(failure_of(zero.step), NonfiniteError, "has an infinity or a NaN")
 
 
 class Twice(SGD):

@@ -8,6 +8,9 @@ from torch import Tensor, nn
 
 from onecopy.checkpoint.optimizer_view import OptimizerView, unwrapped
 from onecopy.comm.agreement import Fact
+from onecopy.common.digests import tensor_checksums
+from onecopy.common.flat_views import flat_views
+from onecopy.common.tensor_subclasses import leaves_of
 
 
 def argument_facts(model: nn.Module | None, views: Sequence[OptimizerView]) -> list[Fact]:
@@ -30,6 +33,14 @@ def tensor_facts(model: nn.Module | None, views: Sequence[OptimizerView]) -> lis
         for place, (name, param) in enumerate(zip(view.names, view.params, strict=True)):
             facts.append(Fact(f"parameter {place} of optimizer {number}", f"{name!r}, {tuple(param.shape)}"))
     return facts
+
+
+def replica_facts(view: OptimizerView) -> list[Fact]:
+    """Return checksums of an optimizer's parameters, which must be equal on all ranks that save one model."""
+    flats = flat_views([leaf for param in view.params for leaf in leaves_of(param.detach())])
+    names = [name for name, param in zip(view.names, view.params, strict=True) for _ in leaves_of(param)]
+    checksums = zip(names, tensor_checksums(flats), strict=True)
+    return [Fact(f"parameter {name!r}", f"checksum {checksum}") for name, checksum in checksums]
 
 
 def trainable_facts(model: nn.Module) -> list[Fact]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from onecopy.comm.agreement import FailTogether
+from onecopy.comm.agreement import REMEDY, FailTogether
 from onecopy.comm.collectives import Collectives
 from onecopy.common import tagged_json
 from onecopy.errors import CheckpointError
@@ -54,9 +54,9 @@ class Ranks:
         """The global rank of each rank."""
         return dist.get_process_group_ranks(self._collectives.process_group) if self._collectives else [0]
 
-    def fail_together(self, call: str) -> FailTogether:
+    def fail_together(self, call: str, remedy: str = REMEDY) -> FailTogether:
         """Return a ``with`` block that raises on all ranks if it raises on one rank or if its facts differ."""
-        return FailTogether(self._collectives, call)
+        return FailTogether(self._collectives, call, remedy=remedy)
 
     def gather_json(self, call: str, text: bytes) -> list[Any]:
         """Return the JSON data of every rank.

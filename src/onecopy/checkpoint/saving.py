@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from onecopy.checkpoint import manifest
-from onecopy.checkpoint.argument_comparison import argument_facts, trainable_facts
+from onecopy.checkpoint.argument_comparison import argument_facts, replica_facts, trainable_facts
 from onecopy.checkpoint.directories import committed, folder_name, step_of, verify
 from onecopy.checkpoint.files import write_file
 from onecopy.checkpoint.manifest import Entry, File, FrozenParam, Manifest, Piece, SavedOptimizer
@@ -52,6 +52,11 @@ from onecopy.step.nonfinite import not_finite
 logger = logging.getLogger(__name__)
 
 CALL = "saving a checkpoint"
+
+ONE_MODEL = (
+    "Each optimizer is on a part of the ranks, and these parts have different parameters. If they train different "
+    "models, save each with process_group= in a directory of its own."
+)
 
 
 @dataclass(slots=True)
@@ -175,13 +180,19 @@ def prepare(
         wait_for_parameters(views, model)
         if refuse_nonfinite:
             _check_finite(views, model, ranks.rank)
-        together.facts = [Fact("step", str(step)), Fact("keep", str(keep)), Fact("blocking", str(bool(blocking)))]
+        together.facts = [
+            Fact("root", os.fspath(root)),
+            Fact("step", str(step)),
+            Fact("keep", str(keep)),
+            Fact("blocking", str(bool(blocking))),
+        ]
         together.facts += [Fact("trainable_only", str(bool(trainable_only)))]
         together.facts += [Fact("refuse_nonfinite", str(bool(refuse_nonfinite)))]
         together.facts.append(Fact("key", "None" if key is None else "given"))
         together.facts += [*argument_facts(model, views), Fact("PerRank values of extra", _per_rank_keys(extra))]
         if trainable_only and model is not None:
             together.facts += trainable_facts(model)
+    _check_one_model(views, owner_groups, ranks)
     first_groups = ranks.gather_json(CALL, tagged_json.dumps(owner_groups))[0]
     with ranks.fail_together(CALL) as together:
         # Where several groups of ranks have replicas of the state, the group of the first rank writes it.
@@ -190,6 +201,14 @@ def prepare(
         together.facts = [Fact("model and optimizers", plan.fingerprint())]
         together.facts += [Fact("options of the optimizers", plan.options_digest())]
     return SaveJob(ranks, folder, step, keep, plan, key)
+
+
+def _check_one_model(views: Sequence[OptimizerView], owner_groups: Sequence[list[int]], ranks: Ranks) -> None:
+    """Raise on all ranks if optimizers on a part of the ranks belong to different models, which nothing else shows."""
+    parts = [view for view, group in zip(views, owner_groups, strict=True) if group != ranks.global_ranks]
+    if parts:
+        with ranks.fail_together(CALL, remedy=ONE_MODEL) as together:
+            together.facts = [fact for view in parts for fact in replica_facts(view)]
 
 
 def check_step(step: object) -> None:

@@ -177,7 +177,7 @@ def _check_reduce_scatter(
             "the optimizer is not on all ranks, and the hook does not know the ranks of DDP: register "
             "ReduceScatter(optimizer, ddp=ddp) instead of the optimizer"
         )
-    _check_one_accelerator(engines)
+    _check_gradients_in_buckets(engines)
     if reduce_dtype is not None and not (isinstance(reduce_dtype, torch.dtype) and reduce_dtype.is_floating_point):
         raise ValueError(f"reduce_dtype must be a floating-point type, got {reduce_dtype}")
 
@@ -252,7 +252,7 @@ def _check_overlap(ddp: Any, zero: ShardedOptimizer, engine: Engine) -> None:
         if id(param) not in model_params:
             raise ValueError(f"parameter {spec.name!r} of the optimizer is not a parameter of the model")
     _check_same_ranks(engine, ddp)
-    _check_one_accelerator([engine])
+    _check_gradients_in_buckets([engine])
 
 
 def _check_same_ranks(engine: Engine, ddp: DistributedDataParallel) -> None:
@@ -266,8 +266,15 @@ def _check_same_ranks(engine: Engine, ddp: DistributedDataParallel) -> None:
         )
 
 
-def _check_one_accelerator(engines: Sequence[Engine]) -> None:
-    """Raise if the parameters of this rank are on several accelerators."""
+def _check_gradients_in_buckets(engines: Sequence[Engine]) -> None:
+    """Raise if a hook cannot use the buckets in which DDP has the gradients."""
+    for engine in engines:
+        for spec in engine.layout.params:
+            if spec.dtype.is_complex:
+                raise ValueError(
+                    f"parameter {spec.name!r} is complex, and DDP's buckets have the gradients of such parameters as "
+                    "real numbers: the hooks do not support it. Train without a hook, or use ShardedDataParallel"
+                )
     devices = {param.device for engine in engines for param in engine.params if param.device.type != "cpu"}
     if len(devices) > 1:
         raise ValueError(f"the hooks support one accelerator per rank, but the parameters are on {devices}")

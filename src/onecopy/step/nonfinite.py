@@ -24,8 +24,14 @@ PLACES = 1 << 31
 
 def not_finite(tensors: Sequence[Tensor | None], device: torch.device) -> Tensor:
     """Whether each tensor has an infinity or a NaN, as one tensor on ``device``; False for None."""
-    values = [sparse_parts(each)[1] if each is not None and each.is_sparse else each for each in tensors]
+    values = [None if each is None else _real_values(each) for each in tensors]
     return local_norms(values, math.inf, device).isfinite().logical_not()
+
+
+def _real_values(tensor: Tensor) -> Tensor:
+    """The values of a tensor as real numbers: the absolute value of a large complex number is an infinity."""
+    values: Tensor = sparse_parts(tensor)[1] if tensor.is_sparse else tensor
+    return torch.view_as_real(values.resolve_conj()) if values.is_complex() else values
 
 
 class NonfiniteGuard:
@@ -83,7 +89,8 @@ class NonfiniteGuard:
         assert self._layout is not None
         place, last = divmod(largest, PLACES)
         name = self._layout.params[PLACES - place].name
-        where = f"the gradient of parameter {name!r} has an infinity or a NaN on global rank {PLACES - 1 - last}"
+        owner = f"owned by global rank {PLACES - 1 - last}"
+        where = f"the gradient of parameter {name!r} ({owner}) has an infinity or a NaN"
         here = self._collectives.group_rank
         if not self.agrees_first:
             raise NonfiniteError(

@@ -109,7 +109,6 @@ class ZeroRedundancyOptimizer(OwnedStateOptimizer, Joinable):
             groups = normalise(params)
         # The ranks exchange control data on the device of the parameters.
         collectives = Collectives(process_group, device_of(groups))
-        register_as_torch_zero(ZeroRedundancyOptimizer)
         with FailTogether(collectives, "constructing the optimizer") as together:
             given.raise_if_any()
             check_class(optimizer_class, ZeroRedundancyOptimizer)
@@ -393,3 +392,6 @@ class ZeroRedundancyOptimizer(OwnedStateOptimizer, Joinable):
             self.wait()  # parameters in flight would arrive after the change
             return lambda: change_and_share(self.engine, self.param_groups, getattr(self.optim, name))
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+
+register_as_torch_zero(ZeroRedundancyOptimizer)

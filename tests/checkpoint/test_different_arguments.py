@@ -132,7 +132,7 @@ def test_optimizers_over_other_parameters_are_named(world_size: int, tmp_path: P
 def test_saving_with_different_arguments_writes_nothing(world_size: int, kind: str, case: str, tmp_path: Path) -> None:
     side, odd, here = sides(kind)
     change, text, odd_text = SAVES[case]
-    arguments = {"root": tmp_path, "step": 2, "model": side.model, "optimizer": side.optimizers}
+    arguments: Arguments = {"root": tmp_path, "step": 2, "model": side.model, "optimizer": side.optimizers}
     arguments |= change(side) if here else {}
     expect_disagreement(odd, lambda: save(**arguments), text, odd_text)
     assert not list(tmp_path.iterdir())

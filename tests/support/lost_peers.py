@@ -304,7 +304,7 @@ def _lose(place: tuple[Any, str], group: Any, call: Callable[[], object]) -> Non
 
 def _close_connections(group: Any) -> None:
     """Close the connections of a group and of its side groups, as the end of the process would."""
-    for each in (group, *(side for of, side in process_groups._side_groups.values() if of is group)):
+    for each in (group, *process_groups._side_groups.get(group, {}).values()):
         process_groups.abort_group(each)
 
 

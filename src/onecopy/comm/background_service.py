@@ -2,12 +2,13 @@
 
 Requests go through the store of the default process group. Each process has an *inbox* there: a sequence of keys. The
 thread waits for the next one, on a connection of its own, a clone of the store. An answer is one more key. Data go over
-a :class:`Link`, a gloo group of two ranks that lives for one request.
+a :class:`~onecopy.comm.link.Link`, a gloo group of two ranks that lives for one request.
 
 The thread ends when the default process group is freed, and at the latest before the interpreter ends. Global rank 0,
 whose process may be the host of the store, ends the threads of all processes before its own. A process that ends in
 order and has something left to answer about keeps its thread until then, for a while: rank 0 often saves when the
-others have nothing left to do.
+others have nothing left to do. The connections of its process groups are closed before, as at any end of a process, so
+that no rank waits for it in a collective.
 """
 
 from __future__ import annotations
@@ -29,10 +30,17 @@ from datetime import timedelta
 from typing import Any, ClassVar, Protocol
 
 import torch.distributed as dist
-from torch import Tensor
 
-from onecopy.comm.work import Work
-from onecopy.common.torch_private import PrefixStore, Store, clone_of, default_store, is_unreachable
+from onecopy.comm.gloo_threads import wait_for_idle_workers
+from onecopy.comm.link import Link
+from onecopy.comm.process_groups import close_connections
+from onecopy.common.torch_private import (
+    Store,
+    clone_of,
+    default_store,
+    groups_of_process,
+    is_unreachable,
+)
 from onecopy.errors import PeerFailedError
 
 logger = logging.getLogger(__name__)
@@ -53,7 +61,7 @@ ALL_SERVICES = "onecopy/services"
 """The key under which the store counts the inboxes of all processes."""
 
 OF_RANK_0 = "onecopy/services/rank 0"
-"""The key that tells that global rank 0 has a service."""
+"""The key that tells that global rank 0 has a service, with its inbox."""
 
 LONG_WAIT = timedelta(days=10)
 """One wait for a request; the thread then waits again."""
@@ -61,33 +69,17 @@ LONG_WAIT = timedelta(days=10)
 SECONDS_FOR_RANK_0 = 60.0
 """How long a process that ends in order goes on answering, so that rank 0 can save."""
 
+SECONDS_TO_NOTICE = 15.0
+"""How long a request may wait for the thread of another process before that process counts as dead."""
+
 SECONDS_TO_END = 5.0
 """How long a process waits at its end for its thread, and global rank 0 for the threads of all others."""
 
+SECONDS_TO_FREE = 0.1
+"""How long global rank 0 takes to end the server of the store after the threads."""
+
+NO_ANSWER = "has not answered within {:.0f} s: its process has died or is stopped"
 BARRIER_HINT = "let all ranks wait for the save, with torch.distributed.barrier() after it"
-
-
-class Link:
-    """A gloo group of the rank that asks and one rank that answers, made by both for one request."""
-
-    def __init__(self, store: Store, name: str, is_caller: bool, timeout: timedelta) -> None:
-        group_rank = 0 if is_caller else 1
-        self._other = 1 - group_rank
-        self._group: Any = dist.ProcessGroupGloo(PrefixStore(f"{name}/link", store), group_rank, 2, timeout)
-
-    def send(self, tensor: Tensor) -> Work:
-        """Start sending contiguous CPU memory to the other rank."""
-        work: Work = self._group.send([tensor], self._other, 0)
-        return work
-
-    def receive(self, tensor: Tensor) -> Work:
-        """Start receiving into contiguous CPU memory; messages arrive in the order they were sent."""
-        work: Work = self._group.recv([tensor], self._other, 0)
-        return work
-
-    def close(self) -> None:
-        """End the connection, so that the other rank does not wait for this one."""
-        self._group = None
 
 
 class Answering:
@@ -152,7 +144,7 @@ class BackgroundService:
         thread_store = clone_of(store)  # waiting on the store itself would block the main thread's calls
         thread_store.set(f"{ALL_SERVICES}/{thread_store.add(ALL_SERVICES, 1)}", str(self.inbox))
         if is_rank_0:
-            thread_store.set(OF_RANK_0, "1")
+            thread_store.set(OF_RANK_0, str(self.inbox))
         # The thread does not refer to the service, which is freed with the process group.
         self._watches: list[Watch] = []
         arguments = (thread_store, self.inbox, self.subjects, self._watches)
@@ -160,7 +152,7 @@ class BackgroundService:
         self._thread.start()
         atexit.register(self.end)
         # A child of multiprocessing ends without the interpreter's exit functions, but with these.
-        self._at_exit = multiprocessing.util.Finalize(None, self.stop, exitpriority=0)
+        self._at_exit = multiprocessing.util.Finalize(None, self.end, exitpriority=0)
 
     @classmethod
     def of_process(cls) -> BackgroundService:
@@ -170,7 +162,7 @@ class BackgroundService:
         service = cls._by_group.get(group)
         if service is None or not service.is_running:
             service = cls._by_group[group] = cls(default_store(), is_rank_0=dist.get_rank() == 0)
-            weakref.finalize(group, service.stop).atexit = False
+            weakref.finalize(group, service.stop_with_group).atexit = False
         return service
 
     @property
@@ -183,13 +175,11 @@ class BackgroundService:
 
         Args:
             inbox: the inbox of that process.
-            request: the kind of the request, the key of its subject, and further entries.
+            request: its kind, the key of its subject, and further entries.
             timeout: how long the answer, a connection and each message may take.
         """
         if self._store is None:
-            raise PeerFailedError(
-                "cannot be asked any more: this process is ending, or has destroyed its process group"
-            )
+            raise PeerFailedError("cannot be asked: this process is ending, or has destroyed its process group")
         # A connection of its own, because another thread may use the store: it is closed after the request.
         store, reply = clone_of(self._store), f"onecopy/{self.inbox}/reply/{next(self._numbers)}"
         _post(store, inbox, {**request, "reply": reply, "seconds": timeout.total_seconds()})
@@ -204,13 +194,25 @@ class BackgroundService:
 
     def end(self) -> None:
         """Stop before the interpreter ends. After a normal end of the program, wait for global rank 0 first."""
-        has_failed = hasattr(sys, "last_type")  # of an exception that has ended the program
         may_be_asked = bool(self.subjects) and not self._is_rank_0 and os.getpid() == self._process
-        if self._store is not None and may_be_asked and not has_failed and not is_unreachable(self._store):
+        if self._store is not None and may_be_asked and not _has_failed() and not is_unreachable(self._store):
             with contextlib.suppress(RuntimeError):  # the store's host has ended
                 if self._store.check([OF_RANK_0]):
+                    wait_for_idle_workers()
+                    for group in groups_of_process():
+                        close_connections(group)  # this process may end because of an error: sys.exit(1) shows nowhere
                     self._thread.join(SECONDS_FOR_RANK_0)
         self.stop()
+
+    def stop_with_group(self) -> None:
+        """Stop, and wait for global rank 0, which does so too: the next process group may have the same address."""
+        store, is_own = self._store, os.getpid() == self._process
+        self.stop()
+        if store is not None and is_own and not self._is_rank_0 and not is_unreachable(store):
+            with contextlib.suppress(RuntimeError):  # the store's host has ended
+                if store.check([OF_RANK_0]):
+                    _wait_for(store, [_all_ended(int(store.get(OF_RANK_0)))])
+            time.sleep(SECONDS_TO_FREE)
 
     def stop(self) -> None:
         """End the thread and wait for its end; on global rank 0, end the threads of all processes first."""
@@ -226,7 +228,9 @@ class BackgroundService:
                 inboxes = _living(store) if self._is_rank_0 else [self.inbox]
                 for inbox in inboxes:
                     _post(store, inbox, {"kind": STOP})
-                _wait_for_ends(store, [inbox for inbox in inboxes if inbox != self.inbox])
+                _wait_for(store, [_ended(inbox) for inbox in inboxes if inbox != self.inbox])
+                if self._is_rank_0:
+                    store.set(_all_ended(self.inbox), "1")
         if threading.current_thread() is not self._thread:
             self._thread.join(SECONDS_TO_END)
 
@@ -244,16 +248,26 @@ class Asking:
         """Wait for the answer; raise ``PeerFailedError`` if there is none. Its text continues a sentence."""
         if self._store.check([_closed(self._inbox)]) and not self._store.check([self._reply]):
             raise PeerFailedError(f"has ended, or has destroyed its process group: {BARRIER_HINT}")
+        self._wait_until_noticed()
         try:
             self._store.wait([self._reply], self._timeout)
         except RuntimeError as error:
-            raise PeerFailedError(
-                f"has not answered within {self._timeout.total_seconds():.0f} s: its process has died or is stopped "
-                f"({error})"
-            ) from error
+            raise PeerFailedError(NO_ANSWER.format(self._timeout.total_seconds())) from error
         message: Message = json.loads(self._store.get(self._reply))
         self._store.delete_key(self._reply)
         return message
+
+    def _wait_until_noticed(self) -> None:
+        """Wait until the thread of the other process has read the request, unless it is answering another one."""
+        begun, noticed = time.monotonic(), _noticed(self._reply)
+        while not self._store.check([noticed]):
+            limit = self._timeout.total_seconds()
+            if not self._store.check([_busy(self._inbox)]):
+                limit = min(limit, SECONDS_TO_NOTICE)
+            if time.monotonic() - begun > limit:
+                raise PeerFailedError(NO_ANSWER.format(limit))
+            time.sleep(0.005)
+        self._store.delete_key(noticed)
 
     def link(self) -> Link:
         """Connect to the rank that answers."""
@@ -265,6 +279,13 @@ def _post(store: Store, inbox: int, request: Message) -> None:
     store.set(f"onecopy/{inbox}/{number}", json.dumps(request))
 
 
+def _has_failed() -> bool:
+    """Whether an exception ends this process. The interpreter keeps it; a child of multiprocessing is handling it."""
+    error = sys.exc_info()[1]
+    is_orderly = error is None or (isinstance(error, SystemExit) and not error.code)
+    return hasattr(sys, "last_type") or not is_orderly
+
+
 def _living(store: Store) -> list[int]:
     """The inboxes of all processes whose threads have not ended."""
     keys = [f"{ALL_SERVICES}/{number + 1}" for number in range(store.add(ALL_SERVICES, 0))]
@@ -272,12 +293,21 @@ def _living(store: Store) -> list[int]:
     return [inbox for inbox in inboxes if not store.check([_ended(inbox)])]
 
 
-def _wait_for_ends(store: Store, inboxes: list[int]) -> None:
+def _wait_for(store: Store, keys: list[str]) -> None:
     limit = time.monotonic() + SECONDS_TO_END
-    keys = [_ended(inbox) for inbox in inboxes]
     # A wait of the store's own would print a warning if a process was killed.
     while keys and not store.check(keys) and time.monotonic() < limit:
         time.sleep(0.01)
+
+
+def _noticed(reply: str) -> str:
+    """The key that tells that a request has been read."""
+    return f"{reply}/noticed"
+
+
+def _busy(inbox: int) -> str:
+    """The key that tells that the thread is answering a request."""
+    return f"onecopy/{inbox}/busy"
 
 
 def _closed(inbox: int) -> str:
@@ -288,6 +318,11 @@ def _closed(inbox: int) -> str:
 def _ended(inbox: int) -> str:
     """The key that tells that the thread does not use the store any more."""
     return f"onecopy/{inbox}/ended"
+
+
+def _all_ended(inbox_of_rank_0: int) -> str:
+    """The key that tells that global rank 0 has seen the ends of all threads."""
+    return f"onecopy/{inbox_of_rank_0}/all ended"
 
 
 def _serve(store: Store, inbox: int, subjects: Subjects, watches: list[Watch]) -> None:
@@ -305,7 +340,10 @@ def _serve(store: Store, inbox: int, subjects: Subjects, watches: list[Watch]) -
                 break
             if request["kind"] == WAKE:
                 continue
+            store.set(_busy(inbox), "1")
+            store.set(_noticed(request["reply"]), "1")
             _handle(Answering(request, subjects.get(request["subject"]), store))
+            store.delete_key(_busy(inbox))
         # A rank that asks from now on finds this key. Those that have asked before get an answer.
         store.set(_closed(inbox), "1")
         _refuse_rest(store, inbox, number)
@@ -318,7 +356,13 @@ def _look_until(store: Store, key: str, watches: list[Watch]) -> None:
     """Look until there is a request, or no watch is left."""
     while watches and not store.check([key]):
         for watch in list(watches):
-            watch.look(store)
+            try:
+                watch.look(store)
+            except dist.DistError:
+                raise  # the host of the store has ended
+            except Exception as error:
+                logger.warning("onecopy no longer watches this loop: %r", error)
+                watch.has_ended = True
             if watch.has_ended:
                 watches.remove(watch)
         time.sleep(TICK)
@@ -351,5 +395,6 @@ def _refuse_rest(store: Store, inbox: int, number: int) -> None:
         key = f"onecopy/{inbox}/{later}"
         if store.check([key]):
             request = json.loads(store.get(key))
-            if request["kind"] != STOP:
+            if request["kind"] not in (STOP, WAKE):
+                store.set(_noticed(request["reply"]), "1")
                 Answering(request, None, store).answer({"error": f"is ending: {BARRIER_HINT}"})

@@ -28,8 +28,8 @@ ABORT_TAG = 2**31 - 1
 GatherCounts = Callable[[int], list[int]]
 """Gathers one number of every rank of a group."""
 
-_side_groups: dict[tuple[str, str], tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
-"""Side groups by purpose and the name of their group; with that group itself, because torch reuses names."""
+_side_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, dist.ProcessGroup]] = weakref.WeakKeyDictionary()
+"""Side groups by their group and their purpose."""
 
 _tag_blocks: weakref.WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = weakref.WeakKeyDictionary()
 """The next blocks of message tags, by group."""
@@ -70,13 +70,20 @@ def abort_groups() -> None:
 def abort_group(group: dist.ProcessGroup) -> None:
     """End every call of this process that waits in one process group, with an error.
 
-    gloo's ``abort()`` ends no call. A receive that times out does: gloo then closes all connections of the group. A
-    receive from a rank whose connection is closed already does not time out, so the next rank is tried.
+    gloo's ``abort()`` ends no call.
     """
-    backends = backends_of(group)
-    if any(backend != "gloo" for backend in backends.values()):
+    if any(backend != "gloo" for backend in backends_of(group).values()):
         group.abort()
-    for turn in range(1, group.size()) if backends.get("cpu") == "gloo" else ():
+    close_connections(group)
+
+
+def close_connections(group: dist.ProcessGroup) -> None:
+    """Close the connections of a group with gloo, so that no rank waits for this one any more.
+
+    gloo closes them when a receive has timed out. A receive from a rank whose connection is closed already does not
+    time out, so the next rank is tried.
+    """
+    for turn in range(1, group.size()) if backends_of(group).get("cpu") == "gloo" else ():
         source = (group.rank() + turn) % group.size()
         try:
             group.recv([torch.empty(1)], source, ABORT_TAG).wait(timedelta(milliseconds=1))
@@ -117,9 +124,8 @@ def side_group(
         gather_counts: gathers one number of every rank of ``group``.
         backend: the backend of the side group, by default that of ``group``.
     """
-    key = (purpose, group.group_name)
-    known = _side_groups.get(key)
-    if known is None or known[0] is not group:
+    known = _side_groups.setdefault(group, {})
+    if purpose not in known:
         all_ranks = dist.get_world_size(group) == dist.get_world_size()
         counts = gather_counts(0 if all_ranks else number_of_groups())
         if any(count != counts[0] for count in counts):
@@ -131,8 +137,8 @@ def side_group(
             use_local_synchronization=not all_ranks,
         )
         assert isinstance(made, dist.ProcessGroup)
-        known = _side_groups[key] = (group, made)
-    return known[1]
+        known[purpose] = made
+    return known[purpose]
 
 
 class DedicatedGroups:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import os
 import socket
 import sys
@@ -254,8 +255,10 @@ def register_as_torch_zero(cls: type) -> None:
     """Register ``cls`` as a virtual subclass of torch's ``ZeroRedundancyOptimizer``, so that ``isinstance`` is true.
 
     Frameworks test for torch's class. Importing it compiles TorchScript and warns that this is deprecated. The user did
-    not cause that warning, so it is suppressed.
+    not cause that warning, so it is suppressed. It is imported with this library: if a process group exists then, both
+    modules keep it for ever, as the default of an argument, and the process cannot make another one at its address.
     """
+    importlib.import_module("torch.distributed.nn.functional")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         from torch.distributed.optim import ZeroRedundancyOptimizer

@@ -4,8 +4,8 @@ The rank that calls ``state_dict()`` asks the other ranks one after the other. A
 that it answers, which receives at that time, and so never waits for another rank that asks.
 
 1. The request names the optimizer and the step of the caller.
-2. The other rank waits until it has made that step too, and lets no further step begin. If it has made another one
-   already, it answers with an error. Otherwise it describes its state, as for ``consolidate_state_dict()``.
+2. If the other rank is inside that step, it waits for its end. It lets no further step begin. If it is at another step,
+   it answers with an error. Otherwise it describes its state, as for ``consolidate_state_dict()``.
 3. The two ranks connect. The caller receives the description, allocates the full tensors, and receives their values.
 4. When all ranks have answered, the caller checks that the owners of a cut parameter agree.
 """
@@ -48,31 +48,61 @@ CPU = torch.device("cpu")
 SECONDS_AFTER_DELETION = 60.0
 """How long the state of a deleted optimizer can still be read."""
 
+Description = tuple[bytes, list[torch.Tensor], list[list[str]]]
+"""The header of ``describe_owned()``, its tensors, and the facts about state under keys that are not parameters."""
+
 _numbers = itertools.count()
 
 
+class ServedState:
+    """The state that this rank owns of one optimizer, as other ranks ask for it.
+
+    Attributes:
+        clock: counts the changes of the state.
+        group_rank: this rank.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine: Engine | None = engine
+        self._last: Description | None = None
+        self.clock = engine.inner.clock
+        self.group_rank = engine.collectives.group_rank
+
+    def describe(self) -> Description:
+        """Return the state of the present, which the caller lets no step change."""
+        if self._last is not None:
+            return self._last
+        assert self._engine is not None
+        others = [[fact.subject, fact.value] for fact in other_facts(self._engine.inner)]
+        return *describe_owned(self._engine.layout, self._engine.inner), others
+
+    def freeze(self) -> None:
+        """Keep the state alone: parameters, gradients and the process group are freed with the optimizer."""
+        self._last, self._engine = self.describe(), None
+
+
 class _Deleted:
-    """Keeps the engines of deleted optimizers for a while, or until another optimizer is constructed.
+    """Keeps the state of deleted optimizers for a while, or until another optimizer is constructed.
 
     Rank 0 often saves when ``main()`` has returned on the other ranks.
     """
 
     def __init__(self) -> None:
-        self._engines: list[Engine] = []
+        self._states: list[ServedState] = []
         self._timer: threading.Timer | None = None
 
-    def keep(self, engine: Engine) -> None:
-        """Keep an engine, and all others for as long."""
+    def keep(self, state: ServedState) -> None:
+        """Keep a state, and all others for as long."""
         if self._timer is not None:
             self._timer.cancel()
-        self._engines.append(engine)
+        self._states.append(state)
         self._timer = threading.Timer(SECONDS_AFTER_DELETION, self.release)
         self._timer.daemon = True
         self._timer.start()
 
     def release(self) -> None:
-        """Free the engines that are kept."""
-        timer, self._engines, self._timer = self._timer, [], None
+        """Free the states that are kept."""
+        timer, self._states, self._timer = self._timer, [], None
         if timer is not None:
             timer.cancel()
 
@@ -92,6 +122,7 @@ class StateDictServer:
 
     def __init__(self, engine: Engine, enabled: bool) -> None:
         self._engine = engine
+        self._served = ServedState(engine)
         self._group_rank = engine.collectives.group_rank
         self._refusal = "" if enabled else "serve_state_dict=False"
         self._service: BackgroundService | None = None
@@ -112,13 +143,16 @@ class StateDictServer:
         self._inboxes = [row[0] for row in rows]
         self._key = f"{rows[0][0]}/{rows[0][1]}"
         if self._service is not None:
-            self._service.subjects[self._key] = self._engine
+            self._service.subjects[self._key] = self._served
 
     def __del__(self) -> None:
         """Keep the state for a while, unless this process is ending."""
-        if self._service is not None and self._service.is_running:
-            self._service.subjects[self._key] = self._engine  # again: a collected cycle has cleared weak references
-            _deleted.keep(self._engine)
+        inner = self._engine.inner
+        if self._service is not None and self._service.is_running and (inner.has_state or inner.uses_master_weights):
+            with contextlib.suppress(TypeError):  # state that cannot be gathered
+                self._served.freeze()
+                self._service.subjects[self._key] = self._served  # again: a collected cycle has cleared weak references
+                _deleted.keep(self._served)
 
     def _is_on_accelerator(self) -> bool:
         # The host is ahead of the accelerator there, so the state in memory belongs to no step that the host knows.
@@ -256,15 +290,14 @@ class StateDictServer:
 def _answer(answering: Answering) -> None:
     """Answer another rank's request for the state that this rank owns; runs on the background service's thread."""
     request = answering.request
-    engine: Engine | None = answering.subject
-    if engine is None:
+    served: ServedState | None = answering.subject
+    if served is None:
         reason = "no longer has this optimizer: it was deleted, or the function that made it has returned"
         answering.answer({"error": f"{reason}; {BARRIER_HINT}"})
         return
     try:
-        with engine.inner.clock.hold(request["step"], request["seconds"]):
-            header, tensors = describe_owned(engine.layout, engine.inner)
-            others = [[fact.subject, fact.value] for fact in other_facts(engine.inner)]
+        with served.clock.hold(request["step"], request["seconds"]):
+            header, tensors, others = served.describe()
             answering.answer({"header": len(header), "others": others})
             with contextlib.closing(answering.link()) as link:
                 link.send(torch.frombuffer(bytearray(header), dtype=torch.uint8)).wait()
@@ -273,7 +306,7 @@ def _answer(answering: Answering) -> None:
         answering.answer(
             {
                 "steps": f"rank {request['from']} asks for the state after step {request['step']}, but rank "
-                f"{engine.collectives.group_rank} {error} (steps, loads and added groups count)"
+                f"{served.group_rank} {error} (steps, loads and added groups count)"
             }
         )
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from onecopy import fail_together
 from onecopy.comm.backend_errors import is_backend_error
+from onecopy.comm.blocked_ranks import BYTES_SENT, bytes_written
 from onecopy.comm.loop_watch import describe
 from onecopy.errors import PeerFailedError
 from tests.support.different_modes import MODES
@@ -92,7 +97,28 @@ def test_errors_of_the_backend() -> None:
     assert is_backend_error(closed)
     assert not is_backend_error(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
     assert not is_backend_error(ValueError("gloo"))
+    assert not is_backend_error(RuntimeError("DataLoader timed out after 2 seconds"))
+    assert not is_backend_error(RuntimeError("the upload was aborted"))
     wrapped = PeerFailedError("rank 0: step() has waited")
     assert not is_backend_error(wrapped)
     wrapped.__cause__ = closed
     assert is_backend_error(wrapped)
+
+
+@distributed(2)
+def test_an_exit_without_an_error_leaves_the_block_in_order(world_size: int) -> None:
+    ends = pytest.raises(SystemExit) if dist.get_rank() == 0 else contextlib.nullcontext()
+    with ends, fail_together():
+        if dist.get_rank() == 0:
+            sys.exit()
+    dist.barrier()  # the process group was not aborted
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="bytes are counted on Linux only")
+@distributed(2)
+def test_bytes_that_gloo_sends_are_counted(world_size: int) -> None:
+    before = bytes_written()
+    dist.broadcast(torch.zeros(BYTES_SENT), src=0)
+    dist.barrier()
+    sent = bytes_written() - before
+    assert sent > BYTES_SENT if dist.get_rank() == 0 else sent < BYTES_SENT

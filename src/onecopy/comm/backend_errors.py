@@ -9,7 +9,11 @@ import torch.distributed as dist
 
 from onecopy.errors import OnecopyError, PeerFailedError
 
-_TEXT = re.compile(r"gloo|pair closure|onnection (closed|reset|refused)|[Tt]imed out|NCCL|abort", re.DOTALL)
+_TEXT = re.compile(
+    r"/gloo/|^Gloo |pair closure|[Cc]onnection (closed|reset|refused)( by peer|$)|Timed out waiting \d+ms|NCCL",
+    re.DOTALL,
+)
+"""Texts of gloo and NCCL; an error of the user may speak of a timeout, too."""
 
 
 def is_backend_error(error: BaseException) -> bool:

@@ -1,7 +1,8 @@
-"""Finds ranks that wait for each other in different calls, by looking at each process's main thread.
+"""Finds ranks that wait for each other in different calls, by looking at the thread of the training loop.
 
-A rank is blocked if its main thread has stood for a while where threads wait for other ranks, and its process has
-computed next to nothing meanwhile. A rank that evaluates, saves or reads data is not blocked. If *all* ranks are
+A rank is blocked if this thread has stood for a while where threads wait for other ranks, and its process has computed
+and sent next to nothing meanwhile. A rank that evaluates, saves or reads data is not blocked, and neither is one that
+sends over a slow link, or one that waits in ``state_dict()`` for the background services of others. If *all* ranks are
 blocked or have left the loop, and not all are in the same call, none of them can ever go on.
 
 The calls of this module run on the thread of the background service, and only while a ``fail_together`` block is open.
@@ -11,7 +12,6 @@ from __future__ import annotations
 
 import json
 import sys
-import threading
 import time
 from pathlib import Path
 from types import FrameType
@@ -22,6 +22,9 @@ from onecopy.common.torch_private import Store
 
 BUSY_SHARE = 0.2
 """The share of one processor above which a process counts as computing."""
+
+BYTES_SENT = 1 << 20
+"""The bytes from which on a process counts as sending, while its thread stands in one call."""
 
 LEFT = "left"
 """Stands for the call of a rank that has left the block."""
@@ -42,6 +45,9 @@ _WAITING = (
 )
 """The files in which the innermost Python frame of a thread is that waits for other ranks."""
 
+_ASKING = f"{_ONECOPY}state_dict/serving.py"
+"""The file of a thread that waits for a background service, which answers or is noticed to be gone."""
+
 _DECORATORS = {"wrapper", "inner", "decorate_context", "_wrapped_call_impl", "_call_impl", "_fn"}
 """The names of functions of torch around other functions."""
 
@@ -54,15 +60,18 @@ class BlockedRanks:
         global_rank: this rank.
         world_size: the number of ranks.
         seconds: after how long in one call a rank counts as blocked.
+        thread: the thread of the training loop.
     """
 
-    def __init__(self, prefix: str, global_rank: int, world_size: int, seconds: float) -> None:
+    def __init__(self, prefix: str, global_rank: int, world_size: int, seconds: float, thread: int) -> None:
         self._prefix = prefix
         self._global_rank = global_rank
         self._world_size = world_size
         self._seconds = seconds
+        self._thread = thread
         self._position: tuple[int, int] | None = None
         self._since = self._processor_time = 0.0
+        self._sent = 0
         self._has_told = False
         self._seen: list[bytes] = []
 
@@ -79,13 +88,13 @@ class BlockedRanks:
         return None
 
     def check(self, store: Store) -> str | None:
-        """Look at the main thread. Return where each rank is blocked, if none of them can go on."""
-        frame = sys._current_frames().get(threading.main_thread().ident or 0)
+        """Look at the thread of the loop. Return where each rank is blocked, if none of them can go on."""
+        frame = sys._current_frames().get(self._thread)
         position = None if frame is None or not _is_waiting(frame) else (id(frame), frame.f_lasti)
-        now, processor_time = time.monotonic(), time.process_time()
+        now, processor_time, sent = time.monotonic(), time.process_time(), bytes_written()
         computes = processor_time - self._processor_time > BUSY_SHARE * (now - self._since) + 0.1
-        if position is None or position != self._position or computes:
-            self._position, self._since, self._processor_time = position, now, processor_time
+        if position is None or position != self._position or computes or sent - self._sent > BYTES_SENT:
+            self._position, self._since, self._processor_time, self._sent = position, now, processor_time, sent
             if self._has_told:
                 store.delete_key(self._key(self._global_rank))
                 self._has_told = False
@@ -146,4 +155,20 @@ def _is_library(frame: FrameType) -> bool:
 
 
 def _is_waiting(frame: FrameType) -> bool:
-    return frame.f_code.co_filename.startswith(_WAITING)
+    if not frame.f_code.co_filename.startswith(_WAITING):
+        return False
+    outer: FrameType | None = frame
+    while outer is not None and _is_library(outer):
+        if outer.f_code.co_filename == _ASKING:
+            return False
+        outer = outer.f_back
+    return True
+
+
+def bytes_written() -> int:
+    """The bytes that this process has written to files and connections; 0 outside Linux."""
+    try:
+        lines = Path("/proc/self/io").read_text().splitlines()
+    except OSError:
+        return 0
+    return int(lines[1].partition(":")[2])

@@ -37,7 +37,7 @@ SECONDS = 5.0
 """After how long in one call a rank counts as blocked."""
 
 LOOK_EVERY = 0.5
-"""Seconds between two looks at the main thread."""
+"""Seconds between two looks at the thread of the loop."""
 
 SECONDS_TO_NOTICE = 3.0
 """How long ranks that have lost a connection wait for the others to notice it too."""
@@ -60,10 +60,11 @@ class LoopWatch:
         self._store = store
         self._prefix = f"onecopy/loops/{name}"
         self._global_rank, self._world_size = dist.get_rank(), dist.get_world_size()
-        self._blocked_ranks = BlockedRanks(self._prefix, self._global_rank, self._world_size, SECONDS)
+        thread = threading.get_ident()
+        self._blocked_ranks = BlockedRanks(self._prefix, self._global_rank, self._world_size, SECONDS, thread)
         self._finds_blocked_ranks = finds_blocked_ranks
         self._next_look = time.monotonic() + LOOK_EVERY
-        self._lock = threading.Lock()  # the thread looks at the main thread, which may be leaving
+        self._lock = threading.Lock()  # the service's thread looks at this thread, which may be leaving
         self.has_ended = False
 
     def look(self, store: Store) -> None:
@@ -84,7 +85,8 @@ class LoopWatch:
         """Tell the other ranks that this rank has left the block in order."""
         with self._lock:
             self.has_ended = True
-            self._blocked_ranks.leave(self._store)
+            with contextlib.suppress(RuntimeError):  # the host of the store has ended
+                self._blocked_ranks.leave(self._store)
 
     def fail(self, error: BaseException) -> BaseException:
         """Tell all ranks that an exception leaves the block on this one, abort, and return the exception to raise.
@@ -200,6 +202,9 @@ def fail_together(*, find_blocked_ranks: bool = True) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
+        if isinstance(error, SystemExit) and not error.code:
+            watch.leave()  # sys.exit() ends a program in order
+            raise
         raised = error
         with contextlib.suppress(RuntimeError):  # the host of the store has ended
             raised = watch.fail(error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 from lightning.pytorch.strategies import DDPStrategy
 
 from onecopy import checkpoint as checkpoints
-from onecopy.checkpoint.directories import folder_name
+from onecopy.checkpoint.directories import committed, folder_name, step_of
 from onecopy.data_parallel import ShardedDataParallel
 from onecopy.errors import CheckpointError
 
@@ -88,6 +89,11 @@ class ShardedStrategy(DDPStrategy):
             storage_options: arguments of the ``CheckpointIO`` plugin.
         """
         root, step = Path(filepath), int(checkpoint["global_step"])
+        replaced = root.with_name(f"{root.name}.replaced")
+        if self.is_global_zero and any(step_of(folder) >= step for folder in committed(root)):
+            # This step was saved here before, or training has gone back: load_checkpoint would take the later one.
+            shutil.rmtree(replaced, ignore_errors=True)
+            root.rename(replaced)
         # The step's directory is committed last, so that a directory without its file is never found.
         if self.is_global_zero:
             self.checkpoint_io.save_checkpoint(checkpoint, _rest_of(root / folder_name(step)), storage_options)
@@ -97,6 +103,7 @@ class ShardedStrategy(DDPStrategy):
         if self.is_global_zero:
             for file in set(root.glob(_rest_of(root / "*").name)) - {_rest_of(root / folder_name(step))}:
                 file.unlink()
+            shutil.rmtree(replaced, ignore_errors=True)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Load all but the states of model and optimizers; an ordinary file of Lightning is loaded whole.

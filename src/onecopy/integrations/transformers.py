@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
 from transformers import TrainerCallback
 
 from onecopy import checkpoint
+from onecopy.checkpoint.directories import folder_name
 
 FOLDER = "onecopy"
 """The directory of optimizer state, scheduler and random number states in each of Trainer's checkpoints."""
@@ -38,6 +40,10 @@ class ShardedCheckpoints(TrainerCallback):
             raise ValueError("ShardedCheckpoints needs TrainingArguments(save_only_model=True)")
         extra = checkpoint.capture(scheduler=objects["lr_scheduler"])
         folder = _folder_of(args, state) / FOLDER
+        if (
+            state.is_world_process_zero
+        ):  # Trainer overwrites its files, too, if a run has gone back to an older checkpoint
+            shutil.rmtree(folder / folder_name(state.global_step), ignore_errors=True)
         checkpoint.save(folder, state.global_step, optimizer=_unwrapped(objects["optimizer"]), extra=extra)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **objects: Any) -> None:  # noqa: ARG002

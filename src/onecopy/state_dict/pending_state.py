@@ -42,6 +42,16 @@ class PendingState(MutableMapping[Any, Any]):
     def __len__(self) -> int:
         return len(self._read())
 
+    def __or__(self, other: Any) -> dict[Any, Any]:
+        return self._read() | dict(other)
+
+    def __ror__(self, other: Any) -> dict[Any, Any]:
+        return dict(other) | self._read()
+
+    def copy(self) -> dict[Any, Any]:
+        """Return the entries as an ordinary dict, as ``dict.copy`` does."""
+        return self._read().copy()
+
     def __repr__(self) -> str:
         return f"{type(self).__name__}({'not read yet' if self._gather is not None else self._entries})"
 

@@ -146,7 +146,7 @@ def test_nothing_is_left_behind_when_model_and_optimizer_go_away(
     deadline = time.monotonic() + 5
     while time.monotonic() < deadline:
         gc.collect()
-        if not any(reference() for reference in remains) and not overlap_threads() - before:
+        if all(reference() is None for reference in remains) and not overlap_threads() - before:
             break
         time.sleep(0.01)
     assert [reference() for reference in remains] == [None, None, None]

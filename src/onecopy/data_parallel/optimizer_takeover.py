@@ -132,7 +132,8 @@ def take_over(plan: OptimizerPlan, to_convert: set[int], mixed_precision: MixedP
             values = flat_view(old_values[id(owned.param)])[owned.shard.start : owned.shard.stop]
             owned.tensor.copy_(values.as_strided(owned.tensor.shape, owned.tensor.stride()))
     gradients = ShardedGradients(engine.params, plan.layout)
-    buckets = plan.buckets  # a function that refers to the plan would be a cycle with the optimizer
-    engine.take_over(plan.layout, inner, lambda params, layout: ParameterBuckets(params, layout, buckets), gradients)
+    engine.take_over(
+        plan.layout, inner, lambda params, layout: ParameterBuckets(params, layout, plan.buckets), gradients
+    )
     inner.push_options(groups)  # the constructor of the new inner optimizer may have changed some
     return gradients

@@ -206,8 +206,8 @@ def _overlap_hook(
             Fact("find_unused_parameters of DDP", str(bool(ddp.find_unused_parameters))),
             *_optimizer_facts([engine]),
         ]
-    # DDP refers to the hook, and the hook to the optimizer: a strong reference back would be a cycle.
-    ddp_reference, zero_reference = weakref.ref(ddp), weakref.ref(zero)
+    # DDP refers to the hook: a strong reference from the hook to DDP would be a cycle that is never freed.
+    ddp_reference = weakref.ref(ddp)
     reducer_params = params_of_reducer(ddp)
 
     def settings() -> OverlapSettings:
@@ -222,18 +222,13 @@ def _overlap_hook(
             last_used_params=lambda: locally_used(live_ddp, reducer_params),
         )
 
-    def param_groups() -> list[Group]:
-        live_zero = zero_reference()
-        assert live_zero is not None, "the hook keeps it alive"
-        return live_zero.param_groups
-
     worker = make_worker(engine.params[0].device)
     collectives = worker.group_for_tasks(engine.collectives)
-    zero.overlap = OverlappedStep(engine, param_groups, collectives, worker, hook, settings)
+    overlap = OverlappedStep(engine, lambda: zero.param_groups, collectives, worker, hook, settings)
+    zero.overlap = overlap
 
     def hook_with_step(state: Any, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]
-        assert zero.overlap is not None
-        return zero.overlap.reduce_and_update(state, bucket)
+        return overlap.reduce_and_update(state, bucket)
 
     return hook_with_step
 

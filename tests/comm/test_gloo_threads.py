@@ -10,6 +10,8 @@ import pytest
 
 END_WHILE_A_WORKER_WAITS = """
 import atexit, ctypes, os, sys
+late = []
+atexit.register(lambda: [function() for function in late])  # first: it runs after all exit functions of libraries
 import torch
 import torch.distributed as dist
 from onecopy.comm import gloo_threads
@@ -17,15 +19,13 @@ from onecopy.comm import gloo_threads
 def end(waits_for_workers):
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     group = dist.group.WORLD
-    if not waits_for_workers:
-        atexit.unregister(gloo_threads.wait_for_idle_workers)
 
-    @atexit.register
     def reduce():
         sys.setswitchinterval(60)  # nothing takes the lock from this thread
         group.allreduce([torch.ones(3)])
         ctypes.PyDLL(None).usleep(500_000)  # with the lock: the worker needs it now, to free the tensor
 
+    late.extend([reduce, gloo_threads.wait_for_idle_workers] if waits_for_workers else [reduce])
     globals()["kept"] = group  # as a model and an optimizer keep it
     dist.destroy_process_group()
 

@@ -29,12 +29,16 @@ def end(waits_for_workers):
     globals()["kept"] = group  # as a model and an optimizer keep it
     dist.destroy_process_group()
 
-for waits_for_workers in (True, False):
+def code_of(waits_for_workers):
     child = os.fork()
     if not child:
         end(waits_for_workers)
         sys.exit()
-    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+print(code_of(True))
+# On a busy machine the worker may be so late or so early that it needs no lock.
+print(next((code for code in map(code_of, [False] * 20) if code), 0))
 """
 
 

@@ -7,8 +7,7 @@ a :class:`~onecopy.comm.link.Link`, a gloo group of two ranks that lives for one
 The thread ends when the default process group is freed, and at the latest before the interpreter ends. Global rank 0,
 whose process may be the host of the store, ends the threads of all processes before its own. A process that ends in
 order and has something left to answer about keeps its thread until then, for a while: rank 0 often saves when the
-others have nothing left to do. The connections of its process groups are closed before, as at any end of a process, so
-that no rank waits for it in a collective.
+others have nothing left to do. It closes the connections of its process groups before, so that no rank waits for it.
 """
 
 from __future__ import annotations
@@ -75,9 +74,6 @@ SECONDS_TO_NOTICE = 15.0
 SECONDS_TO_END = 5.0
 """How long a process waits at its end for its thread, and global rank 0 for the threads of all others."""
 
-SECONDS_TO_FREE = 0.1
-"""How long global rank 0 takes to end the server of the store after the threads."""
-
 NO_ANSWER = "has not answered within {:.0f} s: its process has died or is stopped"
 BARRIER_HINT = "let all ranks wait for the save, with torch.distributed.barrier() after it"
 
@@ -92,10 +88,8 @@ class Answering:
     """
 
     def __init__(self, request: Message, subject: Any, store: Store) -> None:
-        self.request = request
-        self.subject = subject
+        self.request, self.subject, self._store = request, subject, store
         self.is_answered = False
-        self._store = store
 
     def answer(self, message: Message) -> None:
         """Send the answer, once."""
@@ -194,25 +188,32 @@ class BackgroundService:
 
     def end(self) -> None:
         """Stop before the interpreter ends. After a normal end of the program, wait for global rank 0 first."""
-        may_be_asked = bool(self.subjects) and not self._is_rank_0 and os.getpid() == self._process
-        if self._store is not None and may_be_asked and not _has_failed() and not is_unreachable(self._store):
-            with contextlib.suppress(RuntimeError):  # the store's host has ended
-                if self._store.check([OF_RANK_0]):
-                    wait_for_idle_workers()
-                    for group in groups_of_process():
-                        close_connections(group)  # this process may end because of an error: sys.exit(1) shows nowhere
-                    self._thread.join(SECONDS_FOR_RANK_0)
+        if self._may_be_asked():
+            wait_for_idle_workers()
+            for group in groups_of_process():
+                close_connections(group)  # this process may end because of an error: sys.exit(1) shows nowhere
+            self._thread.join(SECONDS_FOR_RANK_0)
         self.stop()
 
+    def _may_be_asked(self) -> bool:
+        """Whether global rank 0 may still ask this process, which ends in order."""
+        if self._store is None or self._is_rank_0 or not self.subjects or os.getpid() != self._process:
+            return False
+        with contextlib.suppress(RuntimeError):  # the store's host has ended
+            return not _has_failed() and not is_unreachable(self._store) and bool(self._store.check([OF_RANK_0]))
+        return False
+
     def stop_with_group(self) -> None:
-        """Stop, and wait for global rank 0, which does so too: the next process group may have the same address."""
+        """Wait for global rank 0 and stop; it frees the group, too, and the next one may have the same address."""
         store, is_own = self._store, os.getpid() == self._process
+        if self._may_be_asked():
+            self._thread.join(SECONDS_FOR_RANK_0)
         self.stop()
         if store is not None and is_own and not self._is_rank_0 and not is_unreachable(store):
             with contextlib.suppress(RuntimeError):  # the store's host has ended
                 if store.check([OF_RANK_0]):
                     _wait_for(store, [_all_ended(int(store.get(OF_RANK_0)))])
-            time.sleep(SECONDS_TO_FREE)
+            time.sleep(0.1)  # until rank 0 has ended the server of the store
 
     def stop(self) -> None:
         """End the thread and wait for its end; on global rank 0, end the threads of all processes first."""
@@ -295,9 +296,8 @@ def _living(store: Store) -> list[int]:
 
 def _wait_for(store: Store, keys: list[str]) -> None:
     limit = time.monotonic() + SECONDS_TO_END
-    # A wait of the store's own would print a warning if a process was killed.
     while keys and not store.check(keys) and time.monotonic() < limit:
-        time.sleep(0.01)
+        time.sleep(0.01)  # a wait of the store's own would print a warning if a process was killed
 
 
 def _noticed(reply: str) -> str:

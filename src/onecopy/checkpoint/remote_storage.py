@@ -126,7 +126,7 @@ class RemoteStorage:
             file.close()
 
     def prepare_root(self, root: RemotePath) -> None:
-        """Remove what saves that died have left: prefixes without a manifest. Files of others stay."""
+        """Remove prefixes without a manifest, which are left of saves that died. Other files stay."""
         for name in self.names_in(root):
             folder = root / name
             named = manifest.FOLDER_NAME.fullmatch(name) is not None
@@ -135,7 +135,7 @@ class RemoteStorage:
                 self.remove(folder)
 
     def _is_of_a_save(self, folder: RemotePath) -> bool:
-        """Return whether all names under a prefix are those that a save gives."""
+        """Return whether a save may have written every file under a prefix, by their names."""
         return all(FILE_NAME.fullmatch(name) or name == manifest.NAME for name in self.names_in(folder))
 
     def place_for(self, final: RemotePath) -> RemotePath:

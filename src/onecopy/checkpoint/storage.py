@@ -67,7 +67,7 @@ class Storage(Protocol[Place]):
         """Write a new file in a ``with`` block, which yields the function to write with; it is stored at the end."""
 
     def prepare_root(self, root: Place) -> None:
-        """Make the directory of all checkpoints, and remove what saves that died have left in it."""
+        """Make the directory of all checkpoints, and remove leftovers of saves that died."""
 
     def place_for(self, final: Place) -> Place:
         """Return the directory in which a checkpoint is written before :meth:`commit`."""

@@ -55,10 +55,9 @@ def page_of(module: Module, children: Sequence[Module], on_api_page: Sequence[st
         children: its modules, if it is a package.
         on_api_page: names of the module that the API page describes under the same dotted name.
     """
-    folder = module.path.removeprefix("src/onecopy/").rpartition("/")[0] or "onecopy"
     parts = [
         f"# {module.name}",
-        f"File: `{module.path}`. The page [{folder}](../folders/{folder}.md) explains the folder.",
+        f"File: `{module.path}`.",
         f"```{{eval-rst}}\n.. automodule:: {module.name}\n   :members:\n   :ignore-module-all:\n   :undoc-members:\n"
         "   :private-members:\n   :show-inheritance:\n   :member-order: bysource\n"
         f"   :exclude-members: {', '.join([*OF_ABSTRACT_CLASSES, *on_api_page])}\n```",

@@ -34,7 +34,7 @@ ORDER = (
 )
 """The parts, from the top down. A part may import itself and what is below it."""
 
-LONGEST_FILE = 400
+LONGEST_FILE = 600
 LONGEST_TEST_FILE = 600
 
 TORCH_PRIVATE = "onecopy.common.torch_private"
@@ -342,7 +342,7 @@ BROKEN: list[tuple[Rule, str, str]] = [
     (loggers_by_module, ENGINE, "logging.getLogger()"),
     (loggers_by_module, ENGINE, "logging.info('x')"),
     (loggers_by_module, ENGINE, "from logging import getLogger"),
-    (short_files, ENGINE, "\n" * 401),
+    (short_files, ENGINE, "\n" * 601),
     (documented, ENGINE, "x = 1"),
     (documented, ENGINE, '"""Doc."""\ndef f(): pass'),
     (documented, ENGINE, '"""Doc."""\nclass A:\n    """Doc."""\n    def f(self): pass'),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import inspect
 import io
@@ -157,43 +156,3 @@ def test_every_make_target_that_a_page_names_exists() -> None:
     for page in PAGES:
         for target in re.findall(r"(?:`|^)make ([a-z-]+)", page.read_text(), re.MULTILINE):
             assert target in targets, f"{page.name}: make {target}"
-
-
-def places_in_the_architecture() -> dict[str, int]:
-    """The modules in the table of parts, with the row in which each stands."""
-    text = (ROOT / "docs/architecture.md").read_text()
-    rows = [line.split("|")[1] for line in text.splitlines() if line.startswith("| `")]
-    return {name: position for position, row in enumerate(rows) for name in re.findall(r"`([a-z0-9_/]+\.py)`", row)}
-
-
-HIGHEST_OF = {
-    "layout.py": "layout/policies.py",
-    "checkpoint.py": "checkpoint/conversion.py",
-    "data_parallel.py": "data_parallel/wrapper.py",
-    "ddp_hooks.py": "ddp_hooks/hooks.py",
-}
-"""Packages whose names are imported from their top, and the module of each that stands highest."""
-
-
-def imports_of(module: Path) -> set[str]:
-    """The modules of the package that a module imports, as paths in the package."""
-    names = {
-        f"{node.module}.{alias.name}" if (package / f"{alias.name}.py").is_file() else str(node.module)
-        for node in ast.walk(ast.parse(module.read_text()))
-        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("onecopy.")
-        for package in [ROOT / "src" / str(node.module).replace(".", "/")]
-        for alias in node.names
-    }
-    files = {name.removeprefix("onecopy.").replace(".", "/") + ".py" for name in names}
-    return {HIGHEST_OF.get(name, name) for name in files}
-
-
-def test_every_module_has_a_place_in_the_architecture_and_imports_point_downwards() -> None:
-    places = places_in_the_architecture()
-    package = ROOT / "src/onecopy"
-    modules = {path.relative_to(package).as_posix(): path for path in package.rglob("*.py")}
-    modules = {name: path for name, path in modules.items() if path.name != "__init__.py"}
-    assert set(modules) == set(places)
-    for name, path in modules.items():
-        upwards = {other for other in imports_of(path) if places[other] < places[name]}
-        assert not upwards, f"{name} imports {sorted(upwards)}, which stand above it in docs/architecture.md"

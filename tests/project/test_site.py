@@ -53,17 +53,6 @@ def opened(box: Box) -> Iterator[str]:
     yield paths.join("a", str(box.size))
 '''
 
-ORDER = [
-    "File metadata",
-    "Overview: purpose and role",
-    "Detailed analysis",
-    "Architecture and design",
-    "Dependencies",
-    "Performance",
-    "Security and safety",
-    "Testing and usage",
-]
-
 
 def names(module: Module, kind: str) -> set[str]:
     return {keyword.name for keyword in module.keywords if keyword.kind == kind}
@@ -160,36 +149,15 @@ def test_links_of_the_contributors_guide_are_moved() -> None:
     assert reference_pages.page_from_root(text) == moved
 
 
-def test_every_folder_of_the_package_has_a_page_with_the_same_sections_and_all_files() -> None:
-    package = ROOT / "src/onecopy"
-    folders = {path.name: path for path in package.iterdir() if path.is_dir() and path.name != "__pycache__"}
-    folders["onecopy"] = package
-    pages = {path.stem: path.read_text() for path in (ROOT / "docs/folders").glob("*.md")}
-    assert set(pages) == {*folders, "index"}
-    for name, folder in folders.items():
-        assert re.findall(r"^## (.*)$", pages[name], re.MULTILINE) == ORDER, name
-        files = {path.relative_to(package).as_posix() for path in folder.glob("*.py")} - {f"{name}/__init__.py"}
-        listed = set(re.findall(r"^\| `([\w/]+\.py)`", pages[name], re.MULTILINE))
-        assert listed == files - {"__init__.py"}, name
-
-
-def test_main_names_on_the_pages_of_folders_exist() -> None:
-    for path in (ROOT / "docs/folders").glob("*.md"):
-        for file, cell in re.findall(r"^\| `([\w/]+\.py)` \| (.*) \|$", path.read_text(), re.MULTILINE):
-            source = (ROOT / "src/onecopy" / file).read_text()
-            for name in re.findall(r"`(\w+)`", cell):
-                assert re.search(rf"\b{name}\b", source), f"{path.name}: {file}: {name}"
-
-
 def test_every_page_is_in_the_table_of_contents() -> None:
     listed: set[str] = set()
-    for index in (ROOT / "docs/index.md", ROOT / "docs/folders/index.md"):
-        for block in re.findall(r"^```\{toctree\}\n(.*?)^```", index.read_text(), re.MULTILINE | re.DOTALL):
-            for entry in re.findall(r"^(?!:|reference/)\S+$", block, re.MULTILINE):
-                found = list(index.parent.glob(f"{entry}.md"))
-                assert found, f"{index}: {entry}"
-                listed |= {path.relative_to(ROOT / "docs").with_suffix("").as_posix() for path in found}
-    pages = [path for place in ("docs", "docs/folders") for path in (ROOT / place).glob("*.md")]
+    index = ROOT / "docs/index.md"
+    for block in re.findall(r"^```\{toctree\}\n(.*?)^```", index.read_text(), re.MULTILINE | re.DOTALL):
+        for entry in re.findall(r"^(?!:|reference/)\S+$", block, re.MULTILINE):
+            found = list(index.parent.glob(f"{entry}.md"))
+            assert found, f"{index}: {entry}"
+            listed |= {path.relative_to(ROOT / "docs").with_suffix("").as_posix() for path in found}
+    pages = list((ROOT / "docs").glob("*.md"))
     assert {path.relative_to(ROOT / "docs").with_suffix("").as_posix() for path in pages} == listed | {"index"}
 
 

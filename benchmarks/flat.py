@@ -158,7 +158,7 @@ def work(mode: str, count: int, root: Path) -> None:
             if number == length // 3 and mode != "3":
                 add_group(training.module, training.optimizer)
             if number % STATE_DICT_EVERY == 0:
-                if mode != "ddp":
+                if isinstance(training.optimizer, ZeroRedundancyOptimizer):
                     training.optimizer.consolidate_state_dict()
                 if dist.get_rank() == 0:
                     training.optimizer.state_dict()

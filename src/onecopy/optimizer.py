@@ -312,9 +312,9 @@ class ZeroRedundancyOptimizer(OwnedStateOptimizer, Joinable):
     def _not_gathered(self, reason: str) -> str:
         """The text of the error of ``state_dict()``: the line to write, and where."""
         return (
-            f"rank {self.rank}: the optimizer state of all ranks {reason}. Add this line, which gathers it on rank 0 (on "
-            "another one with to=): `optimizer.consolidate_state_dict()  # on all ranks, before state_dict()`. Or save "
-            "with onecopy.checkpoint.save, which gathers nothing (with torch.distributed.checkpoint: "
+            f"rank {self.rank}: the optimizer state of all ranks {reason}. Add this line, which gathers it on rank 0 "
+            "(on another one with to=): `optimizer.consolidate_state_dict()  # on all ranks, before state_dict()`. Or "
+            "save with onecopy.checkpoint.save, which gathers nothing (with torch.distributed.checkpoint: "
             "onecopy.checkpoint.get_optimizer_state_dict)"
         )
 

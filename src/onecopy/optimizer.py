@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any, overload
 
@@ -149,6 +150,7 @@ class ZeroRedundancyOptimizer(OwnedStateOptimizer, Joinable):
         # With this set, a GradScaler passes its scale to step(), which then refuses it instead of training wrongly.
         self._step_supports_amp_scaling = self.overlap_with_ddp
         self._consolidated: Consolidated | None = None
+        self._join_hook: weakref.ref[ZeROJoinHook] | None = None  # of the last join context
         self._all_params: list[Tensor] = engine.params
         self.defaults = engine.inner.optim.defaults
         self._shown_state = OwnedState(lambda: engine.inner)
@@ -187,6 +189,9 @@ class ZeroRedundancyOptimizer(OwnedStateOptimizer, Joinable):
             check_step_arguments(self.__dict__, closure, kwargs)
         in_join = in_join_context(self)
         if in_join:
+            hook = None if self._join_hook is None else self._join_hook()
+            if hook is not None:
+                hook.check_step()
             with self.engine.collectives.explained_errors("step() in a join context"):
                 Join.notify_join_context(self)
         self.engine.check_replicas(self.wait)
@@ -367,7 +372,9 @@ class ZeroRedundancyOptimizer(OwnedStateOptimizer, Joinable):
             self.engine.check_replicas(self.wait)
             joined_step(self.engine, self.param_groups)
 
-        return ZeROJoinHook(step_without_inputs, self.engine, lambda: self.param_groups, kwargs.get("model"))
+        hook = ZeROJoinHook(step_without_inputs, self.engine, lambda: self.param_groups, kwargs.get("model"))
+        self._join_hook = weakref.ref(hook)
+        return hook
 
     @property
     def join_device(self) -> torch.device:

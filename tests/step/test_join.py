@@ -26,7 +26,7 @@ from onecopy import (
     reduce_scatter_hook,
 )
 from onecopy.step import join
-from tests.support.failures import expect_failure_of, expect_no_memory, failing
+from tests.support.failures import expect, expect_failure_of, expect_no_memory, failing, failure_of
 from tests.support.harness import distributed
 from tests.support.models import (
     assert_equal,
@@ -382,6 +382,20 @@ def test_accumulation_without_synchronising_equals_plain_ddp(
 
 
 # What is refused
+
+
+@distributed(2, 3)
+def test_a_step_after_a_pass_without_synchronising_is_refused(world_size: int) -> None:
+    ddp, optimizer, joinables = accumulating("with DDP", small_model)
+
+    def run() -> None:
+        with Join(joinables, model=ddp), ddp.no_sync():
+            small_loss(ddp, 0).backward()
+            optimizer.step()
+
+    expect(failure_of(run), RuntimeError, rf"rank {dist.get_rank()}: step\(\) after a pass under no_sync\(\)")
+    small_loss(ddp, 0).backward()
+    optimizer.step()  # outside a join context
 
 
 @distributed(2)

@@ -91,6 +91,14 @@ class ZeROJoinHook(JoinHook):
         self._groups = groups
         self._model = model
 
+    def check_step(self) -> None:
+        """Raise before a step of an active rank, if its last pass ran under ``no_sync()``."""
+        if self._model is not None and accumulates(self._model):
+            raise RuntimeError(
+                f"rank {self._engine.collectives.group_rank}: step() after a pass under no_sync(), in a join context. "
+                f"{RULE}"
+            )
+
     def main_hook(self) -> None:
         """Take part in one step of the active ranks, unless their last pass ran under ``no_sync()``."""
         if self._model is None or not accumulates(self._model):
@@ -98,6 +106,7 @@ class ZeROJoinHook(JoinHook):
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Give all ranks the options of a last joiner, whose scheduler may have run after its last step."""
+        self._model = None
         call = "leaving the join context"
         collectives, groups = self._engine.collectives, self._groups()
         flags = [row[0] for row in collectives.all_gather_flags([int(is_last_joiner)], call)]

@@ -20,10 +20,10 @@ from onecopy.layout import ShardBy, extend
 from onecopy.state_dict.gather import Consolidated, consolidated
 from onecopy.state_dict.load import load
 from onecopy.state_dict.serving import StateDictServer
+from onecopy.step.consistency import optimizer_facts, sharding_facts
 from onecopy.step.debug_log import log_layout
-from onecopy.step.engine import Engine, StepSchedule, change_and_share
+from onecopy.step.engine import Engine, StepGuards, StepSchedule, change_and_share
 from onecopy.step.gradient_norm import clip, total_norm
-from onecopy.step.guarded_step import StepGuards
 from onecopy.step.inner_optimizer import InnerOptimizer
 from onecopy.step.join import ZeROJoinHook, active_step, joined_step
 from onecopy.step.master_weights import STATE_DICT_KEY, MasterWeightPolicy
@@ -32,7 +32,6 @@ from onecopy.step.owned_shards import param_or_view, separate_view
 from onecopy.step.owned_state import OwnedState, OwnedStateOptimizer
 from onecopy.step.parameter_groups import Group, device_of, normalise, normalise_group, plan_params
 from onecopy.step.parameter_storage import storage_class_for
-from onecopy.step.rank_comparison import optimizer_facts, sharding_facts
 
 
 class ZeroRedundancyOptimizer(OwnedStateOptimizer, Joinable):

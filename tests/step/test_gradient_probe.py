@@ -22,7 +22,7 @@ from onecopy import (
     hook_with_zero_step,
     reduce_scatter_hook,
 )
-from onecopy.step.gradient_probe import STEPS
+from onecopy.step.checks import STEPS
 from tests.support.harness import distributed
 from tests.support.models import small_model
 
@@ -54,7 +54,7 @@ def probing(optimizer: ZeroRedundancyOptimizer) -> bool:
     """Whether the next step would compare gradients."""
     probe: Any = optimizer.engine.gradient_probe
     probe.sample(optimizer.engine.params)
-    return probe.take_flag() is not None
+    return probe.take() is not None
 
 
 def sgd(model: nn.Module, **options: Any) -> ZeroRedundancyOptimizer:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from onecopy.step.parameter_groups import normalise, normalise_group, plan_params
-from onecopy.step.rank_comparison import options_text
+from onecopy.step.consistency import options_text
 from tests.support.harness import distributed
 
 

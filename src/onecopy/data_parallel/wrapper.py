@@ -173,8 +173,8 @@ class ShardedDataParallel(nn.Module, Joinable):
             for plan in plans:
                 engine = plan.optimizer.engine
                 gradient_sources.append(take_over(plan, to_convert, self.mixed_precision))
-                engine.share_flags(flags)
-                pipeline = PipelinedStep(engine, overlap_forward, len(plans) == 1, policy.replicas, flags)
+                engine.share_flags(flags, policy.replicas)
+                pipeline = PipelinedStep(engine, overlap_forward, len(plans) == 1, policy.replicas is not None)
                 self._pipelines.append((plan.optimizer, pipeline))
                 for bucket_plan in plan.buckets:
                     params = [engine.params[index] for index in bucket_plan.params]

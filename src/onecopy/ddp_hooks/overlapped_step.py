@@ -38,13 +38,11 @@ from onecopy.common.torch_private import after_backward, in_backward, version_of
 from onecopy.ddp_hooks.bucket_assignment import DDPBucketAssignment, DDPBucketAssignmentCache, GradBucket
 from onecopy.ddp_hooks.overlap_info import BucketUpdate, OverlapInfo, OverlapSettings
 from onecopy.ddp_hooks.worker import TaskWorker
+from onecopy.step.consistency import StepStatus, options_text
 from onecopy.step.engine import Engine
-from onecopy.step.gradient_scale_check import UNKNOWN
 from onecopy.step.group_options import OptionsSnapshot
 from onecopy.step.join_handover import read_handover, write_handover
 from onecopy.step.parameter_groups import Group
-from onecopy.step.rank_comparison import options_text
-from onecopy.step.status import make_status
 
 Hook = Callable[[Any, Any], "Future[Any]"]
 
@@ -73,7 +71,7 @@ class OverlappedStep:
         self._groups = groups
         self._collectives = collectives
         # On the optimizer's own group, flags are read in the order of all its updates, also those of step().
-        self._status = engine.status if collectives is engine.collectives else make_status(collectives)
+        self._status = engine.status if collectives is engine.collectives else StepStatus(collectives)
         self._worker = worker
         self._hook = hook
         self._settings = settings
@@ -321,7 +319,7 @@ class OverlappedStep:
         info.wait_for_broadcasts()
         groups = self._groups()
         facts = self._engine.facts(groups, [True] * len(self._engine.params))
-        self._status.exchange(facts, UNKNOWN, info.update_failure.error, CALL)
+        self._status.exchange(facts, info.update_failure.error, CALL)
         info.update_failure.raise_if_any()
         inner = self._engine.inner
         inner.pull_options(groups)

@@ -103,6 +103,18 @@ def test_a_call_of_the_module_inside_ddp_is_noticed(world_size: int) -> None:
 
 
 @distributed(2)
+def test_one_gradient_that_is_equal_everywhere_does_not_silence_it(world_size: int) -> None:
+    """Under ``.sum()`` the gradient of the last bias is the number of samples, on every rank."""
+    model = small_model()
+    optimizer = sgd(model)
+    with pytest.raises(GradientsNotReducedWarning, match="In 3 steps most of the gradients"):  # noqa: PT012
+        for step in range(LOOPS):
+            optimizer.zero_grad()
+            model(inputs(step)).sum().backward()
+            step_with_alarm(optimizer)
+
+
+@distributed(2)
 def test_a_closure_is_no_obstacle(world_size: int) -> None:
     model = small_model()
     optimizer = sgd(model)

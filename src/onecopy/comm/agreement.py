@@ -108,7 +108,7 @@ class Vote:
         return (low & mask, high & mask) if high >> _RANK_BITS != low >> _RANK_BITS else None
 
 
-def cast(
+def vote_row(
     collectives: Collectives,
     call: str,
     failed: bool,
@@ -275,7 +275,7 @@ class FailTogether:
             return self.flag  # the block's own exception is raised by the with statement
         digest = flag_digest(f"{fact.subject}\0{fact.value}\0".encode(errors="backslashreplace") for fact in self.facts)
         failed = error is not None
-        row = cast(collectives, self._call, failed, [digest], at_once=True, number=int(self.flag))
+        row = vote_row(collectives, self._call, failed, [digest], at_once=True, number=int(self.flag))
         vote = vote_at_once(collectives, row, self._call)
         if vote.failed_rank is not None:
             raise_together(collectives, self._call, error)

@@ -11,7 +11,7 @@ from itertools import chain
 
 from torch import Tensor
 
-from onecopy.comm.agreement import Vote, cast, check_late, raise_together
+from onecopy.comm.agreement import Vote, check_late, raise_together, vote_row
 from onecopy.data_parallel.gradient_buckets import GradientBucket, GradState
 from onecopy.errors import RanksDisagreeError
 
@@ -49,7 +49,7 @@ class PassVote:
         ]
         self.knows_others = 0 not in codes
         self._at_once = not self._collectives.defers_host_reads
-        self.row = cast(
+        self.row = vote_row(
             self._collectives,
             CALL,
             failure is not None,

@@ -11,13 +11,13 @@ from onecopy.comm.agreement import (
     UPDATED,
     Fact,
     Vote,
-    cast,
     check_late,
     differences,
     raise_difference,
     raise_together,
     start_vote,
     vote_at_once,
+    vote_row,
 )
 from onecopy.comm.collectives import Collectives
 from onecopy.comm.status_flags import DeferredFlags
@@ -130,7 +130,7 @@ class StepStatus:
         found = guard.take_flag() if guard is not None else None
         probed = probe.take() if probe is not None else None
         digests = [] if facts is None else facts.digests()
-        row = cast(
+        row = vote_row(
             collectives,
             call,
             failure is not None,

@@ -62,14 +62,12 @@ class _BackwardPass:
         failure: the first failure of this rank in the pass.
         next_bucket: the position of the bucket that is launched next.
         in_flight: the buckets that are not added up yet, in the order of their launch.
-        sending: buckets that are added up, but whose messages may still leave until the pass ends.
     """
 
     number: int
     failure: FirstFailure = field(default_factory=FirstFailure)
     next_bucket: int = 0
     in_flight: deque[_BucketInFlight] = field(default_factory=deque)
-    sending: list[_BucketInFlight] = field(default_factory=list)
 
 
 class BackwardReducer:
@@ -238,10 +236,7 @@ class BackwardReducer:
         oldest = current.in_flight.popleft()
         self._streams[oldest.bucket.device].note()
         oldest.bucket.add_up(oldest.reduction)
-        if oldest.reduction.ends_with_pass:
-            current.sending.append(oldest)
-        else:
-            oldest.end(self._pool)
+        oldest.end(self._pool)
 
     def end_pass(self) -> None:
         """End a backward pass: reduce the remaining buckets and set ``param.grad``."""
@@ -262,8 +257,6 @@ class BackwardReducer:
             work = start_vote(collectives, vote.row, CALL, self._policy.replicas)
             while current.in_flight:
                 self._add_up_oldest(current)
-            for sending in current.sending:
-                sending.end(self._pool)
             if not collectives.defers_host_reads:
                 work.wait()
         if not collectives.defers_host_reads:

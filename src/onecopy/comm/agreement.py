@@ -55,6 +55,9 @@ _NUMBERS = 10
 """Number of other numbers: whether the row is read later, one number of the caller, and the eight of a probe."""
 
 _FIRST_NUMBER = 1 + 2 * _EQUAL
+VOTE_BYTES = 8 * (_FIRST_NUMBER + _NUMBERS)
+"""The length of a row."""
+
 _POSITION = re.compile(r"group\d+\[\d+\]")
 
 

@@ -17,7 +17,7 @@ Where a vote is cast anyway, as in ``step()``, :class:`FirstFailure` keeps the e
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from types import TracebackType
@@ -146,53 +146,55 @@ def start_vote(collectives: Collectives, row: Tensor, call: str, replicas: Colle
 
 
 def vote_at_once(collectives: Collectives, row: Tensor, call: str, replicas: Collectives | None = None) -> Vote:
-    """Exchange a row and read it; raise on all ranks if one of them is in another call."""
+    """Exchange a row and read it."""
     with collectives.explained_errors(call):
         collectives.largest_row(row)
         if replicas is not None:
             replicas.largest_row(row)
-    vote = Vote(row.tolist())
-    calls_differ = vote.different(0)
-    if calls_differ is None:
-        return vote
-    if vote.read_later or replicas is not None:
-        places = f"Global ranks {calls_differ[0]} and {calls_differ[1]} differ; this rank: {call}"
-    else:
-        calls = [name.decode() for name in collectives.all_gather_bytes(call.encode(), "naming the calls")]
-        places = "; ".join(f"rank {group_rank}: {name}" for group_rank, name in enumerate(calls))
-    raise RanksDisagreeError(
-        f"rank {collectives.group_rank}: the ranks are at different calls. {places}. All ranks must make these calls, "
-        "in the same order, and none of them inside `if rank == 0:`."
-    )
+    return Vote(row.tolist())
 
 
-def check_late(vote: Vote, collectives: Collectives, call: str, values: Sequence[str] = ()) -> None:
-    """Raise if a row that is read after its call tells that a rank has failed, or that the ranks differ.
+def check_vote(
+    vote: Vote,
+    collectives: Collectives,
+    call: str,
+    failure: Exception | None = None,
+    values: Sequence[str] = (),
+    facts: Callable[[], Sequence[Fact]] | None = None,
+    remedy: str = REMEDY,
+) -> None:
+    """Raise on every rank if a rank has failed, if the ranks are in different calls, or if their values differ.
+
+    A rank raises its own failure, the other ranks a :class:`PeerFailedError` with its message. A row that is read later
+    only tells which ranks have failed or differ.
 
     Args:
-        vote: the row.
+        vote: the row of all ranks.
         collectives: the ranks.
         call: the name of the call that has exchanged the row.
+        failure: this rank's failure in the call.
         values: what the digests in the row are of.
+        facts: returns what must be equal, as text, which is gathered to name the first difference.
+        remedy: the sentence that ends the error about it.
     """
-    here, previous = collectives.group_rank, f"the previous {call.removeprefix('the ')}"
+    here, at_once = f"rank {collectives.group_rank}", not vote.read_later
+    different = vote.different(0)
+    if different is not None:
+        _raise_different_calls(vote, different, collectives, call)
+    previous = call if at_once else f"the previous {call.removeprefix('the ')}"
     if vote.failed_rank is not None:
-        raise PeerFailedError(
-            f"rank {here}: {previous} failed on global rank {vote.failed_rank}; see its own error. {UPDATED}"
-        )
-    difference = differences(vote, ["calls", *values], 0)
-    if difference:
-        raise RanksDisagreeError(f"rank {here}: the ranks disagree in {previous}: {difference}. {UPDATED}")
-
-
-def differences(vote: Vote, values: Sequence[str], first: int = 1) -> str:
-    """A text that says which ranks differ in which of the values, the first of which is at this place; or ""."""
-    found = []
-    for place, value in enumerate(values, first):
-        ranks = vote.different(place)
-        if ranks is not None:
-            found.append(f"global ranks {ranks[0]} and {ranks[1]} have different {value}")
-    return ", ".join(found)
+        if at_once:
+            _raise_together(collectives, call, failure)
+        raise PeerFailedError(f"{here}: {previous} failed on global rank {vote.failed_rank}; see its error. {UPDATED}")
+    found = [
+        f"global ranks {ranks[0]} and {ranks[1]} have different {value}"
+        for place, value in enumerate(values, 1)
+        if (ranks := vote.different(place)) is not None
+    ]
+    if found:
+        if at_once and facts is not None:
+            _raise_first_difference(collectives, call, facts(), remedy)
+        raise RanksDisagreeError(f"{here}: the ranks disagree in {previous}: {', '.join(found)}. {UPDATED}")
 
 
 class FirstFailure:
@@ -280,18 +282,23 @@ class FailTogether:
         failed = error is not None
         row = vote_row(collectives, self._call, failed, [digest], at_once=True, number=int(self.flag))
         vote = vote_at_once(collectives, row, self._call)
-        if vote.failed_rank is not None:
-            raise_together(collectives, self._call, error)
-        if vote.different(1):
-            raise_difference(collectives, self._call, self.facts, self._remedy)
+        check_vote(vote, collectives, self._call, error, ["arguments"], lambda: self.facts, self._remedy)
         return bool(vote.number)
 
 
-def raise_together(collectives: Collectives, call: str, failure: Exception | None) -> NoReturn:
-    """Raise on every rank: its own failure if it has one, else a :class:`PeerFailedError` with the first message.
+def _raise_different_calls(vote: Vote, different: Sequence[int], collectives: Collectives, call: str) -> NoReturn:
+    if vote.read_later:
+        places = f"Global ranks {different[0]} and {different[1]} differ; this rank: {call}"
+    else:
+        calls = [name.decode() for name in collectives.all_gather_bytes(call.encode(), "naming the calls")]
+        places = "; ".join(f"rank {group_rank}: {name}" for group_rank, name in enumerate(calls))
+    raise RanksDisagreeError(
+        f"rank {collectives.group_rank}: the ranks are at different calls. {places}. All ranks must make these calls, "
+        "in the same order, and none of them inside `if rank == 0:`."
+    )
 
-    All ranks make this call together, once they know that one of them has failed.
-    """
+
+def _raise_together(collectives: Collectives, call: str, failure: Exception | None) -> NoReturn:
     messages = collectives.all_gather_bytes(_message(failure), call)
     if failure is not None:
         raise failure
@@ -301,12 +308,12 @@ def raise_together(collectives: Collectives, call: str, failure: Exception | Non
             f"global rank {collectives.global_rank}: {call} failed in another replica; see its own error"
         )
     raise PeerFailedError(
-        f"rank {collectives.group_rank}: {call} failed on {ranks_text(failed)}: {messages[failed[0]].decode()}"
+        f"rank {collectives.group_rank}: {call} failed on {_ranks_text(failed)}: {messages[failed[0]].decode()}"
     )
 
 
-def raise_difference(collectives: Collectives, call: str, facts: Sequence[Fact], remedy: str = REMEDY) -> None:
-    """Gather the facts of all ranks, and raise an error that names the first one that differs, if one does."""
+def _raise_first_difference(collectives: Collectives, call: str, facts: Sequence[Fact], remedy: str) -> None:
+    """Raise, unless the facts differ only between the replicas of a mesh."""
     mine = tagged_json.dumps([[fact.subject, fact.value] for fact in facts])
     everyone = [tagged_json.loads(text) for text in collectives.all_gather_bytes(mine, call)]
     longest = max(len(rows) for rows in everyone)
@@ -317,11 +324,15 @@ def raise_difference(collectives: Collectives, call: str, facts: Sequence[Fact],
         holders: dict[str, list[int]] = {}
         for group_rank, row in enumerate(rows):
             holders.setdefault(f"{row[0]}: {row[1]}" if row else "nothing more", []).append(group_rank)
-        details = "; ".join(f"{ranks_text(ranks)}: {text}" for text, ranks in holders.items())
+        details = "; ".join(f"{_ranks_text(ranks)}: {text}" for text, ranks in holders.items())
         hint = f" {NAMES_HINT}" if _POSITION.search(details) else ""
         raise RanksDisagreeError(
             f"rank {collectives.group_rank}: the ranks disagree in {call}. First difference: {details}. {remedy}{hint}"
         )
+
+
+def _ranks_text(ranks: Sequence[int]) -> str:
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
 
 
 def _message(failure: Exception | None) -> bytes:
@@ -333,11 +344,6 @@ def _message(failure: Exception | None) -> bytes:
     except Exception:
         text = "(its text cannot be read)"
     return f"{type(failure).__name__}: {text}".encode(errors="backslashreplace")
-
-
-def ranks_text(ranks: Sequence[int]) -> str:
-    """Ranks as text, such as "ranks 1, 3"."""
-    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
 
 
 @lru_cache

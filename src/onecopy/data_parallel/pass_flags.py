@@ -11,7 +11,7 @@ from itertools import chain
 
 from torch import Tensor
 
-from onecopy.comm.agreement import Vote, check_late, raise_together, vote_row
+from onecopy.comm.agreement import Vote, check_vote, vote_row
 from onecopy.data_parallel.gradient_buckets import GradientBucket, GradState
 from onecopy.errors import RanksDisagreeError
 
@@ -48,22 +48,18 @@ class PassVote:
             for param, has in zip(params, chain(*self.present), strict=True)
         ]
         self.knows_others = 0 not in codes
-        self._at_once = not self._collectives.defers_host_reads
         self.row = vote_row(
             self._collectives,
             CALL,
             failure is not None,
-            at_once=self._at_once,
+            at_once=not self._collectives.defers_host_reads,
             rest=[*codes, *(-code for code in codes)],
         )
 
     def check(self, row: Tensor) -> None:
         """Raise if the row of all ranks tells of a failure; else note which parameters have a gradient on any rank."""
         vote = Vote(row.tolist())
-        if not self._at_once:
-            check_late(vote, self._collectives, CALL)
-        elif vote.failed_rank is not None:
-            raise_together(self._collectives, CALL, self._failure)
+        check_vote(vote, self._collectives, CALL, self._failure)
         count = len(vote.rest) // 2
         codes, negated = vote.rest[:count], vote.rest[count:]
         place = 0

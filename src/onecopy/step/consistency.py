@@ -7,22 +7,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from onecopy.comm.agreement import (
-    UPDATED,
-    Fact,
-    Vote,
-    check_late,
-    differences,
-    raise_difference,
-    raise_together,
-    start_vote,
-    vote_at_once,
-    vote_row,
-)
+from onecopy.comm.agreement import Fact, Vote, check_vote, start_vote, vote_at_once, vote_row
 from onecopy.comm.collectives import Collectives
 from onecopy.comm.status_flags import DeferredFlags
 from onecopy.common.digests import flag_digest
-from onecopy.errors import RanksDisagreeError
 from onecopy.layout import Layout, ShardBy
 from onecopy.step.checks import GradientProbe
 from onecopy.step.group_options import options_of
@@ -139,32 +127,20 @@ class StepStatus:
             number=0 if found is None else found,
             probes=probed,
         )
-        if not at_once:
-            work = start_vote(collectives, row, call, self._replicas)
 
-            def check(values: Tensor) -> None:
-                vote = Vote(values.tolist())
-                check_late(vote, collectives, call, COMPARED)
-                if guard is not None:
-                    guard.found(vote.number)
-                if probe is not None:
-                    probe.compare(vote.probes)
+        def check(values: Tensor) -> None:
+            vote = Vote(values.tolist())
+            check_vote(vote, collectives, call, failure, COMPARED, None if facts is None else facts.as_text)
+            if guard is not None:
+                guard.found(vote.number)
+            if probe is not None:
+                probe.compare(vote.probes)
 
-            self._last = self._queue.put(row, work, check)
-            return
-        vote = vote_at_once(collectives, row, call, self._replicas)
-        if vote.failed_rank is not None:
-            raise_together(collectives, call, failure)
-        difference = differences(vote, COMPARED)
-        if difference and facts is not None:
-            raise_difference(collectives, call, facts.as_text())
-            raise RanksDisagreeError(
-                f"rank {collectives.group_rank}: the replicas of the mesh disagree in {call}: {difference}. {UPDATED}"
-            )
-        if guard is not None:
-            guard.found(vote.number)
-        if probe is not None:
-            probe.compare(vote.probes)
+        if at_once:
+            vote_at_once(collectives, row, call, self._replicas)
+            check(row)
+        else:
+            self._last = self._queue.put(row, start_vote(collectives, row, call, self._replicas), check)
 
 
 def layout_facts(layout: Layout, shard_by: ShardBy) -> list[Fact]:

@@ -29,9 +29,8 @@ from onecopy.common.profiler_ranges import profile_range
 from onecopy.data_parallel.parameter_buckets import ParameterBuckets
 from onecopy.step.consistency import CALL
 from onecopy.step.engine import Engine
-from onecopy.step.group_options import OptionsSnapshot
 from onecopy.step.owned_shards import OwnedShard
-from onecopy.step.parameter_groups import Group
+from onecopy.step.parameter_groups import Group, OptionsSnapshot
 
 
 @dataclass(frozen=True, slots=True)

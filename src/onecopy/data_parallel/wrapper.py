@@ -38,10 +38,9 @@ from onecopy.data_parallel.optimizer_takeover import (
 )
 from onecopy.data_parallel.pipelined_step import PipelinedStep
 from onecopy.optimizer import ZeroRedundancyOptimizer
-from onecopy.step.debug_log import log_layout
-from onecopy.step.engine import Engine, collectives_of
-from onecopy.step.gradient_norm import clip, total_norm
+from onecopy.step.engine import Engine, collectives_of, log_layout
 from onecopy.step.join import JOIN_REFUSAL
+from onecopy.step.norms import clip, total_norm
 
 _CONSTRUCTING = "constructing ShardedDataParallel"
 

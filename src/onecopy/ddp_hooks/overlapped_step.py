@@ -40,8 +40,7 @@ from onecopy.ddp_hooks.overlap_info import BucketUpdate, OverlapInfo, OverlapSet
 from onecopy.ddp_hooks.worker import TaskWorker
 from onecopy.step.consistency import StepStatus, options_text
 from onecopy.step.engine import Engine
-from onecopy.step.group_options import OptionsSnapshot
-from onecopy.step.parameter_groups import Group
+from onecopy.step.parameter_groups import Group, OptionsSnapshot
 
 Hook = Callable[[Any, Any], "Future[Any]"]
 

@@ -13,9 +13,8 @@ from onecopy.comm.status_flags import DeferredFlags
 from onecopy.common.digests import flag_digest
 from onecopy.layout import Layout, ShardBy
 from onecopy.step.checks import GradientProbe
-from onecopy.step.group_options import options_of
 from onecopy.step.nonfinite import NonfiniteGuard
-from onecopy.step.parameter_groups import Group, first_places
+from onecopy.step.parameter_groups import Group, first_places, options_of
 
 CALL = "step()"
 """The name of the call in which the ranks vote on a step, except inside a backward pass."""

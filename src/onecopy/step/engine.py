@@ -7,6 +7,7 @@ inside the backward pass, ``data_parallel/pipelined_step.py`` bucket by bucket.
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,6 +24,7 @@ from onecopy.comm.collectives import Collectives
 from onecopy.comm.status_flags import DeferredFlags
 from onecopy.common.flat_views import is_dense
 from onecopy.common.profiler_ranges import profiled
+from onecopy.common.torch_private import debug_enabled
 from onecopy.layout import Layout, ParamSpec
 from onecopy.step.checks import GradientProbe, ReplicaCheck
 from onecopy.step.consistency import CALL, StepFacts, StepStatus
@@ -31,7 +33,7 @@ from onecopy.step.inner_optimizer import InnerOptimizer
 from onecopy.step.nonfinite import NonfiniteGuard
 from onecopy.step.owned_shards import gradient_range
 from onecopy.step.parameter_groups import Group
-from onecopy.step.parameter_storage import Storage
+from onecopy.step.storage import Storage
 
 StepSchedule = Callable[["Engine", Sequence[Group], Callable[[], Any] | None, dict[str, Any]], Any]
 """Makes one step with an engine, parameter groups, a closure and further arguments, and returns the closure's loss."""
@@ -454,3 +456,24 @@ def sharded_collectives(optimizers: Sequence[object]) -> Collectives | None:
 def collectives_of(optimizers: Sequence[object]) -> Collectives:
     """The ranks of the first sharded optimizer, or all ranks if there is none. Raises nothing for wrong arguments."""
     return sharded_collectives(optimizers) or Collectives()
+
+
+logger = logging.getLogger(__name__)
+
+
+def log_layout(engine: Engine) -> None:
+    """Log the shards and messages of this rank, and on rank 0 the whole layout."""
+    if not debug_enabled():
+        return
+    layout, group_rank = engine.layout, engine.collectives.group_rank
+    logger.info(
+        "rank %d owns %d of %d elements in %d shards; %d messages a step, %d bytes of staging",
+        group_rank,
+        layout.elements_per_rank[group_rank],
+        sum(layout.elements_per_rank),
+        len(layout.owned_by(group_rank)),
+        engine.sharing.messages,
+        engine.sharing.staging_bytes,
+    )
+    if group_rank == 0:
+        logger.info("%s", layout)

@@ -34,9 +34,8 @@ from onecopy.common.torch_private import accumulates
 from onecopy.errors import PeerFailedError, RanksDisagreeError
 from onecopy.layout import Shard
 from onecopy.step.engine import Engine
-from onecopy.step.group_options import options_of, replace_options
 from onecopy.step.owned_shards import gradient_range
-from onecopy.step.parameter_groups import Group
+from onecopy.step.parameter_groups import Group, options_of, replace_options
 
 CALL = "step() in a join context"
 

@@ -17,7 +17,6 @@ from onecopy.bench.models import Sizes
 from onecopy.bench.variants import VARIANTS, YARDSTICK, Trained, difference
 from onecopy.comm.buffer_pool import BufferPool
 from onecopy.comm.collectives import Collectives
-from onecopy.comm.pairwise_exchange import PairwiseExchange, message_lengths, sum_into
 
 TIMED = 2
 """The number of timed steps in a turn."""
@@ -152,7 +151,6 @@ def primitives(sizes: Sizes, repeats: int = 5) -> dict[str, list[tuple[float, fl
     flat = torch.zeros(count)
     parts = list(flat.view(ranks, -1))
     mine, pool, tag = torch.empty_like(parts[0]), BufferPool(), collectives.reserve_tags()
-    lengths = message_lengths([mine.numel()], ranks, mine.element_size())
 
     def share() -> None:
         works = [collectives.broadcast(part, owner) for owner, part in enumerate(parts)]
@@ -160,15 +158,7 @@ def primitives(sizes: Sizes, repeats: int = 5) -> dict[str, list[tuple[float, fl
             work.wait()
 
     def reduce() -> None:
-        messages, outputs = [part.split(lengths) for part in parts], mine.split(lengths)
-        exchange = PairwiseExchange(
-            collectives, messages, lengths, mine.dtype, mine.device, pool, tag, outputs, in_turns=True
-        )
-        own = messages[collectives.group_rank]
-        for output, values, rows in zip(outputs, own, exchange.arrivals(), strict=True):
-            rows.insert(collectives.group_rank, values)
-            sum_into(output, rows, 0.5)
-        exchange.end()
+        collectives.reduce_scatter([[part] for part in parts], [mine], flat, 1 / ranks, pool, tag).wait()
 
     actions: dict[str, Callable[[], object]] = {
         "all-reduce": lambda: dist.all_reduce(flat),

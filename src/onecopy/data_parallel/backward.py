@@ -30,8 +30,8 @@ import torch
 from torch import Tensor
 
 from onecopy.comm.agreement import FirstFailure, raise_together
-from onecopy.comm.bucket_reduce_scatter import InFlightReduction
 from onecopy.comm.buffer_pool import BufferPool
+from onecopy.comm.reduce_scatter import Reduction
 from onecopy.comm.side_stream import UsedStreams
 from onecopy.comm.status_flags import DeferredFlags, flags_on
 from onecopy.comm.work import Work
@@ -42,19 +42,6 @@ from onecopy.data_parallel.pass_flags import PassFlags, check_row, frozen_on_som
 from onecopy.data_parallel.sharded_gradients import ShardGrad
 
 
-@dataclass(frozen=True, slots=True)
-class _BucketInFlight:
-    """A bucket and its reduction, which reads the bucket's gradients until it has ended."""
-
-    bucket: GradientBucket
-    reduction: InFlightReduction
-
-    def end(self, pool: BufferPool) -> None:
-        """End the reduction and release the gradients."""
-        self.reduction.end()
-        self.bucket.release_gradients(pool)
-
-
 @dataclass(slots=True)
 class _BackwardPass:
     """One backward pass.
@@ -63,15 +50,13 @@ class _BackwardPass:
         number: autograd's number of the pass.
         failure: the first failure of this rank in the pass.
         next_bucket: the position of the bucket that is launched next.
-        in_flight: the buckets that are not added up yet, in the order of their launch.
-        sending: buckets that are added up, but whose messages may still leave until the pass ends.
+        in_flight: the buckets that are not added up yet, in the order of their launch, each with its reduction.
     """
 
     number: int
     failure: FirstFailure = field(default_factory=FirstFailure)
     next_bucket: int = 0
-    in_flight: deque[_BucketInFlight] = field(default_factory=deque)
-    sending: list[_BucketInFlight] = field(default_factory=list)
+    in_flight: deque[tuple[GradientBucket, Reduction]] = field(default_factory=deque)
 
 
 class BackwardReducer:
@@ -132,7 +117,7 @@ class BackwardReducer:
         self._pass = _BackwardPass(number)
         self._no_sync_owners.clear()
         for bucket in self._buckets:
-            bucket.begin_pass(self._pool)
+            bucket.begin_pass()
         reducer = weakref.ref(self)
 
         def end() -> None:
@@ -187,7 +172,7 @@ class BackwardReducer:
             return
         with self._lock:
             try:  # not `with current.failure`, which takes longer: this runs for every parameter
-                bucket.put(position, param.grad, self._pool)
+                bucket.put(position, param.grad)
                 param.grad = None
                 while (
                     current.next_bucket < len(self._buckets) and self._buckets[current.next_bucket].pending_count == 0
@@ -214,7 +199,7 @@ class BackwardReducer:
         """Take part in a backward pass of the other ranks, with zeros, on a rank without inputs (uneven inputs)."""
         self._pass = current = _BackwardPass(-1)
         for bucket in self._buckets:
-            bucket.begin_pass(self._pool)
+            bucket.begin_pass()
             bucket.allocate_shard()
             for param in bucket.params:
                 param.grad = None
@@ -234,15 +219,15 @@ class BackwardReducer:
         number = current.next_bucket
         bucket = self._buckets[number]
         current.next_bucket += 1
-        while sum(each.bucket.nbytes for each in current.in_flight) >= bucket.transport.gradient_bytes_in_flight:
+        most = 2 * self._policy.collectives.bucket_bytes(bucket.device)
+        while sum(each.nbytes for each, _ in current.in_flight) >= most:
             self._add_up_oldest(current)
         with current.failure:
             if not current.failure:  # after a failure nothing is reduced, and no_sync() gradients stay in param.grad
                 self._put_no_sync_grads(bucket)
         with profile_range("onecopy.reduce"):
             self._streams[bucket.device].note()
-            reduction = bucket.launch(self._pool, self._tags + number, is_last=number == len(self._buckets) - 1)
-        current.in_flight.append(_BucketInFlight(bucket, reduction))
+            current.in_flight.append((bucket, bucket.launch(self._pool, self._tags + number)))
 
     def _put_no_sync_grads(self, bucket: GradientBucket) -> None:
         """Put gradients of ``no_sync()`` passes into the bucket, for parameters that this pass does not use."""
@@ -251,18 +236,14 @@ class BackwardReducer:
                 continue
             if bucket.was_zeroed(position):
                 bucket.has_reduced_grad[position] = False
-            bucket.put(position, param.grad, self._pool)
+            bucket.put(position, param.grad)
             param.grad = None
 
     def _add_up_oldest(self, current: _BackwardPass) -> None:
         """Add up the bucket that has been in flight for the longest time."""
-        oldest = current.in_flight.popleft()
-        self._streams[oldest.bucket.device].note()
-        oldest.bucket.add_up(oldest.reduction)
-        if oldest.reduction.ends_with_pass:
-            current.sending.append(oldest)
-        else:
-            oldest.end(self._pool)
+        bucket, reduction = current.in_flight.popleft()
+        self._streams[bucket.device].note()
+        bucket.add_up(reduction, self._pool)
 
     def end_pass(self) -> None:
         """End a backward pass: reduce the remaining buckets and set ``param.grad``."""
@@ -283,8 +264,6 @@ class BackwardReducer:
             work = collectives.all_reduce(row, largest=True)
             while current.in_flight:
                 self._add_up_oldest(current)
-            for sending in current.sending:
-                sending.end(self._pool)
             if replicas is not None:
                 work = replicas.all_reduce_after(work, row, largest=True)
             if not collectives.defers_host_reads:

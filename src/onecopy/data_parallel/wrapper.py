@@ -15,7 +15,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from onecopy.comm.agreement import Fact, FailTogether
 from onecopy.comm.status_flags import DeferredFlags
-from onecopy.comm.transports import transport_for
 from onecopy.common.nested_tensors import cast_floating, tensors_in
 from onecopy.common.torch_private import accumulates_into_leaves, in_backward, in_join_context
 from onecopy.data_parallel.argument_checks import (
@@ -39,7 +38,6 @@ from onecopy.data_parallel.optimizer_takeover import (
     take_over,
 )
 from onecopy.data_parallel.pipelined_step import PipelinedStep
-from onecopy.data_parallel.sparse_rows import RowBucket, embeddings_to_send_by_rows
 from onecopy.optimizer import ZeroRedundancyOptimizer
 from onecopy.step.debug_log import log_layout
 from onecopy.step.engine import Engine, collectives_of
@@ -118,8 +116,8 @@ class ShardedDataParallel(nn.Module, Joinable):
             check_mixed_precision(mixed_precision)
             check_module(module, optimizers)
             if bucket_bytes is None:
-                bucket_bytes = transport_for(collectives, next(module.parameters()).device).bucket_bytes
-            embeddings = embeddings_to_send_by_rows(module, collectives) if sparse_embeddings else []
+                bucket_bytes = collectives.bucket_bytes(next(module.parameters()).device)
+            embeddings: list[nn.Embedding] = []
             row_params = {id(embedding.weight) for embedding in embeddings}
             plans = [plan_optimizer(module, each, bucket_bytes, mixed_precision, row_params) for each in optimizers]
             check_uses(module, uses, overlap_forward)
@@ -178,8 +176,7 @@ class ShardedDataParallel(nn.Module, Joinable):
                 self._pipelines.append((plan.optimizer, pipeline))
                 for bucket_plan in plan.buckets:
                     params = [engine.params[index] for index in bucket_plan.params]
-                    bucket_class = RowBucket if id(params[0]) in row_params else GradientBucket
-                    bucket = bucket_class(bucket_plan, params, [names[id(param)] for param in params], policy)
+                    bucket = GradientBucket(bucket_plan, params, [names[id(param)] for param in params], policy)
                     buckets.append((max(order[id(param)] for param in params), bucket))
             convert_params(module.parameters(), to_convert, self.mixed_precision)  # parameters that no optimizer has
         for optimizer, pipeline in self._pipelines:

@@ -264,40 +264,41 @@ class Collectives:
             work = dist.all_gather(parts, parts[self.group_rank], group=self.process_group, async_op=True)
         return work
 
-    def reduce_scatter(
-        self,
-        parts: Sequence[Sequence[Tensor]],
-        means: Sequence[Tensor],
-        whole: Tensor | None,
-        scale: float,
-        pool: BufferPool,
-        tag: int,
-    ) -> Work:
-        """Start adding up, over all ranks, the parts that each rank owns, each value times ``scale`` first.
+    def reduce_scatter(self, mean: Tensor, memory: Tensor, lengths: Sequence[int], scale: float) -> Work:
+        """Start adding up, over all ranks, the parts of all ranks, which lie one behind the other.
 
         Args:
-            parts: by owner, its parts: one each, in a buffer that is written; or, where this class
-                :meth:`sends_in_place`, any number, which are only read.
-            means: room for the result of each part of this rank; where it sends in place, it may be the part itself.
-            whole: the memory that the parts divide equally, one after the other; None if their lengths differ.
-            scale: the factor, 1 / the number of ranks, or less with a mesh.
+            mean: room for the sum of this rank's part.
+            memory: the parts. They are overwritten where the backend cannot average.
+            lengths: the number of elements of each part.
+            scale: the factor by which values are multiplied first: 1 / the number of ranks, or less with a mesh.
+        """
+        work: Work = WorkGroup(())
+        if not memory.numel():
+            return work
+        if not self.averages:
+            memory.mul_(scale)
+        op = dist.ReduceOp.AVG if self.averages else dist.ReduceOp.SUM
+        if len(set(lengths)) == 1:
+            work = dist.reduce_scatter_single(mean, memory, op=op, group=self.process_group, async_op=True)
+        else:
+            parts = list(memory.split(list(lengths)))
+            work = dist.reduce_scatter(mean, parts, op=op, group=self.process_group, async_op=True)
+        return work
+
+    def reduce_scatter_in_place(
+        self, pieces: Sequence[Sequence[Tensor]], means: Sequence[Tensor], scale: float, pool: BufferPool, tag: int
+    ) -> Work:
+        """As :meth:`reduce_scatter`, of pieces that lie anywhere; only where this class :meth:`sends_in_place`.
+
+        Args:
+            pieces: by owner, its pieces.
+            means: room for the sum of each piece of this rank, which may be the piece itself.
+            scale: the factor.
             pool: gives memory for what arrives.
             tag: a number that no other reduction in flight between these ranks has.
         """
-        if self.sends_in_place(means[0].device if means else torch.device("cpu")):
-            return PairwiseReduction(self.send, self.receive, parts, means, self.group_rank, scale, pool, tag)
-        sent = [part for (part,) in parts]
-        if not any(map(Tensor.numel, sent)):
-            return WorkGroup(())
-        if not self.averages:
-            torch._foreach_mul_(sent, scale)
-        op = dist.ReduceOp.AVG if self.averages else dist.ReduceOp.SUM
-        work: Work
-        if whole is None:
-            work = dist.reduce_scatter(means[0], sent, op=op, group=self.process_group, async_op=True)
-        else:
-            work = dist.reduce_scatter_single(means[0], whole, op=op, group=self.process_group, async_op=True)
-        return work
+        return PairwiseReduction(self.send, self.receive, pieces, means, self.group_rank, scale, pool, tag)
 
     def _is_gloo(self, device: torch.device) -> bool:
         return self._backends.get(device.type) == "gloo"

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from onecopy.comm import limits
 from onecopy.comm.work import Work
-from onecopy.common.torch_private import zero_each
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,23 +109,19 @@ class InFlight:
         self._staged -= staged
 
 
-def pack(buffer: Tensor, lengths: Sequence[int], parts: Sequence[Tensor | None]) -> None:
-    """Fill a flat buffer with parts of these lengths, one behind the other, and zeros where a part is None."""
+def pack(buffer: Tensor, views: Sequence[Tensor], parts: Sequence[Tensor | None]) -> None:
+    """Copy parts into the views of a flat buffer, which lie one behind the other; nothing reads a view of None."""
     if not buffer.numel():
         return
     if buffer.device.type == "cpu" and all(part is None or part.dtype == buffer.dtype for part in parts):
         # Many small copies on the CPU take several times as long as one concatenation.
         zero = buffer.new_zeros(1)
-        values = [zero.expand(length) if part is None else part for length, part in zip(lengths, parts, strict=True)]
-        torch.cat([value for value in values if value.numel()], out=buffer)
+        both = zip(views, parts, strict=True)
+        torch.cat([zero.expand(len(view)) if part is None else part for view, part in both], out=buffer)
         return
-    views = list(zip(buffer.split(list(lengths)), parts, strict=True))
-    copied = [(view, part) for view, part in views if part is not None]
-    zeros = [view for view, part in views if part is None and view.numel()]
+    copied = [(view, part) for view, part in zip(views, parts, strict=True) if part is not None]
     if copied:
         torch._foreach_copy_([view for view, _ in copied], [part for _, part in copied])
-    if zeros:
-        zero_each(zeros)
 
 
 def send_ranges(ranges: Sequence[Tensor], start: Callable[[Tensor], Work], device: torch.device) -> None:

@@ -25,6 +25,7 @@ from onecopy.comm.collectives import Collectives
 from onecopy.comm.packing import pack
 from onecopy.comm.work import Work
 from onecopy.common.profiler_ranges import profile_range
+from onecopy.common.torch_private import zero_each
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,13 +112,11 @@ class ReduceScatter:
             # What is converted to another type must be packed.
             direct = limits.DIRECT_GRADIENT_BYTES // dtype.itemsize if source_dtype is dtype else sys.maxsize
             self._messages = [_cut(owned, direct) for owned in by_owner]
-            self._is_equal = False
         else:
-            lengths = lengths or limits.padded(sizes, dtype.itemsize)
             self._messages = [
-                [_Message(0, length, owned, packed=True)] for owned, length in zip(by_owner, lengths, strict=True)
+                [_Message(0, length, owned, packed=True)]
+                for owned, length in zip(by_owner, lengths or limits.padded(sizes, dtype.itemsize), strict=True)
             ]
-            self._is_equal = len(set(lengths)) == 1
         for message in (each for owned in self._messages for each in owned):
             message.close()
         self._packed = [message for owned in self._messages for message in owned if message.packed]
@@ -127,11 +126,15 @@ class ReduceScatter:
         for message in self._packed:
             end = message.start
             for piece in message.pieces:
-                self._lengths += [piece.offset - end, piece.numel]
-                self._cuts += [None, piece]
+                self._add_cut(None, piece.offset - end)
+                self._add_cut(piece, piece.numel)
                 end = piece.offset + piece.numel
-            self._lengths.append(message.stop - end)
-            self._cuts.append(None)
+            self._add_cut(None, message.stop - end)
+
+    def _add_cut(self, piece: Piece | None, numel: int) -> None:
+        if numel:
+            self._cuts.append(piece)
+            self._lengths.append(numel)
 
     def start(self, sources: Sequence[Tensor | None], pool: BufferPool, tag: int, into: Tensor | None) -> Reduction:
         """Start the reduction.
@@ -143,23 +146,29 @@ class ReduceScatter:
             tag: a number that no other reduction in flight between these ranks has.
             into: memory for this rank's part of the mean; None to replace the pieces that this rank owns.
         """
-        collectives = self._collectives
+        collectives, here = self._collectives, self._collectives.group_rank
         buffer = pool.take(sum(self._lengths), self._dtype, self._device)
-        pack(buffer, self._lengths, [None if cut is None else _values(cut, sources) for cut in self._cuts])
-        packed = iter(buffer.split([message.numel for message in self._packed]))
-        sent = [
-            [next(packed) if each.packed else _lying(each.pieces[0], sources, self._dtype) for each in owned]
-            for owned in self._messages
-        ]
-        mine, buffers = self._messages[collectives.group_rank], [buffer]
-        if into is not None:
-            means = [into[message.start : message.stop] for message in mine]
-        elif collectives.sends_in_place(self._device):
-            means = sent[collectives.group_rank]
+        values = [None if cut is None else _values(cut, sources) for cut in self._cuts]
+        views = buffer.split(self._lengths)
+        pack(buffer, views, values)
+        missing = [number for number, cut in enumerate(self._cuts) if cut is not None and values[number] is None]
+        if missing:
+            zero_each([views[number] for number in missing])
+        mine, buffers = self._messages[here], [buffer]
+        means = [] if into is None else [into[message.start : message.stop] for message in mine]
+        if collectives.sends_in_place(self._device):
+            packed = iter(buffer.split([message.numel for message in self._packed]))
+            pieces = [
+                [next(packed) if each.packed else _lying(each.pieces[0], sources, self._dtype) for each in owned]
+                for owned in self._messages
+            ]
+            means = means or pieces[here]
+            work = collectives.reduce_scatter_in_place(pieces, means, self._scale, pool, tag)
         else:
-            means = [pool.take(mine[0].numel, self._dtype, self._device)]
-            buffers += means
-        work = collectives.reduce_scatter(sent, means, buffer if self._is_equal else None, self._scale, pool, tag)
+            if not means:
+                means = [pool.take(mine[0].numel, self._dtype, self._device)]
+                buffers += means
+            work = collectives.reduce_scatter(means[0], buffer, [part.numel for (part,) in self._messages], self._scale)
         if self._replicas is not None and into is not None:
             work = self._replicas.all_reduce_after(work, into, average=True)
         return Reduction(work, mine, means, None if into is not None else sources, pool, buffers)

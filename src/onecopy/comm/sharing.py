@@ -72,7 +72,7 @@ class _Views:
     """The views of a round's buffer.
 
     Attributes:
-        mine: this rank's part.
+        mine: this rank's part, without padding.
         theirs: views of the other ranks' parts, one for each of their memory ranges.
         targets: these memory ranges.
         params: their parameters.
@@ -201,7 +201,7 @@ class Sharing:
         buffer = self._pool.take(sum(each.lengths), like.dtype, like.device)
         views = each.views_of(buffer, here)
         memories = [memory for memory, _ in each.memories[here]]
-        pack(views.mine, list(map(Tensor.numel, memories)), memories)
+        pack(views.mine, _split(views.mine, memories), memories)
         targets, theirs = views.targets, views.theirs
         if changed is not None:
             chosen = [_has_changed(params, changed) for params in views.params]

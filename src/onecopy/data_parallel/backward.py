@@ -137,7 +137,7 @@ class BackwardReducer:
         if current is not None:
             current.failure = FirstFailure(RuntimeError("backward() was interrupted by an exception"))
             with contextlib.suppress(RuntimeError):
-                self._reduce_remaining(current, active=True)
+                self._reduce_remaining(current)
 
     def clear_accumulated(self, params: Collection[int]) -> None:
         """Note that the gradients of one optimizer's parameters, given by ``id()``, were zeroed."""
@@ -195,25 +195,6 @@ class BackwardReducer:
             self._no_sync_owners[_address(param.grad)] = param
         bucket.note_no_sync_grad(position)
 
-    def serve_pass(self) -> None:
-        """Take part in a backward pass of the other ranks, with zeros, on a rank without inputs (uneven inputs)."""
-        self._pass = current = _BackwardPass(-1)
-        for bucket in self._buckets:
-            bucket.begin_pass()
-            bucket.allocate_shard()
-            for param in bucket.params:
-                param.grad = None
-        before = [bucket.shard.clone() for bucket in self._buckets]
-        flags = self._reduce_remaining(current, active=False)
-        self._pass = None
-        # This rank does not know whether the gradients were zeroed since the last pass. The other ranks' flags tell it.
-        for bucket, old, has_reduced_grad in zip(self._buckets, before, flags.has_reduced_grad, strict=True):
-            new = bucket.shard.clone()
-            bucket.shard.copy_(old)
-            bucket.zero_ranges(has_reduced_grad)
-            bucket.shard.add_(new)
-        self._set_shard_grads(flags.present)
-
     def _launch(self, current: _BackwardPass) -> None:
         """Start the reduction of the next bucket, when few enough bytes are in flight."""
         number = current.next_bucket
@@ -249,9 +230,9 @@ class BackwardReducer:
         """End a backward pass: reduce the remaining buckets and set ``param.grad``."""
         current, self._pass = self._pass, None
         assert current is not None
-        self._set_shard_grads(self._reduce_remaining(current, active=True).present)
+        self._set_shard_grads(self._reduce_remaining(current).present)
 
-    def _reduce_remaining(self, current: _BackwardPass, active: bool) -> PassFlags:
+    def _reduce_remaining(self, current: _BackwardPass) -> PassFlags:
         """Launch the remaining buckets, add all buckets up, and return the flags that are set on any rank."""
         collectives, replicas = self._policy.collectives, self._policy.replicas
         with collectives.explained_errors("backward()"):
@@ -259,7 +240,7 @@ class BackwardReducer:
                 streams.join()
             while current.next_bucket < len(self._buckets):
                 self._launch(current)
-            mine = local_flags(self._buckets, bool(current.failure), active)
+            mine = local_flags(self._buckets, bool(current.failure))
             row = flags_on(collectives.control_device, mine.to_row(), torch.uint8)
             work = collectives.all_reduce(row, largest=True)
             while current.in_flight:

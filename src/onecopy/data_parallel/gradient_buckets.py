@@ -135,28 +135,19 @@ class GradientBucket:
         if gradient.layout is not torch.strided:
             raise ValueError(
                 f"parameter {self.names[position]!r} has a sparse gradient, which cannot be divided among ranks; "
-                "make its module produce dense ones (sparse=False), or, if that is an nn.Embedding, let "
-                "ShardedDataParallel(sparse_embeddings=True) choose"
+                "make its module produce dense ones (sparse=False)"
             )
-        self.check_not_arrived(position)
+        if self.states[position] is GradState.ARRIVED or self._is_launched:
+            raise RuntimeError(
+                f"parameter {self.names[position]!r} got a gradient twice in one backward pass; with activation "
+                "checkpointing use use_reentrant=False"
+            )
         if gradient.requires_grad:
             gradient = gradient.detach()
         if gradient.is_conj() or gradient.is_neg():
             gradient = gradient.resolve_conj().resolve_neg()
         self._gradients[position] = flat_like(gradient, self.params[position])
         self._streams.note()
-        self.mark_arrived(position)
-
-    def check_not_arrived(self, position: int) -> None:
-        """Raise if the pass has already produced this gradient."""
-        if self.states[position] is GradState.ARRIVED or self._is_launched:
-            raise RuntimeError(
-                f"parameter {self.names[position]!r} got a gradient twice in one backward pass; with activation "
-                "checkpointing use use_reentrant=False"
-            )
-
-    def mark_arrived(self, position: int) -> None:
-        """Count a gradient that was taken in."""
         self.pending_count -= 1
         self.states[position] = GradState.ARRIVED
 

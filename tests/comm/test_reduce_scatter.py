@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from onecopy.comm import limits
-from onecopy.comm.buffer_pool import BufferPool
+from onecopy.comm.buffers import BufferPool
 from onecopy.comm.collectives import Collectives
 from onecopy.comm.gloo import write_mean
 from onecopy.comm.reduce_scatter import Piece, ReduceScatter

@@ -13,13 +13,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from onecopy.comm import limits, process_groups
-from onecopy.comm.backend_errors import ExplainedErrors
-from onecopy.comm.buffer_pool import BufferPool
+from onecopy.comm.buffers import BufferPool
 from onecopy.comm.gloo import Pairs, PairwiseReduction
 from onecopy.comm.process_groups import DedicatedGroups
-from onecopy.comm.side_stream import SideStream
 from onecopy.comm.status_flags import FlagRows, flags_on
-from onecopy.comm.work import ExplainedWork, Work, WorkAfter, WorkGroup, WorkWithBuffer, run_all
+from onecopy.comm.streams import SideStream
+from onecopy.comm.work import ExplainedErrors, ExplainedWork, Work, WorkAfter, WorkGroup, WorkWithBuffer, run_all
 from onecopy.common.flat_views import to_bytes
 from onecopy.common.torch_private import counts_calls
 from onecopy.errors import OnecopyError, RanksDisagreeError

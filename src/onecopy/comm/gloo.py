@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from onecopy.comm import limits
-from onecopy.comm.buffer_pool import BufferPool
+from onecopy.comm.buffers import BufferPool
 from onecopy.comm.work import Work
 from onecopy.common.flat_views import as_bytes, flat_view
 

@@ -18,10 +18,10 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from onecopy.comm.buffer_pool import BufferPool
+from onecopy.comm.buffers import BufferPool
 from onecopy.comm.collectives import Collectives
 from onecopy.comm.reduce_scatter import Piece, ReduceScatter, Reduction
-from onecopy.comm.side_stream import UsedStreams
+from onecopy.comm.streams import UsedStreams
 from onecopy.common.flat_views import flat_like
 from onecopy.common.torch_private import version_of, zero_each
 from onecopy.data_parallel.sharded_gradients import ShardGrad

@@ -23,10 +23,10 @@ from torch import Tensor
 from torch.futures import Future
 
 from onecopy.comm import limits
-from onecopy.comm.buffer_pool import BufferPool
+from onecopy.comm.buffers import BufferPool
 from onecopy.comm.reduce_scatter import ReduceScatter, Reduction
-from onecopy.comm.side_stream import SideStream
 from onecopy.comm.status_flags import flags_on
+from onecopy.comm.streams import SideStream
 from onecopy.comm.work import Work
 from onecopy.ddp_hooks.accumulation_guard import AccumulationGuard
 from onecopy.ddp_hooks.bucket_assignment import DDPBucketAssignment, DDPBucketAssignmentCache, GradBucket

@@ -75,7 +75,7 @@ class _Message:
             self.groups[piece.group] = (first, piece.offset - self.start + piece.numel)
 
 
-class ReduceScatter:
+class ReduceScatterPlan:
     """The reduce-scatter of some sources.
 
     Args:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from onecopy.comm.buffers import BufferPool
 from onecopy.comm.collectives import Collectives
-from onecopy.comm.reduce_scatter import Piece, ReduceScatter, Reduction
+from onecopy.comm.reduce_scatter import Piece, ReduceScatterPlan, Reduction
 from onecopy.comm.streams import UsedStreams
 from onecopy.common.flat_views import flat_like
 from onecopy.common.torch_private import version_of, zero_each
@@ -98,7 +98,7 @@ class GradientBucket:
         self._gradients: list[Tensor | None] = [None] * len(self.params)  # of the current pass, flat, until the launch
         self._streams = UsedStreams(self.device)  # on which they were computed
         self._reduction_target = self.shard
-        self._reduce_scatter = ReduceScatter(
+        self._reduce_scatter = ReduceScatterPlan(
             policy.collectives,
             list(_pieces(plan, self.params)),
             first.dtype,

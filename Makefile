@@ -128,8 +128,8 @@ elastic: COUNT = 3
 elastic: setup ## COUNT rounds of examples/elastic.py with torchrun: kill ranks and a machine at random moments, change the number of ranks
 	$(SAFELY) $(BIN)/python benchmarks/restarts.py $(COUNT) --seed $(SEED)
 
-namespaces: setup ## train at every level on two network namespaces as machines, cut the link, kill one machine, write the table of docs/clusters.md (needs root or user namespaces; 20 minutes)
-	$(SAFELY) $(BIN)/python benchmarks/namespaces.py --write
+namespaces: setup ## train at every level on two network namespaces as machines, cut the link, kill one machine (needs root or user namespaces; 20 minutes)
+	$(SAFELY) $(BIN)/python benchmarks/namespaces.py
 
 fuzz: COUNT = 200
 fuzz: setup ## run COUNT random training programs, from SEED on, with plain DDP and with onecopy

@@ -17,7 +17,12 @@ from tests.golden.pool import Pool
 from tests.golden.programs import PROGRAMS, Program, with_plain_ddp
 
 EXACT = ("losses", "params", "state", "errors")
-INTENDED = ("bytes", "collectives", "order")
+COUNTED = ("bytes", "collectives", "order")
+
+INTENDED = {
+    ("error: state_dict without consolidation", "errors"): "raises, and names the line to add",
+}
+"""Differences in results that are meant, by program and field."""
 
 
 def row(answers: list[dict[str, Any]]) -> dict[str, Any]:
@@ -30,7 +35,7 @@ def row(answers: list[dict[str, Any]]) -> dict[str, Any]:
         "losses": [answer["losses"] for answer in answers],
         "params": first["params"] if len(digests) == 1 else f"differ between ranks: {sorted(digests)}",
         "errors": failed,
-        **{key: first[key] for key in ("state", "values", *INTENDED)},
+        **{key: first[key] for key in ("state", "values", *COUNTED)},
     }
 
 
@@ -95,6 +100,7 @@ def main() -> int:
     parser.add_argument("command", choices=["record", "compare"])
     parser.add_argument("file")
     parser.add_argument("--only", default="", help="a regular expression for names of programs")
+    parser.add_argument("--verbose", action="store_true", help="list every difference in bytes and collectives")
     given = parser.parse_args()
     start, rows = time.monotonic(), measured(given.only)
     for name, found in rows.items():
@@ -108,12 +114,13 @@ def main() -> int:
             file.write("{\n" + ",\n".join(texts) + "\n}\n")
         return 0
     with open(given.file, encoding="utf-8") as file:
-        return compare(json.load(file), rows)
+        return compare(json.load(file), rows, given.verbose)
 
 
-def compare(recorded: dict[str, Any], rows: dict[str, Any]) -> int:
+def compare(recorded: dict[str, Any], rows: dict[str, Any], verbose: bool) -> int:
     """Print the differences; return 1 if results differ."""
-    wrong, rounding, intended = list[str](), list[str](), list[str]()
+    wrong, rounding, intended, counted = list[str](), list[str](), list[str](), list[str]()
+    sums: dict[str, list[int]] = {}
     kept: list[str] = []
     for name, found in rows.items():
         old = recorded.get(name)
@@ -130,20 +137,31 @@ def compare(recorded: dict[str, Any], rows: dict[str, Any]) -> int:
         for key in EXACT:
             if old.get(key) != found.get(key):
                 texts = " ".join(filter(None, found.get("text", ())))
-                if name.endswith("3 ranks") and key != "errors" and "params" in found and not found["far"]:
+                if (name, key) in INTENDED:
+                    intended.append(f"{name:<60} {key}: {INTENDED[name, key]}: {found.get(key)}")
+                elif name.endswith("3 ranks") and key != "errors" and "params" in found and not found["far"]:
                     rounding.append(f"{name:<60} {key}")
                 elif key == "errors":
                     wrong.append(f"{name:<60} {key}: {old.get(key)} -> {found.get(key)} {texts[-600:]}")
                 else:
                     wrong.append(f"{name:<60} {key}: {str(old.get(key))[:40]} -> {str(found.get(key))[:40]}")
-        intended += [
+        if "bytes" in old and "bytes" in found:
+            sums.setdefault(name.partition(":")[0] + name[-9:], [0, 0])
+            sums[name.partition(":")[0] + name[-9:]][0] += old["bytes"]
+            sums[name.partition(":")[0] + name[-9:]][1] += found["bytes"]
+        counted += [
             f"{name:<60} {key}: {str(old.get(key))[:90]} -> {str(found.get(key))[:90]}"
-            for key in INTENDED[:2]
+            for key in COUNTED[:2]
             if old.get(key) != found.get(key)
         ]
     for title, lines in (
         ("New, compared with plain DDP alone", kept),
-        ("Bytes and collectives", intended),
+        ("Bytes and collectives (--verbose lists them)", counted if verbose else []),
+        (
+            "Bytes sent by all programs of a level",
+            [f"{level}: {old:,} -> {new:,}" for level, (old, new) in sums.items()],
+        ),
+        ("Intended differences", intended),
         ("Other rounding with 3 ranks, near plain DDP", rounding),
         ("DIFFERENT RESULTS", wrong),
     ):

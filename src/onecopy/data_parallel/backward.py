@@ -39,7 +39,7 @@ from onecopy.common.profiler_ranges import profile_range
 from onecopy.common.torch_private import backward_number, when_backward_ends, will_accumulate
 from onecopy.data_parallel.gradient_buckets import GradientBucket, GradState, ReductionPolicy
 from onecopy.data_parallel.pass_flags import PassFlags, check_row, frozen_on_some_ranks, local_flags
-from onecopy.data_parallel.sharded_gradients import ShardGrad
+from onecopy.step.sharded_gradient import ShardGrad
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,8 +23,8 @@ from onecopy.comm.buffer_pool import BufferPool
 from onecopy.comm.collectives import Collectives
 from onecopy.comm.transports import transport_for
 from onecopy.common.torch_private import version_of, zero_each
-from onecopy.data_parallel.sharded_gradients import ShardGrad
 from onecopy.layout import BucketPlan
+from onecopy.step.sharded_gradient import ShardGrad
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,12 +16,12 @@ from onecopy.common.flat_views import flat_view
 from onecopy.data_parallel.argument_checks import module_facts
 from onecopy.data_parallel.mixed_precision import MixedPrecision, convert_params, params_to_convert
 from onecopy.data_parallel.parameter_buckets import ParameterBuckets
-from onecopy.data_parallel.sharded_gradients import ShardedGradients
 from onecopy.layout import BucketPlan, Layout, plan_buckets
 from onecopy.optimizer import ZeroRedundancyOptimizer
 from onecopy.step.master_weights import MasterWeightPolicy
 from onecopy.step.optimizer_classes import check_dtypes
 from onecopy.step.rank_comparison import layout_facts
+from onecopy.step.sharded_gradient import ShardedGradients
 
 
 @dataclass(frozen=True, slots=True)

@@ -259,7 +259,7 @@ def test_a_sparse_gradient_in_one_part_of_a_mesh(world_size: int) -> None:
     assert type(error) is (ValueError if dist.get_rank() == 3 else PeerFailedError), repr(error)
 
 
-@pytest.mark.parametrize("options", [{}, {"sparse_embeddings": True}], ids=["", "by rows"])
+@pytest.mark.parametrize("options", [{}], ids=[""])
 @distributed(2, 3)
 def test_a_parameter_that_is_frozen_on_one_rank_when_it_is_wrapped(world_size: int, options: Arguments) -> None:
     """DDP refuses it too."""

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from onecopy import MixedPrecision, PeerFailedError, ShardedDataParallel, ZeroRedundancyOptimizer
-from onecopy.data_parallel import parameter_buckets
+from onecopy.data_parallel import bucket
 from tests.support.data_parallel import Layers, Side, inputs_of
 from tests.support.failures import NO_MEMORY, expect, expect_no_memory, failing, failure_of
 from tests.support.harness import distributed
@@ -57,7 +57,7 @@ def test_a_rank_without_memory_for_buckets(
 ) -> None:
     made, reference = Made(), Made()
     values = [param.detach().clone() for param in made.params]
-    with failing(parameter_buckets, "_move_into_bucket", culprit, calls):
+    with failing(bucket, "_flat_bucket", culprit, calls):
         expect_no_memory(culprit, lambda: made.wrap(mixed_precision=mixed))
     assert_equal(made.params, values, "values")
     assert {param.dtype for param in made.params} == {torch.float32}
@@ -68,7 +68,7 @@ def test_a_rank_without_memory_for_buckets(
     assert_equal(made.params, reference.params, "after steps without the wrapper")
     # ... or the module is wrapped after all.
     again, other = Made(), Made()
-    with failing(parameter_buckets, "_move_into_bucket", culprit, calls):
+    with failing(bucket, "_flat_bucket", culprit, calls):
         failure_of(lambda: again.wrap(mixed_precision=mixed))
     for each in (again, other):
         train_wrapped(each.wrap(mixed_precision=mixed), each)
@@ -110,7 +110,7 @@ def test_a_rank_without_memory_is_told_to_all_replicas(world_size: int) -> None:
     mesh = mesh_of_two()
     module = Layers()
     zero = ZeroRedundancyOptimizer(module.parameters(), torch.optim.SGD, process_group=mesh.get_group(1), lr=0.1)
-    with failing(parameter_buckets, "_move_into_bucket", 2):
+    with failing(bucket, "_flat_bucket", 2):
         error = failure_of(lambda: ShardedDataParallel(module, zero, mesh=mesh))
     expect(error, MemoryError if dist.get_rank() == 2 else PeerFailedError, NO_MEMORY)
     model = ShardedDataParallel(module, zero, mesh=mesh)

@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 
 from onecopy.comm.transports import CollectiveTransport, PairwiseTransport
-from onecopy.data_parallel.pipelined_step import divide_into_segments
+from onecopy.data_parallel.step import divide_into_segments
 
 MB = 1 << 20
 

@@ -14,8 +14,8 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from onecopy.data_parallel.argument_checks import resolve_uses
-from onecopy.data_parallel.pipelined_step import PipelinedStep
+from onecopy.data_parallel.construction import resolve_uses
+from onecopy.data_parallel.step import PipelinedStep
 
 READ_THEIR_CHILDREN = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)
 """torch's modules that read the parameters of their children themselves."""

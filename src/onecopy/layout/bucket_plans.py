@@ -106,11 +106,11 @@ def plan_buckets(
     world_size: int,
     splittable: bool,
     bucket_bytes: int,
-    own_bucket: Collection[int] = (),
+    frozen: Collection[int] = (),
 ) -> tuple[Layout, tuple[BucketPlan, ...]]:
     """Put parameters into buckets in the given order, and divide every bucket among the ranks.
 
-    All parameters of a bucket have the same data type and device.
+    All parameters of a bucket have the same data type and device, and all or none of them are frozen.
 
     Args:
         specs: all parameters of one optimizer.
@@ -118,13 +118,14 @@ def plan_buckets(
         world_size: the number of ranks.
         splittable: whether a parameter may be cut.
         bucket_bytes: a bucket is closed at this size, the last ones earlier. A single parameter may be larger.
-        own_bucket: indices of parameters that get their own bucket whatever their size.
+        frozen: the indices of frozen parameters.
 
     Returns:
-        The layout, and the buckets in the order in which their gradients are complete.
+        The layout, and the buckets in the order in which their gradients are complete, those of frozen parameters last.
     """
-    members = _fill(specs, order, bucket_bytes, own_bucket)
-    owners = {} if splittable else _whole_owners(specs, world_size)
+    kinds = [[index for index in order if (index in frozen) is is_frozen] for is_frozen in (False, True)]
+    members = [params for kind in kinds for params in _fill(specs, kind, bucket_bytes)]
+    owners = {} if splittable else _whole_owners(specs, world_size, frozen)
     plans, shards = [], []
     for params in members:
         plan = _even_plan(specs, params, world_size) if splittable else _whole_plan(specs, params, owners, world_size)
@@ -134,9 +135,31 @@ def plan_buckets(
     return Layout(tuple(specs), tuple(shards), world_size), tuple(plans)
 
 
-def _whole_owners(specs: Sequence[ParamSpec], world_size: int) -> dict[int, int]:
-    """Return the owner of each parameter if parameters may not be cut."""
-    return {shard.param: shard.owner for shard in by_parameter(specs, [0] * world_size, splittable=False)}
+def restricted(plan: BucketPlan, specs: Sequence[ParamSpec], chosen: Collection[int]) -> BucketPlan:
+    """The plan of a bucket with only the chosen parameters. Each rank owns the same range of each of them."""
+    kept = [(index, offset) for index, offset in zip(plan.params, plan.offsets, strict=True) if index in chosen]
+    params = [index for index, _ in kept]
+    offsets, end = _lay_out(specs, params)
+
+    def moved(bound: int) -> int:
+        for (index, old), new in zip(kept, offsets, strict=True):
+            if old + specs[index].numel > bound:
+                return new + max(bound - old, 0)
+        return end
+
+    return BucketPlan(tuple(params), tuple(offsets), (0, *map(moved, plan.bounds[1:])))
+
+
+def _whole_owners(specs: Sequence[ParamSpec], world_size: int, frozen: Collection[int] = ()) -> dict[int, int]:
+    """Return the owner of each parameter if parameters may not be cut; trainable ones are balanced first."""
+    owners: dict[int, int] = {}
+    loads = [0] * world_size
+    for is_frozen in (False, True):
+        members = [spec for spec in specs if (spec.index in frozen) is is_frozen]
+        for shard in by_parameter(members, loads, splittable=False):
+            owners[shard.param] = shard.owner
+            loads[shard.owner] += shard.numel
+    return owners
 
 
 def _part(end: int, world_size: int) -> int:
@@ -144,23 +167,18 @@ def _part(end: int, world_size: int) -> int:
     return -(-end // (CUT_MULTIPLE * world_size)) * CUT_MULTIPLE
 
 
-def _fill(
-    specs: Sequence[ParamSpec], order: Sequence[int], bucket_bytes: int, own_bucket: Collection[int] = ()
-) -> list[list[int]]:
+def _fill(specs: Sequence[ParamSpec], order: Sequence[int], bucket_bytes: int) -> list[list[int]]:
     """Return the parameters of each bucket.
 
     A bucket is closed at ``bucket_bytes``, or at half of the bytes that are in no closed bucket yet if that is less. A
-    parameter of that size gets its own bucket, and so does each of ``own_bucket``.
+    parameter of that size gets its own bucket.
     """
     full: list[list[int]] = []
     open_: dict[tuple[object, int], list[int]] = {}
     sizes: dict[tuple[object, int], int] = {}
-    left = sum(specs[index].nbytes for index in order if index not in own_bucket)
+    left = sum(specs[index].nbytes for index in order)
     for index in order:
         spec = specs[index]
-        if index in own_bucket:
-            full.append([index])
-            continue
         kind = (spec.dtype, spec.device_ordinal)
         enough = min(bucket_bytes, max(left // 2, LAST_BYTES))
         if spec.nbytes >= enough:

@@ -1,15 +1,4 @@
-"""The step schedule of ``ShardedDataParallel``: it updates a segment of buckets while the one before is sent.
-
-1. Confirm: all ranks have gradients for the same parameters and the same options, and none has failed yet. With
-   ``nonfinite``, all gradients are finite, too; otherwise all ranks raise or skip the step.
-2. For each segment, in the order in which the next forward pass reads them: update, start sending.
-3. Exchange status flags and wait for all transfers. With ``overlap``, the next forward pass does both: each submodule
-   waits for the parameters that it reads.
-
-On an accelerator 1 is a part of 3, in one exchange, which the host reads when it has arrived, at the latest in the next
-``step()``. Nothing there makes the stream of the computation wait for the flags. With ``nonfinite="skip"`` the
-host reads 1 at once there, too.
-"""
+"""The step of ``ShardedDataParallel``: it updates a segment of buckets while the one before is sent."""
 
 from __future__ import annotations
 
@@ -28,7 +17,8 @@ from onecopy.comm.status_flags import DeferredFlags, flags_on
 from onecopy.comm.transports import BucketSharing, Transport, transport_for
 from onecopy.comm.work import Work
 from onecopy.common.profiler_ranges import profile_range
-from onecopy.data_parallel.parameter_buckets import ParameterBuckets
+from onecopy.data_parallel.backward import BackwardReducer
+from onecopy.data_parallel.bucket import ParameterBuckets
 from onecopy.errors import PeerFailedError, RanksDisagreeError
 from onecopy.step.engine import Engine
 from onecopy.step.group_options import OptionsSnapshot
@@ -91,10 +81,24 @@ class _Transfers:
 
 
 class PipelinedStep:
-    """Steps one engine, whose storage is :class:`~onecopy.data_parallel.parameter_buckets.ParameterBuckets`.
+    """Steps one engine, whose parameters are in buckets.
+
+    The phases of a step:
+
+    1. **Confirm.** All ranks have gradients for the same parameters and the same options, and none has failed yet. With
+       ``nonfinite``, all gradients are finite, too; otherwise all ranks raise or skip the step.
+    2. **Update and send.** For each segment of buckets, in the order in which the next forward pass reads them: update
+       this rank's shards, start sending them. A rank that fails goes on sending, because the other ranks receive.
+    3. **Exchange and wait.** The ranks exchange status flags and wait for all transfers. With ``overlap``, the next
+       forward pass does both: each submodule waits for the parameters that it reads.
+
+    On an accelerator 1 is a part of 3, in one exchange, which the host reads when it has arrived, at the latest in the
+    next ``step()``. Nothing there makes the stream of the computation wait for the flags. With ``nonfinite="skip"`` the
+    host reads 1 at once there, too.
 
     Args:
         engine: the engine.
+        reducer: the backward pass of the module.
         overlap: whether ``step()`` returns while parameters are in flight.
         is_only_optimizer: whether the module has no other optimizer.
         replicas: the ranks that own the same shards in other replicas (with a mesh), or None.
@@ -104,12 +108,13 @@ class PipelinedStep:
     def __init__(
         self,
         engine: Engine,
+        reducer: BackwardReducer,
         overlap: bool,
         is_only_optimizer: bool,
         replicas: Collectives | None,
         flags: DeferredFlags,
     ) -> None:
-        self._engine = engine
+        self._engine, self._reducer = engine, reducer
         self._overlap = overlap
         # On an accelerator the host must not wait. On the CPU, if another optimizer steps next, the ranks must know of
         # a failure before that.
@@ -138,6 +143,9 @@ class PipelinedStep:
             with torch.enable_grad():
                 loss = closure()
         inner, gradients = engine.inner, engine.gradients
+        has_gradient = gradients.has_gradient()
+        if not any(has_gradient):
+            self._reducer.check_followed()
         gradient_shards: dict[int, Tensor] = {}
         failure = FirstFailure()
         self.wait()
@@ -148,15 +156,13 @@ class PipelinedStep:
             self._plan_segments()
             engine.check_groups(groups)
             inner.push_options(groups)
-            inner.clock.begin()
             inner.master_weights.refresh_from_params()
             gradient_shards = dict(gradients.owned_shards() or {})
             if engine.guard is not None:
                 engine.guard.look(gradient_shards, engine.layout)
-        has_gradient = gradients.has_gradient()
         if self._confirms_first and self._confirm(groups, has_gradient, failure.error):
             return loss
-        # 2. Update and send. A rank that fails goes on sending, because the other ranks receive.
+        # 2. Update and send.
         options = OptionsSnapshot.of(inner.optim.param_groups)
         for number, segment in enumerate(self._segments):
             with failure:
@@ -165,7 +171,7 @@ class PipelinedStep:
                         options.restore(inner.optim.param_groups)
                         inner.step_part(segment.owned, gradient_shards, kwargs)
             self._start_sending(number, segment, has_gradient)
-        # 3. Exchange status flags and wait.
+        # 3. Exchange and wait.
         compares = self._confirms_later or self._replicas is not None
         self._finish_step(failure.error, engine.step_digests(groups, has_gradient) if compares else [])
         inner.pull_options(groups)
@@ -263,7 +269,7 @@ class PipelinedStep:
     def wait_for(self, params: Iterable[int]) -> None:
         """Wait for the segments that hold these parameters; on an accelerator, make the current stream wait."""
         if self._transfers:
-            self._end_transfers(dict.fromkeys(self._segment_of[param] for param in params))
+            self._end_transfers(dict.fromkeys(self._segment_of.get(param, -1) for param in params))
 
     def _end_transfers(self, numbers: Iterable[int]) -> None:
         for number in numbers:

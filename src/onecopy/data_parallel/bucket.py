@@ -1,12 +1,6 @@
-"""Gradient buckets: each collects the gradients of its parameters in a backward pass, and reduces them to their owners.
+"""Buckets: parameters that are shared in place, and their gradients, which are reduced to their owners.
 
-In one backward pass a bucket goes through these calls:
-
-1. ``begin_pass`` resets it.
-2. ``put`` takes in one parameter's gradient, without a copy where possible.
-3. ``launch`` starts the reduction.
-4. ``add_up`` writes the reduced gradients into this rank's shard, or adds them to the shard.
-5. ``release_gradients`` frees the local gradients when the reduction has ended.
+Both kinds of buckets follow the same :class:`~onecopy.layout.BucketPlan`: each rank owns one contiguous range.
 """
 
 from __future__ import annotations
@@ -18,13 +12,54 @@ from enum import Enum, auto
 import torch
 from torch import Tensor
 
-from onecopy.comm.bucket_reduce_scatter import BucketGradients, BucketReduceScatter, InFlightReduction
+from onecopy.comm.bucket_reduce_scatter import BucketGradients, InFlightReduction
 from onecopy.comm.buffer_pool import BufferPool
 from onecopy.comm.collectives import Collectives
-from onecopy.comm.transports import transport_for
+from onecopy.comm.parameter_sharing import ParameterSharing
+from onecopy.comm.transports import BucketSharing, SharedBucket, transport_for
 from onecopy.common.torch_private import version_of, zero_each
-from onecopy.layout import BucketPlan
+from onecopy.layout import BucketPlan, Layout
+from onecopy.step.parameter_storage import InPlaceStorage
 from onecopy.step.sharded_gradient import ShardGrad
+
+
+class ParameterBuckets(InPlaceStorage):
+    """Parameters are views into the flat buckets of their plans; a rank's range of a bucket is sent in place.
+
+    A parameter of no plan stays where it is and is never sent: it is frozen.
+
+    Attributes:
+        buckets: the buckets, in the order in which the backward pass computes their gradients.
+    """
+
+    convertible = False
+
+    def __init__(self, params: Sequence[Tensor], layout: Layout, plans: Sequence[BucketPlan]) -> None:
+        self.buckets = [SharedBucket(_flat_bucket(params, plan), plan.bounds, plan.params) for plan in plans]
+        super().__init__(params, layout)
+
+    def plan_sharing(self, collectives: Collectives) -> ParameterSharing:
+        """Plan to share bucket by bucket. The forward pass reads the last buckets first, so these are sent first."""
+        return BucketSharing(collectives, self.buckets[::-1])
+
+
+def _flat_bucket(params: Sequence[Tensor], plan: BucketPlan) -> Tensor:
+    """The flat memory of a bucket. Its parameters are moved there, unless they are there already."""
+    members = [(params[index], offset) for index, offset in zip(plan.params, plan.offsets, strict=True)]
+    first = members[0][0]
+    memory = first.untyped_storage()
+    if memory.nbytes() == plan.padded_numel * first.element_size() and all(
+        param.untyped_storage().data_ptr() == memory.data_ptr() and param.storage_offset() == offset
+        for param, offset in members
+    ):
+        return first.detach().as_strided((plan.padded_numel,), (1,), 0)
+    # Zeroed, because gaps between parameters and padding are sent, too.
+    flat = torch.zeros(plan.padded_numel, dtype=first.dtype, device=first.device)
+    for param, offset in members:
+        view = flat.as_strided(param.shape, param.stride(), offset)
+        view.copy_(param.detach())
+        param.data = view
+    return flat
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +98,14 @@ class GradState(Enum):
 class GradientBucket:
     """The gradients of one bucket of parameters: whole and local during a pass, then this rank's reduced shard.
 
+    In one backward pass a bucket goes through these calls:
+
+    1. ``begin_pass`` resets it.
+    2. ``put`` takes in one parameter's gradient, without a copy where possible.
+    3. ``launch`` starts the reduction.
+    4. ``add_up`` writes the reduced gradients into this rank's shard, or adds them to the shard.
+    5. ``release_gradients`` frees the local gradients when the reduction has ended.
+
     Attributes:
         plan: the parameters and the range of each rank.
         params: the parameters.
@@ -71,7 +114,7 @@ class GradientBucket:
         wire_dtype: the type in which gradients are sent.
         transport: how the bucket's device sends to other ranks.
         nbytes: the size of the bucket's gradients as they are sent.
-        shard: this rank's range of the reduced gradients. It is empty until :meth:`allocate_shard`.
+        shard: this rank's range of the reduced gradients. It is empty until the first reduction.
         shard_grads: for each parameter, the ``param.grad`` that shows its range of the shard.
         has_reduced_grad: for each parameter, whether the shard holds a reduced gradient of earlier passes, to which
             the current pass adds.
@@ -101,13 +144,9 @@ class GradientBucket:
         self.pending_count = 0
         self.accumulates = False
         self._is_launched = False
-        self._reduce_scatter = self.plan_reduction(
+        self._reduce_scatter = self.transport.plan_reduce_scatter(
             BucketGradients(plan, self.params, self.wire_dtype, policy.replicas, policy.scale)
         )
-
-    def plan_reduction(self, gradients: BucketGradients) -> BucketReduceScatter:
-        """Plan the reduction of the bucket's gradients."""
-        return self.transport.plan_reduce_scatter(gradients)
 
     def begin_pass(self, pool: BufferPool) -> None:
         """Reset the bucket for a new backward pass."""
@@ -120,46 +159,33 @@ class GradientBucket:
         """Release the local gradients of the pass."""
         self._reduce_scatter.release(pool)
 
-    def allocate_shard(self) -> None:
-        """Allocate this rank's shard and the ``ShardGrad`` of each parameter, once."""
-        if self.shard_grads:
-            return
-        group_rank = self.policy.collectives.group_rank
-        start, stop = self.plan.range_of(group_rank)
-        padded = self.plan.padded_part(group_rank)
-        self._shard_memory = torch.zeros(padded, dtype=self._shard_dtype, device=self.device)
-        self.shard = self._shard_memory[: stop - start]
-        for param, offset in zip(self.params, self.plan.offsets, strict=True):
-            low, high = max(offset, start), min(offset + param.numel(), stop)
-            local = self.shard[low - start : high - start] if low < high else self.shard[:0]
-            self.shard_grads.append(ShardGrad(local, param, self.policy.collectives))
-
     def put(self, position: int, gradient: Tensor, pool: BufferPool) -> None:
         """Take in one parameter's gradient."""
         if gradient.layout is not torch.strided:
             raise ValueError(
                 f"parameter {self.names[position]!r} has a sparse gradient, which cannot be divided among ranks; "
-                "make its module produce dense ones (sparse=False), or, if that is an nn.Embedding, let "
-                "ShardedDataParallel(sparse_embeddings=True) choose"
+                "make its module produce dense ones (sparse=False)"
             )
-        self.check_not_arrived(position)
-        if gradient.requires_grad:
-            gradient = gradient.detach()
-        self._reduce_scatter.put(position, gradient, pool)
-        self.mark_arrived(position)
-
-    def check_not_arrived(self, position: int) -> None:
-        """Raise if the pass has already produced this gradient."""
         if self.states[position] is GradState.ARRIVED or self._is_launched:
             raise RuntimeError(
                 f"parameter {self.names[position]!r} got a gradient twice in one backward pass; with activation "
                 "checkpointing use use_reentrant=False"
             )
-
-    def mark_arrived(self, position: int) -> None:
-        """Count a gradient that was taken in."""
+        if gradient.requires_grad:
+            gradient = gradient.detach()
+        self._reduce_scatter.put(position, gradient, pool)
         self.pending_count -= 1
         self.states[position] = GradState.ARRIVED
+
+    def put_no_sync_grads(self, pool: BufferPool) -> None:
+        """Take in the gradients that ``no_sync()`` passes have left, of parameters that this pass does not use."""
+        for position, param in enumerate(self.params):
+            if self.states[position] is GradState.ARRIVED or param.grad is None or isinstance(param.grad, ShardGrad):
+                continue
+            if self.was_zeroed(position):
+                self.has_reduced_grad[position] = False
+            self.put(position, param.grad, pool)
+            param.grad = None
 
     def launch(self, pool: BufferPool, tag: int, is_last: bool) -> InFlightReduction:
         """Start the reduction of the pass's gradients; gradients that have not arrived count as zeros.
@@ -176,25 +202,37 @@ class GradientBucket:
                     self.params[position].grad, ShardGrad
                 )
         self.accumulates = any(self.has_reduced_grad)
-        self.allocate_shard()
-        return self.start_reduction(pool, tag, is_last)
-
-    def start_reduction(self, pool: BufferPool, tag: int, is_last: bool) -> InFlightReduction:
-        """Start the reduction of the gradients that were put."""
+        if not self.shard_grads:
+            self._allocate_shard()
         is_free = self.wire_dtype == self._shard_dtype and not self.accumulates
         return self._reduce_scatter.start(pool, tag, is_last, self._shard_memory if is_free else None)
+
+    def _allocate_shard(self) -> None:
+        """Allocate this rank's shard and the ``ShardGrad`` of each parameter."""
+        group_rank = self.policy.collectives.group_rank
+        start, stop = self.plan.range_of(group_rank)
+        padded = self.plan.padded_part(group_rank)
+        self._shard_memory = torch.zeros(padded, dtype=self._shard_dtype, device=self.device)
+        self.shard = self._shard_memory[: stop - start]
+        for param, offset in zip(self.params, self.plan.offsets, strict=True):
+            low, high = max(offset, start), min(offset + param.numel(), stop)
+            local = self.shard[low - start : high - start] if low < high else self.shard[:0]
+            self.shard_grads.append(ShardGrad(local, param, self.policy.collectives))
 
     def add_up(self, reduction: InFlightReduction) -> None:
         """Write the mean gradients over all ranks into the shard, or add them to the shard."""
         if self.accumulates:
-            self.zero_ranges(self.has_reduced_grad)
+            pairs = zip(self.shard_grads, self.has_reduced_grad, strict=True)
+            unused = [gradient.local for gradient, has in pairs if not has]
+            if unused:
+                zero_each(unused)
         reduction.add_up(self.shard, self.accumulates)
 
-    def zero_ranges(self, has_reduced_grad: Sequence[bool]) -> None:
-        """Before the shard is added to: zero the ranges of parameters without a reduced gradient."""
-        unused = [gradient.local for gradient, has in zip(self.shard_grads, has_reduced_grad, strict=True) if not has]
-        if unused:
-            zero_each(unused)
+    @property
+    def present(self) -> list[bool]:
+        """For each parameter, whether it has a gradient of this pass or of an earlier one."""
+        arrived = GradState.ARRIVED
+        return [state is arrived or has for state, has in zip(self.states, self.has_reduced_grad, strict=True)]
 
     def clear_accumulated(self) -> None:
         """Note that all gradients were zeroed: the next pass adds to none."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -253,6 +254,11 @@ class PipelinedStep:
                 f"global rank {collectives.global_rank}: the replicas of the mesh disagree in step(): they have "
                 f"{difference}. Parameters may have been updated: load a checkpoint before going on"
             )
+
+    def __del__(self) -> None:
+        """Wait for the messages that use this memory, before it is freed."""
+        with contextlib.suppress(Exception):  # another rank has ended
+            self._end_transfers(list(self._transfers))
 
     def wait(self) -> None:
         """Wait for all transfers; on an accelerator, make the current stream wait."""

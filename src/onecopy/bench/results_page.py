@@ -71,8 +71,6 @@ Step time:
   a whole all-reduce in its place, which sends twice as much. So they send 3 units and more. With NCCL they send 2
   units, or 3 with resharding.
 - "difference" is the largest difference of any parameter from DDP's after 10 steps.
-- `sparse_embeddings` gains the more, the fewer rows of an embedding a batch uses. Here each rank uses at most 128 of
-  the reference model's 32,768 rows.
 - The lower bound below a table is computed from primitives that the same run measured: 1/N of the update and the least
   traffic. It is the longer of two times: the time to move the bytes, or the time to compute plus the processor time
   that moving takes.

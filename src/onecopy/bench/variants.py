@@ -128,15 +128,13 @@ def level_one(hook: str = "", views: bool = False, shard_by: Any = "parameter") 
     return make
 
 
-def sharded(overlap_forward: bool = False, sparse: bool = False, bf16: bool = False) -> Make:
+def sharded(overlap_forward: bool = False, bf16: bool = False) -> Make:
     """Return a constructor of onecopy's ``ShardedDataParallel``."""
 
     def make(model: GPT) -> Trained:
         zero = ZeroRedundancyOptimizer(model.parameters(), AdamW, lr=LR, fused=True)
         policy = MixedPrecision(param_dtype=torch.bfloat16) if bf16 else None
-        wrapped = ShardedDataParallel(
-            model, zero, overlap_forward=overlap_forward, sparse_embeddings=sparse, mixed_precision=policy
-        )
+        wrapped = ShardedDataParallel(model, zero, overlap_forward=overlap_forward, mixed_precision=policy)
 
         def state() -> Iterable[Any]:
             masters = [owned.tensor for owned in zero.engine.inner.owned if owned.param_view is not None]
@@ -240,8 +238,6 @@ VARIANTS: dict[str, Make] = {
     "onecopy, interleaved": level_one("interleaved"),
     "onecopy, ShardedDataParallel": sharded(),
     "onecopy, ShardedDataParallel, overlap_forward": sharded(overlap_forward=True),
-    "onecopy, ShardedDataParallel, sparse_embeddings": sharded(sparse=True),
-    "onecopy, ShardedDataParallel, overlap_forward, sparse_embeddings": sharded(overlap_forward=True, sparse=True),
     "FSDP2, no resharding": fsdp2(reshard=False),
     "FSDP2, resharding": fsdp2(reshard=True),
     "DeepSpeed ZeRO-1": deepspeed(1),

@@ -40,6 +40,7 @@ from onecopy.optimizer import ZeroRedundancyOptimizer
 from onecopy.step.debug_log import log_layout
 from onecopy.step.engine import Engine, collectives_of
 from onecopy.step.gradient_norm import clip, total_norm
+from onecopy.step.join import JOIN_REFUSAL
 
 _CONSTRUCTING = "constructing ShardedDataParallel"
 
@@ -304,7 +305,7 @@ class ShardedDataParallel(nn.Module):
         Args:
             **kwargs: not used.
         """
-        raise RuntimeError("Join does not work with ShardedDataParallel: use level 1 or 2")
+        raise RuntimeError(JOIN_REFUSAL)
 
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> NoReturn:

@@ -29,7 +29,7 @@ DDP_FIRST_BUCKET_BYTES, DDP_BUCKET_BYTES = 1 << 20, 25 << 20
 STEP_FLAGS_BYTES = 6 * 8
 """The status flags that a rank sends in a step."""
 
-PASS_FLAGS_PER_PARAM = 4
+PASS_FLAGS_PER_PARAM = 3
 """The bytes of flags per parameter at the end of a backward pass of ``ShardedDataParallel``."""
 
 

@@ -9,7 +9,7 @@ STAMP := $(VENV)/.installed
 DEMO_STAMP := $(VENV)/.installed-demo
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 # Before a command that trains: torch's bf16 matmul dies on some processors if a variable is not set.
-SAFELY := $(BIN)/python src/onecopy/bench/bf16_probe.py
+SAFELY := $(BIN)/python tests/support/bf16_probe.py
 RANKS ?= 2
 ROUNDS ?= 20
 COUNT ?= 500
@@ -44,7 +44,7 @@ $(DEMO_STAMP): pyproject.toml constraints.txt
 	@touch $(DEMO_STAMP)
 
 demo: $(DEMO_STAMP) ## train a small GPT with plain DDP and at every level, and compare memory and losses: RANKS=2
-	$(SAFELY) $(BIN)/onecopy train --compare --ranks $(RANKS)
+	OMP_NUM_THREADS=1 $(SAFELY) $(BIN)/torchrun --standalone --nproc-per-node $(RANKS) examples/compare_levels.py --plot compare.png
 
 test: setup ## run the test suite
 	$(BIN)/python -m pytest
@@ -108,14 +108,14 @@ clusters: $(CLUSTERS)/.installed ## Ray Train on several local Ray nodes, submit
 	$(CLUSTERS)/bin/python -m pytest tests/project/test_clusters.py
 
 bench: setup ## compare with every peer in one run (30 minutes and more): RANKS_LIST=2,4 LINK=loopback,4gbit VARIANTS= ROUNDS=20
-	$(BIN)/onecopy bench --ranks $(RANKS_LIST) --link $(LINK) --variants '$(VARIANTS)' --rounds $(ROUNDS) --out bench.jsonl
+	$(SAFELY) $(BIN)/python benchmarks/compare.py run --ranks $(RANKS_LIST) --link $(LINK) --variants '$(VARIANTS)' --rounds $(ROUNDS)
 
 bench-setup: setup ## install the peers that the benchmark can compare with
 	$(INSTALL) deepspeed fairscale
 
 bench-check: setup ## fail if a ratio to DDP is worse than the recorded one, beyond noise: RANKS=2 ROUNDS=20
-	$(BIN)/onecopy bench --ranks $(RANKS) --parts time --variants 'onecopy' --rounds $(ROUNDS) --out bench-check.jsonl
-	$(BIN)/onecopy bench check bench-check.jsonl benchmarks/recorded.json
+	$(SAFELY) $(BIN)/python benchmarks/compare.py run --ranks $(RANKS) --parts time --variants onecopy --rounds $(ROUNDS) --out bench-check.jsonl
+	$(SAFELY) $(BIN)/python benchmarks/compare.py check bench-check.jsonl
 
 soak: setup ## train with every hook at random speeds, COUNT iterations each, beside plain DDP
 	$(SAFELY) $(BIN)/python benchmarks/soak.py $(COUNT)

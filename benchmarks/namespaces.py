@@ -29,7 +29,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from machines import Namespaces, Run
+from machines import Namespaces, Run, has_namespaces, sent_bytes
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
@@ -37,7 +37,6 @@ from torch.optim import AdamW, Optimizer
 from torch.utils.data import DataLoader, TensorDataset
 
 from onecopy import ShardedDataParallel, ZeroRedundancyOptimizer, checkpoint, reduce_scatter_hook
-from onecopy.bench.launching import has_namespaces, sent_bytes
 
 LEVELS = {
     "ddp": "plain DDP",

@@ -86,8 +86,9 @@ def test_staged_buffers_in_flight_are_bounded_and_finish_in_order() -> None:
     finished: list[int] = []
     flying = InFlight()
     for number in range(10):
-        flying.add(Transfer(waited, number), torch.empty(0), True, functools.partial(finished.append, number))
-        assert number + 1 - len(waited) <= PACKS_IN_FLIGHT
+        flying.leave(PACKS_IN_FLIGHT)
+        assert number - len(waited) <= PACKS_IN_FLIGHT
+        flying.add(Transfer(waited, number), None, functools.partial(finished.append, number), staged=True)
     flying.drain()
     assert waited == finished == list(range(10))
 
@@ -96,7 +97,8 @@ def test_transfers_in_place_are_not_bounded_but_all_waited_for() -> None:
     waited: list[int] = []
     flying = InFlight()
     for number in range(10):
-        flying.add(Transfer(waited, number), torch.empty(0), staged=False)
+        flying.leave(PACKS_IN_FLIGHT)
+        flying.add(Transfer(waited, number))
     assert waited == []
     flying.drain()
     assert waited == list(range(10))

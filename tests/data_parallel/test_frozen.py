@@ -273,4 +273,4 @@ def test_deleting_it_frees_everything_by_counting_alone(world_size: int, name: s
         after = alive()
     finally:
         gc.enable()
-    assert after == before, "tensors and descriptors"
+    assert after == before, f"tensors and descriptors: {before} before, {after} after"

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import compress
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -69,29 +69,30 @@ class InFlight:
     """
 
     def __init__(self) -> None:
-        # An entry refers to its buffer, so that the buffer lives until the message has been waited for.
-        self._entries: deque[tuple[Work, Tensor, bool, Callable[[], None] | None]] = deque()
+        # An entry refers to its memory, so that it lives until the message has been waited for.
+        self._entries: deque[tuple[Work, Tensor | None, Callable[[], None] | None, bool]] = deque()
         self._staged = 0
 
     def add(
         self,
         work: Work,
-        buffer: Tensor,
-        staged: bool,
+        memory: Tensor | None = None,
         then: Callable[[], None] | None = None,
-        most_staged: int = limits.PACKS_IN_FLIGHT,
+        staged: bool = False,
     ) -> None:
         """Add a message in flight.
 
         Args:
             work: the message.
-            buffer: its memory, which must live until the message has ended.
-            staged: whether the memory is extra memory.
+            memory: memory that must live until the message has ended.
             then: a function that is called when the message has ended.
-            most_staged: wait for the oldest messages until no more than these use extra memory.
+            staged: whether the memory is extra memory.
         """
-        self._entries.append((work, buffer, staged, then))
+        self._entries.append((work, memory, then, staged))
         self._staged += staged
+
+    def leave(self, most_staged: int) -> None:
+        """Wait for the oldest messages until no more than ``most_staged`` use extra memory."""
         while self._staged > most_staged:
             self._finish_oldest()
 
@@ -101,23 +102,39 @@ class InFlight:
             self._finish_oldest()
 
     def _finish_oldest(self) -> None:
-        work, _, staged, then = self._entries.popleft()
+        work, _, then, staged = self._entries.popleft()
         work.wait()
         if then is not None:
             then()
         self._staged -= staged
 
 
+def pack(buffer: Tensor, views: Sequence[Tensor], parts: Sequence[Tensor | None]) -> None:
+    """Copy parts into the views of a flat buffer, which lie one behind the other; nothing reads a view of None."""
+    if not buffer.numel():
+        return
+    if buffer.device.type == "cpu" and all(part is None or part.dtype == buffer.dtype for part in parts):
+        # Many small copies on the CPU take several times as long as one concatenation.
+        zero = buffer.new_zeros(1)
+        both = zip(views, parts, strict=True)
+        torch.cat([zero.expand(len(view)) if part is None else part for view, part in both], out=buffer)
+        return
+    copied = [(view, part) for view, part in zip(views, parts, strict=True) if part is not None]
+    if copied:
+        torch._foreach_copy_([view for view, _ in copied], [part for _, part in copied])
+
+
 def send_ranges(ranges: Sequence[Tensor], start: Callable[[Tensor], Work], device: torch.device) -> None:
     """Send byte ranges, one message after the other; ranges on another device are copied to ``device`` first."""
     in_flight = InFlight()
     for message in plan_messages([each.numel() for each in ranges]):
+        in_flight.leave(limits.PACKS_IN_FLIGHT)
         if message.packed:
             buffer = torch.cat([ranges[position].to(device) for position in message.ranges])
         else:
             buffer = ranges[message.ranges[0]][message.start : message.stop].to(device)
         staged = message.packed or ranges[message.ranges[0]].device != device
-        in_flight.add(start(buffer), buffer, staged)
+        in_flight.add(start(buffer), buffer, staged=staged)
     in_flight.drain()
 
 
@@ -129,17 +146,15 @@ def receive_ranges(ranges: Sequence[Tensor], start: Callable[[Tensor], Work], de
         if not message.packed:
             targets = [targets[0][message.start : message.stop]]
         if not message.packed and targets[0].device == device:
-            in_flight.add(start(targets[0]), targets[0], staged=False)
+            in_flight.add(start(targets[0]))
             continue
+        in_flight.leave(limits.PACKS_IN_FLIGHT)
         buffer = torch.empty(message.stop - message.start, dtype=torch.uint8, device=device)
-        in_flight.add(start(buffer), buffer, True, unpacker(buffer, targets))
+        in_flight.add(start(buffer), buffer, unpacker(buffer, targets), staged=True)
     in_flight.drain()
 
 
-def unpacker(buffer: Tensor, targets: Sequence[Tensor], chosen: Sequence[bool] | None = None) -> Callable[[], None]:
-    """A function that copies a packed buffer into the ranges it was packed from, or only into the chosen ones."""
-    destinations = list(targets)
-    sources = list(buffer.split([target.numel() for target in destinations]))
-    if chosen is not None:
-        destinations, sources = list(compress(destinations, chosen)), list(compress(sources, chosen))
-    return lambda: torch._foreach_copy_(destinations, sources)
+def unpacker(buffer: Tensor, targets: Sequence[Tensor]) -> Callable[[], None]:
+    """A function that copies a packed buffer into the ranges it was packed from."""
+    sources = list(buffer.split([target.numel() for target in targets]))
+    return partial(torch._foreach_copy_, list(targets), sources)

@@ -31,17 +31,16 @@ class WorkWithBuffer:
 
 
 @dataclass(frozen=True, slots=True)
-class WorkThenCopy:
-    """Work, and a copy of its result to another tensor when it has ended."""
+class WorkAfter:
+    """Work, and another one that starts when it has been waited for."""
 
     work: Work
-    source: Tensor
-    target: Tensor
+    start: Callable[[], Work]
 
     def wait(self) -> object:
-        """Wait for the work, and copy."""
+        """Wait for both."""
         self.work.wait()
-        return self.target.copy_(self.source)
+        return self.start().wait()
 
 
 @dataclass(frozen=True, slots=True)

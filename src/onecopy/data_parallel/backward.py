@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from onecopy.comm.agreement import FailTogether, FirstFailure, raise_together
-from onecopy.comm.bucket_reduce_scatter import InFlightReduction
 from onecopy.comm.buffer_pool import BufferPool
+from onecopy.comm.reduce_scatter import Reduction
 from onecopy.comm.side_stream import UsedStreams
 from onecopy.comm.status_flags import DeferredFlags, flags_on
 from onecopy.comm.work import Work
@@ -46,7 +46,7 @@ class _BackwardPass:
     buckets: Sequence[GradientBucket]
     failure: FirstFailure = field(default_factory=FirstFailure)
     next_bucket: int = 0
-    in_flight: deque[tuple[GradientBucket, InFlightReduction]] = field(default_factory=deque)
+    in_flight: deque[tuple[GradientBucket, Reduction]] = field(default_factory=deque)
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +200,7 @@ class BackwardReducer:
         self._pass = _BackwardPass(number, self._buckets)
         self._no_sync_owners.clear()
         for bucket in self._buckets:
-            bucket.begin_pass(self._pool)
+            bucket.begin_pass()
         when_backward_ends(partial(_end_pass, weakref.ref(self), number))
 
     def reset(self) -> None:
@@ -242,7 +242,7 @@ class BackwardReducer:
             return
         with self._lock:
             try:  # not `with current.failure`, which takes longer: this runs for every parameter
-                bucket.put(position, param.grad, self._pool)
+                bucket.put(position, param.grad)
                 param.grad = None
                 while (
                     current.next_bucket < len(current.buckets)
@@ -274,15 +274,15 @@ class BackwardReducer:
         number = current.next_bucket
         bucket = current.buckets[number]
         current.next_bucket += 1
-        while sum(each.nbytes for each, _ in current.in_flight) >= bucket.transport.gradient_bytes_in_flight:
+        most = 2 * self._policy.collectives.bucket_bytes(bucket.device)
+        while sum(each.nbytes for each, _ in current.in_flight) >= most:
             self._add_up_oldest(current)
         with current.failure:
             if not current.failure:  # after a failure nothing is reduced, and no_sync() gradients stay in param.grad
-                bucket.put_no_sync_grads(self._pool)
+                bucket.put_no_sync_grads()
         with profile_range("onecopy.reduce"):
             self._streams[bucket.device].note()
-            reduction = bucket.launch(self._pool, self._tags + number, is_last=number == len(current.buckets) - 1)
-        current.in_flight.append((bucket, reduction))
+            current.in_flight.append((bucket, bucket.launch(self._pool, self._tags + number)))
 
     # 4. Add up
 
@@ -290,9 +290,7 @@ class BackwardReducer:
         """Add up the bucket that has been in flight for the longest time."""
         bucket, reduction = current.in_flight.popleft()
         self._streams[bucket.device].note()
-        bucket.add_up(reduction)
-        reduction.end()
-        bucket.release_gradients(self._pool)
+        bucket.add_up(reduction, self._pool)
 
     def end_pass(self, number: int) -> None:
         """End the backward pass with this number, if it is still running: phases 3 to 7."""
@@ -400,8 +398,8 @@ class BackwardReducer:
         with restored, FailTogether(replicas, CALL), FailTogether(collectives, CALL):
             buckets = [bucket for each in self._optimizers for bucket in each.unfreeze(identities)]
             for bucket in buckets:
-                bucket.begin_pass(self._pool)
-                bucket.put_no_sync_grads(self._pool)
+                bucket.begin_pass()
+                bucket.put_no_sync_grads()
         self._add_buckets(buckets)
         late = _BackwardPass(-1, [bucket for bucket in self._buckets if bucket in buckets])
         with collectives.explained_errors(CALL):

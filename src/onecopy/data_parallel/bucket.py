@@ -5,18 +5,20 @@ Both kinds of buckets follow the same :class:`~onecopy.layout.BucketPlan`: each 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from onecopy.comm.bucket_reduce_scatter import BucketGradients, InFlightReduction
 from onecopy.comm.buffer_pool import BufferPool
 from onecopy.comm.collectives import Collectives
-from onecopy.comm.parameter_sharing import ParameterSharing
-from onecopy.comm.transports import BucketSharing, SharedBucket, transport_for
+from onecopy.comm.reduce_scatter import Piece, ReduceScatter, Reduction
+from onecopy.comm.sharing import SharedBucket, Sharing
+from onecopy.comm.side_stream import UsedStreams
+from onecopy.common.flat_views import flat_like
 from onecopy.common.torch_private import version_of, zero_each
 from onecopy.layout import BucketPlan, Layout
 from onecopy.step.parameter_storage import InPlaceStorage
@@ -35,12 +37,12 @@ class ParameterBuckets(InPlaceStorage):
     convertible = False
 
     def __init__(self, params: Sequence[Tensor], layout: Layout, plans: Sequence[BucketPlan]) -> None:
-        self.buckets = [SharedBucket(_flat_bucket(params, plan), plan.bounds, plan.params) for plan in plans]
+        self.buckets = [SharedBucket(_flat_bucket(params, plan), plan.padded_parts, plan.params) for plan in plans]
         super().__init__(params, layout)
 
-    def plan_sharing(self, collectives: Collectives) -> ParameterSharing:
+    def plan_sharing(self, collectives: Collectives) -> Sharing:
         """Plan to share bucket by bucket. The forward pass reads the last buckets first, so these are sent first."""
-        return BucketSharing(collectives, self.buckets[::-1])
+        return Sharing(collectives, buckets=self.buckets[::-1])
 
 
 def _flat_bucket(params: Sequence[Tensor], plan: BucketPlan) -> Tensor:
@@ -76,11 +78,6 @@ class ReductionPolicy:
     replicas: Collectives | None
     reduce_dtype: torch.dtype | None
 
-    @property
-    def scale(self) -> float:
-        """The factor from the sum over all ranks to the mean."""
-        return 1.0 / (self.collectives.world_size * (self.replicas.world_size if self.replicas else 1))
-
 
 class GradState(Enum):
     """The progress of one parameter's gradient in the current backward pass."""
@@ -101,10 +98,9 @@ class GradientBucket:
     In one backward pass a bucket goes through these calls:
 
     1. ``begin_pass`` resets it.
-    2. ``put`` takes in one parameter's gradient, without a copy where possible.
-    3. ``launch`` starts the reduction.
-    4. ``add_up`` writes the reduced gradients into this rank's shard, or adds them to the shard.
-    5. ``release_gradients`` frees the local gradients when the reduction has ended.
+    2. ``put`` takes in one parameter's gradient, without a copy.
+    3. ``launch`` starts the reduction, and releases the gradients when it has ended.
+    4. ``add_up`` writes the mean into this rank's shard, or adds it to the shard.
 
     Attributes:
         plan: the parameters and the range of each rank.
@@ -112,7 +108,6 @@ class GradientBucket:
         names: their names.
         policy: the process groups and the data type of the reduction.
         wire_dtype: the type in which gradients are sent.
-        transport: how the bucket's device sends to other ranks.
         nbytes: the size of the bucket's gradients as they are sent.
         shard: this rank's range of the reduced gradients. It is empty until the first reduction.
         shard_grads: for each parameter, the ``param.grad`` that shows its range of the shard.
@@ -132,7 +127,6 @@ class GradientBucket:
         self.device = first.device
         self.wire_dtype = policy.reduce_dtype if policy.reduce_dtype and first.is_floating_point() else first.dtype
         self._shard_dtype = torch.promote_types(self.wire_dtype, first.dtype)
-        self.transport = transport_for(policy.collectives, self.device)
         self.nbytes = plan.numel * self.wire_dtype.itemsize
         self._shard_memory = torch.zeros(0)  # the shard, padded as the plan is
         self.shard = torch.zeros(0, dtype=self._shard_dtype, device=self.device)
@@ -144,23 +138,29 @@ class GradientBucket:
         self.pending_count = 0
         self.accumulates = False
         self._is_launched = False
-        self._reduce_scatter = self.transport.plan_reduce_scatter(
-            BucketGradients(plan, self.params, self.wire_dtype, policy.replicas, policy.scale)
+        self._gradients: list[Tensor | None] = [None] * len(self.params)  # of the current pass, until the launch
+        self._streams = UsedStreams(self.device)  # on which they were computed
+        self._mean = self.shard  # the memory in which the mean arrives
+        self._reduce_scatter = ReduceScatter(
+            policy.collectives,
+            list(_pieces(plan, self.params)),
+            first.dtype,
+            self.wire_dtype,
+            self.device,
+            plan.padded_parts,
+            policy.replicas,
         )
 
-    def begin_pass(self, pool: BufferPool) -> None:
-        """Reset the bucket for a new backward pass."""
-        self.release_gradients(pool)
+    def begin_pass(self) -> None:
+        """Reset the bucket for a new backward pass; gradients of a pass that was interrupted are released."""
+        self._streams.release()
+        self._gradients = [None] * len(self.params)
         self.states = [GradState.PENDING] * len(self.params)
         self.pending_count = sum(param.requires_grad for param in self.params)
         self._is_launched = False
 
-    def release_gradients(self, pool: BufferPool) -> None:
-        """Release the local gradients of the pass."""
-        self._reduce_scatter.release(pool)
-
-    def put(self, position: int, gradient: Tensor, pool: BufferPool) -> None:
-        """Take in one parameter's gradient."""
+    def put(self, position: int, gradient: Tensor) -> None:
+        """Take in one parameter's gradient. It is only read, because another parameter may have the same memory."""
         if gradient.layout is not torch.strided:
             raise ValueError(
                 f"parameter {self.names[position]!r} has a sparse gradient, which cannot be divided among ranks; "
@@ -173,27 +173,28 @@ class GradientBucket:
             )
         if gradient.requires_grad:
             gradient = gradient.detach()
-        self._reduce_scatter.put(position, gradient, pool)
+        self._gradients[position] = gradient
+        if not gradient.is_cpu:  # the CPU has no streams
+            self._streams.note()
         self.pending_count -= 1
         self.states[position] = GradState.ARRIVED
 
-    def put_no_sync_grads(self, pool: BufferPool) -> None:
+    def put_no_sync_grads(self) -> None:
         """Take in the gradients that ``no_sync()`` passes have left, of parameters that this pass does not use."""
         for position, param in enumerate(self.params):
             if self.states[position] is GradState.ARRIVED or param.grad is None or isinstance(param.grad, ShardGrad):
                 continue
             if self.was_zeroed(position):
                 self.has_reduced_grad[position] = False
-            self.put(position, param.grad, pool)
+            self.put(position, param.grad)
             param.grad = None
 
-    def launch(self, pool: BufferPool, tag: int, is_last: bool) -> InFlightReduction:
+    def launch(self, pool: BufferPool, tag: int) -> Reduction:
         """Start the reduction of the pass's gradients; gradients that have not arrived count as zeros.
 
         Args:
             pool: the pool that gives buffers.
             tag: a message tag that no other bucket of the pass has.
-            is_last: whether this is the last bucket of the pass.
         """
         self._is_launched = True
         for position, state in enumerate(self.states):
@@ -205,13 +206,23 @@ class GradientBucket:
         if not self.shard_grads:
             self._allocate_shard()
         is_free = self.wire_dtype == self._shard_dtype and not self.accumulates
-        return self._reduce_scatter.start(pool, tag, is_last, self._shard_memory if is_free else None)
+        shard = self._shard_memory
+        self._mean = shard if is_free else pool.take(shard.numel(), self.wire_dtype, self.device)
+        self._streams.join()
+        flats = [
+            None if gradient is None else flat_like(gradient.resolve_conj().resolve_neg(), param)
+            for gradient, param in zip(self._gradients, self.params, strict=True)
+        ]
+        reduction = self._reduce_scatter.start(flats, pool, tag, self._mean)
+        self._streams.release()
+        self._gradients = [None] * len(self.params)
+        return reduction
 
     def _allocate_shard(self) -> None:
         """Allocate this rank's shard and the ``ShardGrad`` of each parameter."""
         group_rank = self.policy.collectives.group_rank
         start, stop = self.plan.range_of(group_rank)
-        padded = self.plan.padded_part(group_rank)
+        padded = self.plan.padded_parts[group_rank]
         self._shard_memory = torch.zeros(padded, dtype=self._shard_dtype, device=self.device)
         self.shard = self._shard_memory[: stop - start]
         for param, offset in zip(self.params, self.plan.offsets, strict=True):
@@ -219,14 +230,21 @@ class GradientBucket:
             local = self.shard[low - start : high - start] if low < high else self.shard[:0]
             self.shard_grads.append(ShardGrad(local, param, self.policy.collectives))
 
-    def add_up(self, reduction: InFlightReduction) -> None:
+    def add_up(self, reduction: Reduction, pool: BufferPool) -> None:
         """Write the mean gradients over all ranks into the shard, or add them to the shard."""
+        reduction.wait()
+        mean, self._mean = self._mean, self.shard
+        if mean is self._shard_memory:
+            return
         if self.accumulates:
             pairs = zip(self.shard_grads, self.has_reduced_grad, strict=True)
             unused = [gradient.local for gradient, has in pairs if not has]
             if unused:
                 zero_each(unused)
-        reduction.add_up(self.shard, self.accumulates)
+            self.shard.add_(mean[: self.shard.numel()])
+        else:
+            self.shard.copy_(mean[: self.shard.numel()])
+        pool.give_back(mean)
 
     @property
     def present(self) -> list[bool]:
@@ -252,3 +270,12 @@ class GradientBucket:
         if self._no_sync_grads.get(position) == (id(gradient), version_of(gradient)):
             return False
         return not torch.count_nonzero(gradient.coalesce().values() if gradient.is_sparse else gradient)
+
+
+def _pieces(plan: BucketPlan, params: Sequence[Tensor]) -> Iterator[Piece]:
+    """The pieces of the parameters' gradients, by owner, where the plan has them."""
+    for owner, (start, stop) in enumerate(pairwise(plan.bounds)):
+        for source, (param, offset) in enumerate(zip(params, plan.offsets, strict=True)):
+            low, high = max(offset, start), min(offset + param.numel(), stop)
+            if low < high:
+                yield Piece(source, low - offset, high - offset, owner, low - start)

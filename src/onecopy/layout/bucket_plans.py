@@ -55,10 +55,12 @@ class BucketPlan:
         """The number of elements to allocate, so that an equal plan can be cut into parts of the same length."""
         return self.longest * (len(self.bounds) - 1) if self.equal else self.numel
 
-    def padded_part(self, group_rank: int) -> int:
-        """The number of elements of a rank's part of the allocated bucket."""
-        start, stop = self.range_of(group_rank)
-        return self.longest if self.equal else stop - start
+    @property
+    def padded_parts(self) -> tuple[int, ...]:
+        """The number of elements of each rank's part of the allocated bucket."""
+        if self.equal:
+            return (self.longest,) * (len(self.bounds) - 1)
+        return tuple(stop - start for start, stop in pairwise(self.bounds))
 
     def range_of(self, group_rank: int) -> tuple[int, int]:
         """The start and the end of the range that one rank owns."""

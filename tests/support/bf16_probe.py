@@ -4,7 +4,7 @@ Some virtual machines have an Intel processor that advertises AMX although the h
 multiplies bf16 matrices with oneDNN, which then executes an illegal instruction, and SIGILL kills the process. With
 ``ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16`` in the environment oneDNN does not use AMX.
 
-``python src/onecopy/bench/bf16_probe.py COMMAND...`` runs a command with that variable if it is needed. The Makefile
+``python tests/support/bf16_probe.py COMMAND...`` runs a command with that variable if it is needed. The Makefile
 starts its scripts in this way. This module imports only the standard library, so that it starts quickly.
 """
 
@@ -95,7 +95,7 @@ def _has_more_than_the_variable_allows() -> bool:
 
 def _probe() -> tuple[int, str]:
     """Run the probe, and return its exit code and the last line of its error output."""
-    done = subprocess.run(PROBE, capture_output=True, text=True, check=False)  # noqa: S603 - our own command
+    done = subprocess.run(PROBE, capture_output=True, text=True, check=False)
     return done.returncode, (done.stderr.strip().splitlines() or [""])[-1]
 
 
@@ -106,7 +106,7 @@ def main(command: list[str]) -> None:
     message = protect()
     if message:
         logger.warning("%s", message)
-    os.execvp(command[0], command)  # noqa: S606 - the user's own command
+    os.execvp(command[0], command)
 
 
 if __name__ == "__main__":

@@ -266,6 +266,8 @@ class BackwardReducer:
         bucket, position = self._places.get(id(param), (None, 0))
         if bucket is not None:
             bucket.note_no_sync_grad(position)
+        else:
+            self._streams.setdefault(param.device, UsedStreams(param.device)).note()
 
     # 3. Launch
 
@@ -407,6 +409,8 @@ class BackwardReducer:
                 self._launch(late)
             while late.in_flight:
                 self._add_up_oldest(late)
+        for streams in self._streams.values():
+            streams.release()
 
 
 def _address(gradient: Tensor | None) -> int:

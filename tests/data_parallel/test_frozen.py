@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import SGD, Adafactor, AdamW, Optimizer
 
 from onecopy import MixedPrecision, ShardedDataParallel, ZeroRedundancyOptimizer
+from onecopy.comm.collectives import Collectives
 from onecopy.data_parallel import bucket
 from tests.support.data_parallel import ROUNDING, Layers, Side, inputs_of, one_step
 from tests.support.data_parallel_use import loss_of
@@ -120,21 +122,20 @@ def test_frozen_parameters_have_no_bucket_and_are_not_sent(world_size: int) -> N
     optimizer = ZeroRedundancyOptimizer(module.parameters(), AdamW, lr=1e-3)
     model = ShardedDataParallel(module, optimizer, mixed_precision=MixedPrecision(reduce_dtype=torch.float32))
     sent: list[int] = []
+    send = Collectives.send
+
+    def counted(self: Collectives, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        sent.append(tensor.numel() * tensor.element_size())
+        return send(self, tensor, *args, **kwargs)
+
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("send", "broadcast", "all_gather_single", "reduce_scatter_single"):
-            original = getattr(type(optimizer.engine.collectives), name)
-
-            def counted(self: Any, tensor: Tensor, *args: Any, original: Any = original, **kwargs: Any) -> Any:
-                sent.append(tensor.numel() * tensor.element_size())
-                return original(self, tensor, *args, **kwargs)
-
-            patch.setattr(type(optimizer.engine.collectives), name, counted)
+        patch.setattr(Collectives, "send", counted)
         for _ in range(2):
             optimizer.zero_grad()
             model(torch.randn(2, 1000)).square().mean().backward()
             optimizer.step()
     trained = sum(param.numel() * 4 for param in module[1].parameters())
-    assert sum(sent) < 2 * 5 * trained, "one reduce-scatter and one all-gather of the trainable parameters in a step"
+    assert trained <= sum(sent) / 2 <= 1.1 * trained, "half of them in a reduce-scatter, and half in an all-gather"
     assert [param.data_ptr() for param in frozen] == places
     assert all(param.grad is None for param in frozen)
     held = sum(param.grad.local.numel() for param in module[1].parameters())  # type: ignore[union-attr]
@@ -254,8 +255,9 @@ def test_deleting_it_frees_everything_by_counting_alone(world_size: int, name: s
         for _ in range(10):
             live(name)
         dist.barrier()
-        after = alive()
+        deadline = time.monotonic() + 5.0
+        while alive() > before and time.monotonic() < deadline:
+            time.sleep(0.01)  # gloo's threads let go of a message after it has arrived
+        assert alive() <= before, "tensors and descriptors"
     finally:
         gc.enable()
-    assert after[0] <= before[0], f"tensors: {before[0]} before, {after[0]} after"
-    assert after[1] <= before[1], f"descriptors: {before[1]} before, {after[1]} after"

@@ -32,46 +32,29 @@ CALL = "backward()"
 
 @dataclass(slots=True)
 class _BackwardPass:
-    """One backward pass.
+    """One backward pass."""
 
-    Attributes:
-        number: autograd's number of the pass.
-        buckets: the buckets, in the order of their launch.
-        failure: the first failure of this rank in the pass.
-        next_bucket: the position of the bucket that is launched next.
-        in_flight: the buckets that are not added up yet, in the order of their launch.
-    """
-
-    number: int
-    buckets: Sequence[GradientBucket]
-    failure: FirstFailure = field(default_factory=FirstFailure)
-    next_bucket: int = 0
-    in_flight: deque[tuple[GradientBucket, Reduction]] = field(default_factory=deque)
+    number: int  # autograd's number of the pass
+    buckets: Sequence[GradientBucket]  # in the order of their launch
+    failure: FirstFailure = field(default_factory=FirstFailure)  # of this rank
+    next_bucket: int = 0  # the position of the bucket that is launched next
+    in_flight: deque[tuple[GradientBucket, Reduction]] = field(default_factory=deque)  # launched, and not added up yet
 
 
 @dataclass(frozen=True, slots=True)
 class _PassFlags:
-    """What a rank tells the others at the end of a pass, or what any rank has told (the maximum of each byte).
-
-    Attributes:
-        failed: the pass has failed.
-        present: for each parameter, whether it has a gradient.
-        trainable: for each parameter, whether it has ``requires_grad=True``.
-        frozen: for each parameter, whether it has ``requires_grad=False``.
-    """
+    """What a rank tells the others at the end of a pass, or what any rank has told (the maximum of each byte)."""
 
     failed: bool
-    present: list[bool]
+    present: list[bool]  # for each parameter, whether it has a gradient
     trainable: list[bool]
     frozen: list[bool]
 
     def to_row(self) -> list[bool]:
-        """All flags in one row, as they are exchanged."""
         return [self.failed, *self.present, *self.trainable, *self.frozen]
 
     @classmethod
     def from_row(cls, row: Sequence[int]) -> _PassFlags:
-        """The flags of a row that was exchanged."""
         flags = [bool(flag) for flag in row]
         count = len(flags) // 3
         return cls(flags[0], *(flags[1 + count * part : 1 + count * (part + 1)] for part in range(3)))
@@ -301,16 +284,14 @@ class BackwardReducer:
             return
         self._pass = None
         flags = self._agree(current)
-        new = [param for param, has in zip(self._params, flags.trainable, strict=True) if has and self._is_new(param)]
+        new = [param for param, has in zip(self._params, flags.trainable, strict=True) if has]
+        new = [param for param in new if id(param) not in self._places]
         if new:
             self._unfreeze(new)
         for param, has in zip(self._params, flags.present, strict=True):
             place = self._places.get(id(param))
             if has and place is not None:
                 param.grad = place[0].shard_grads[place[1]]
-
-    def _is_new(self, param: Tensor) -> bool:
-        return id(param) not in self._places
 
     # 5. Agree
 
@@ -344,12 +325,14 @@ class BackwardReducer:
         present = {
             id(param): has for bucket in self._buckets for param, has in zip(bucket.params, bucket.present, strict=True)
         }
-        trainable = [param.requires_grad for param in self._params]
+        # A frozen parameter may have a gradient of a no_sync() pass in which it was trainable, and needs a bucket, too.
+        new = [param.grad is not None and id(param) not in self._places for param in self._params]
+        trainable = [param.requires_grad or is_new for param, is_new in zip(self._params, new, strict=True)]
         return _PassFlags(
             failed,
             [present.get(id(param), param.grad is not None) for param in self._params],
             trainable,
-            [not flag for flag in trainable],
+            frozen=[not flag for flag in trainable],
         )
 
     def _read_later(self, row: Tensor, work: Work, mine: _PassFlags, failure: Exception | None) -> _PassFlags:
@@ -362,7 +345,7 @@ class BackwardReducer:
             raise failure
         # If all that are not frozen have a bucket and a gradient, it is so on all ranks, because ranks freeze alike.
         if all(
-            is_frozen or (has and not self._is_new(param))
+            is_frozen or (has and id(param) in self._places)
             for param, has, is_frozen in zip(self._params, mine.present, mine.frozen, strict=True)
         ):
             return mine

@@ -192,9 +192,7 @@ class GradientBucket:
     def launch(self, pool: BufferPool, tag: int) -> Reduction:
         """Start the reduction of the pass's gradients; gradients that have not arrived count as zeros.
 
-        Args:
-            pool: the pool that gives buffers.
-            tag: a message tag that no other bucket of the pass has.
+        No other bucket of the pass has the same message tag.
         """
         self._is_launched = True
         for position, state in enumerate(self.states):

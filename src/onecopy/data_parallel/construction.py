@@ -191,34 +191,19 @@ def resolve_uses(module: nn.Module, uses: Mapping[str, Sequence[str]]) -> dict[s
 
 @dataclass(frozen=True, slots=True)
 class OptimizerPlan:
-    """The new layout of one optimizer.
-
-    Attributes:
-        optimizer: the optimizer.
-        layout: the shards of its parameters.
-        buckets: the buckets of the parameters that are trainable now.
-        frozen: the buckets that the frozen parameters would have. They say who owns which range.
-        master_weights: whether the optimizer keeps fp32 copies, and where.
-    """
+    """The new layout of one optimizer."""
 
     optimizer: ZeroRedundancyOptimizer
     layout: Layout
-    buckets: tuple[BucketPlan, ...]
-    frozen: tuple[BucketPlan, ...]
+    buckets: tuple[BucketPlan, ...]  # of the parameters that are trainable now
+    frozen: tuple[BucketPlan, ...]  # that the frozen parameters would have: they say who owns which range
     master_weights: MasterWeightPolicy
 
 
 def plan_optimizer(
     module: nn.Module, optimizer: ZeroRedundancyOptimizer, bucket_bytes: int, mixed_precision: MixedPrecision
 ) -> OptimizerPlan:
-    """Divide one optimizer's parameters into buckets, in reverse order of the module's parameters.
-
-    Args:
-        module: the module that has the parameters.
-        optimizer: the optimizer.
-        bucket_bytes: the size from which a bucket is full.
-        mixed_precision: the types of the parameters.
-    """
+    """Divide one optimizer's parameters into buckets, in reverse order of the module's parameters."""
     if not isinstance(bucket_bytes, int) or bucket_bytes < 1:
         raise ValueError(f"bucket_bytes must be a positive number of bytes, got {bucket_bytes!r}")
     engine = optimizer.engine
@@ -304,11 +289,6 @@ class AttachedOptimizer:
         engine = self.engine
         names = [engine.layout.params[index].name for index in plan.params]
         return GradientBucket(plan, [engine.params[index] for index in plan.params], names, self._policy)
-
-    @property
-    def frozen(self) -> list[Tensor]:
-        """The parameters that have no bucket."""
-        return [self.engine.params[index] for plan in self._frozen for index in plan.params]
 
     def unfreeze(self, params: Collection[int]) -> list[GradientBucket]:
         """Make the buckets of parameters, given by ``id()``, that have none.

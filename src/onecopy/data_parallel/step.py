@@ -45,22 +45,14 @@ class _Transfers:
     """The transfers of one segment in one step.
 
     On an accelerator they are kept until the next step, because every stream that reads the parameters must wait.
-
-    Attributes:
-        collectives: the ranks among which they are.
-        works: the transfers.
-        devices: the devices of the buckets.
-        changed: the parameters that the transfers change.
-        increment_versions: increments their version counters.
-        waiting: the current streams of all devices that have waited, by their ids.
     """
 
     collectives: Collectives
     works: list[Work]
     devices: tuple[torch.device, ...]
-    changed: list[Tensor]
+    changed: list[Tensor]  # the parameters that the transfers change
     increment_versions: Callable[[list[Tensor]], None]
-    waiting: set[tuple[int, ...]] = field(default_factory=set)
+    waiting: set[tuple[int, ...]] = field(default_factory=set)  # ids of the streams, of all devices, that have waited
 
     @property
     def for_all_streams(self) -> bool:

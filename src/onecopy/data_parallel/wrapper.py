@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -32,7 +33,7 @@ from onecopy.data_parallel.construction import (
     resolve_uses,
     restored_on_failure,
 )
-from onecopy.data_parallel.forward_wait import ForwardWaitHooks, waiting_hook
+from onecopy.data_parallel.forward_wait import ForwardWaitHooks
 from onecopy.data_parallel.module_sync import ModuleSync
 from onecopy.data_parallel.step import PipelinedStep
 from onecopy.optimizer import ZeroRedundancyOptimizer
@@ -141,8 +142,13 @@ class ShardedDataParallel(nn.Module):
             if engine.replica_check is not None:
                 engine.replica_check.replicas = replicas
             log_layout(engine)
-        self._wait_hooks = ForwardWaitHooks(module, self._pipelines_by_param(), uses) if overlap_forward else None
-        module.register_state_dict_pre_hook(waiting_hook(weakref.ref(self)))
+        pipelines = {
+            id(param): (pipeline, index)
+            for optimizer, pipeline in self._pipelines
+            for index, param in enumerate(optimizer.engine.params)
+        }
+        self._wait_hooks = ForwardWaitHooks(module, pipelines, uses) if overlap_forward else None
+        module.register_state_dict_pre_hook(functools.partial(_wait_before_state_dict, weakref.ref(self)))
 
     def _set_ddp_attributes(self) -> None:
         """Set the attributes that DDP has too, under the names it has them."""
@@ -166,13 +172,6 @@ class ShardedDataParallel(nn.Module):
                 engine.share_flags(self._deferred_flags)
             convert_params(module.parameters(), to_convert, self.mixed_precision)  # parameters that no optimizer has
         return attached
-
-    def _pipelines_by_param(self) -> dict[int, tuple[PipelinedStep, int]]:
-        return {
-            id(param): (pipeline, index)
-            for optimizer, pipeline in self._pipelines
-            for index, param in enumerate(optimizer.engine.params)
-        }
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module's forward, after buffers are broadcast and failures of the last step are raised."""
@@ -310,3 +309,9 @@ class ShardedDataParallel(nn.Module):
     def _ddp_params_and_buffers_to_ignore(self) -> NoReturn:
         """The attribute that DDP reads first: it raises, because DDP would reduce reduced gradients again."""
         raise TypeError("ShardedDataParallel takes the place of DDP: do not wrap it in DDP")
+
+
+def _wait_before_state_dict(model: Callable[[], ShardedDataParallel | None], *_arguments: object) -> None:
+    live = model()
+    if live is not None:
+        live.wait()

@@ -17,11 +17,11 @@ from torch import Tensor
 from torch.futures import Future
 
 from onecopy.comm import limits, reduce_scatter
-from onecopy.comm.buffer_pool import BufferPool
+from onecopy.comm.buffers import BufferPool
 from onecopy.comm.collectives import Collectives
-from onecopy.comm.packing import InFlight
-from onecopy.comm.side_stream import SideStream, UsedStreams
 from onecopy.comm.status_flags import DeferredFlags, DeferredRead
+from onecopy.comm.streams import SideStream, UsedStreams
+from onecopy.comm.work import InFlight
 from onecopy.data_parallel import step as level_3_step
 from onecopy.data_parallel.step import PipelinedStep
 from onecopy.ddp_hooks.overlapped_step import OverlappedStep

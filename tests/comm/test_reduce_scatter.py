@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from onecopy.comm import limits
-from onecopy.comm.buffer_pool import BufferPool
+from onecopy.comm.buffers import BufferPool
 from onecopy.comm.collectives import Collectives
 from onecopy.comm.gloo import write_mean
-from onecopy.comm.reduce_scatter import Piece, ReduceScatter
+from onecopy.comm.reduce_scatter import Piece, ReduceScatterPlan
 from tests.support.harness import distributed
 
 
@@ -78,7 +78,7 @@ def test_every_owner_gets_the_mean_of_its_pieces(world_size: int, case: Case, in
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(limits, "DIRECT_GRADIENT_BYTES", case.direct_bytes)
         patch.setattr(limits, "REDUCE_MESSAGE_BYTES", 256)
-        reduction = ReduceScatter(collectives, pieces, case.dtype, case.sent_as, torch.device("cpu"))
+        reduction = ReduceScatterPlan(collectives, pieces, case.dtype, case.sent_as, torch.device("cpu"))
         for tag in range(2):
             sources: list[Tensor | None] = [source.clone() for source in everyone[here]]
             if case.missing:
@@ -113,7 +113,7 @@ def test_gradients_are_scaled_before_they_are_added_up(world_size: int, dtype: t
     collectives = Collectives()
     gradient = torch.full((world_size * 10,), torch.finfo(dtype).max / 1.5, dtype=dtype)
     pieces = [Piece(0, 10 * owner, 10 * owner + 10, owner, 0) for owner in range(world_size)]
-    reduction = ReduceScatter(collectives, pieces, dtype, dtype, gradient.device)
+    reduction = ReduceScatterPlan(collectives, pieces, dtype, dtype, gradient.device)
     ((_, mean),) = reduction.start([gradient], BufferPool(), collectives.reserve_tags(), None).wait()
     assert mean.isfinite().all()
     torch.testing.assert_close(mean, torch.full_like(mean, torch.finfo(dtype).max / 1.5))
@@ -125,7 +125,9 @@ def test_two_reductions_may_be_in_flight_in_another_order_on_every_rank(world_si
     tags = collectives.reserve_tags()
     gradients = [torch.full((3,), float(number + dist.get_rank())) for number in range(2)]
     pieces = [Piece(0, owner, owner + 1, owner, 0) for owner in range(world_size)]
-    plans = [ReduceScatter(collectives, pieces, torch.float32, torch.float32, torch.device("cpu")) for _ in range(2)]
+    plans = [
+        ReduceScatterPlan(collectives, pieces, torch.float32, torch.float32, torch.device("cpu")) for _ in range(2)
+    ]
     order = [0, 1] if dist.get_rank() else [1, 0]
     in_flight = {number: plans[number].start([gradients[number]], pool, tags + number, None) for number in order}
     for number in order:

@@ -13,23 +13,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from onecopy.comm import limits, process_groups
-from onecopy.comm.backend_errors import ExplainedErrors
-from onecopy.comm.buffer_pool import BufferPool
-from onecopy.comm.gloo import PairwiseReduction
+from onecopy.comm.buffers import BufferPool
+from onecopy.comm.gloo import Pairs, PairwiseReduction
 from onecopy.comm.process_groups import DedicatedGroups
-from onecopy.comm.side_stream import SideStream
 from onecopy.comm.status_flags import FlagRows, flags_on
-from onecopy.comm.work import ExplainedWork, Work, WorkAfter, WorkGroup, WorkWithBuffer, run_all
-from onecopy.common.flat_views import as_bytes, flat_view, to_bytes
+from onecopy.comm.streams import SideStream
+from onecopy.comm.work import ExplainedErrors, ExplainedWork, Work, WorkAfter, WorkGroup, WorkWithBuffer, run_all
+from onecopy.common.flat_views import to_bytes
 from onecopy.common.torch_private import counts_calls
 from onecopy.errors import OnecopyError, RanksDisagreeError
-
-MESSAGE_TAG = limits.TAG_BLOCKS * limits.TAGS
-"""The tag of messages between two ranks: not 0, the tag of messages that a user has in flight in the same group."""
-
-FLAGS_TAG = MESSAGE_TAG + 1
-"""The tag of status flags between two ranks: ranks that are in different calls must not take them for other data."""
-
 
 AVERAGING_BACKENDS = {"nccl"}
 """Backends whose reductions have the operation ``ReduceOp.AVG``."""
@@ -68,8 +60,11 @@ class Collectives:
         # TORCH_DISTRIBUTED_DEBUG=DETAIL counts calls and compares the counts in every collective. Messages between two
         # ranks would upset the counts, so there they get a group in which no collective runs.
         self._message_group = group
+        self._pairs: Pairs | None = None  # on the CPU with gloo
         if counts_calls():
             self._message_group = self._side_group("messages") or group
+        if self._backends.get("cpu") == "gloo":
+            self._pairs = Pairs(self._message_group, self.group_rank, self.world_size)
 
     @property
     def defers_host_reads(self) -> bool:
@@ -81,7 +76,7 @@ class Collectives:
 
         Elsewhere they are packed, because a copy costs less than another collective.
         """
-        return device.type == "cpu" and self._backends.get("cpu") == "gloo"
+        return self._backends.get(device.type) == "gloo" and device.type == "cpu"
 
     def bucket_bytes(self, device: torch.device) -> int:
         """The default size of a bucket, and the most bytes of a packed all-gather, on a device."""
@@ -169,8 +164,8 @@ class Collectives:
         mine = rows.tensors[self.group_rank]
         errors = run_all(
             [
-                *(partial(self.receive, rows.tensors[other], other, FLAGS_TAG) for other in self._others),
-                *(partial(self.send, mine, other, FLAGS_TAG) for other in self._others),
+                *(partial(self.receive, rows.tensors[other], other, limits.VOTE_TAG) for other in self._others),
+                *(partial(self.send, mine, other, limits.VOTE_TAG) for other in self._others),
             ]
         )
         for error in errors:
@@ -235,10 +230,8 @@ class Collectives:
 
     def broadcast(self, tensor: Tensor, source: int) -> Work:
         """Start sending contiguous memory of ``source`` into the same memory of all other ranks."""
-        if self.sends_in_place(tensor.device):
-            is_source = source == self.group_rank
-            pairs = [(self.send, other) for other in self._others] if is_source else [(self.receive, source)]
-            return WorkGroup(tuple(start(part, peer) for part in self._chunks(tensor) for start, peer in pairs))
+        if self._pairs is not None and self.sends_in_place(tensor.device):
+            return WorkGroup(tuple(self._pairs.broadcast(tensor, source)))
         work: Work = dist.broadcast(tensor, group=self.process_group, group_src=source, async_op=True)
         return work
 
@@ -298,10 +291,8 @@ class Collectives:
             pool: gives memory for what arrives.
             tag: a number that no other reduction in flight between these ranks has.
         """
-        return PairwiseReduction(self.send, self.receive, pieces, means, self.group_rank, scale, pool, tag)
-
-    def _is_gloo(self, device: torch.device) -> bool:
-        return self._backends.get(device.type) == "gloo"
+        assert self._pairs is not None
+        return PairwiseReduction(self._pairs, pieces, means, scale, pool, tag)
 
     def all_reduce(self, tensor: Tensor, largest: bool = False, average: bool = False) -> Work:
         """Start summing contiguous memory over all ranks in place.
@@ -330,28 +321,18 @@ class Collectives:
             work.wait()
             return self.all_reduce(tensor, largest, average)
 
-    def send(self, tensor: Tensor, destination: int, tag: int = MESSAGE_TAG) -> Work:
+    def _tag(self, tag: int, tensor: Tensor) -> int:
+        return tag if self._backends.get(tensor.device.type) == "gloo" else 0  # not all backends have so many
+
+    def send(self, tensor: Tensor, destination: int, tag: int = limits.MESSAGE_TAG) -> Work:
         """Start sending contiguous memory to one rank."""
-        work: Work = self._message_group.send([tensor], destination, self._tag(tag, tensor.device))
+        work: Work = self._message_group.send([tensor], destination, self._tag(tag, tensor))
         return work
 
-    def receive(self, tensor: Tensor, source: int, tag: int = MESSAGE_TAG) -> Work:
+    def receive(self, tensor: Tensor, source: int, tag: int = limits.MESSAGE_TAG) -> Work:
         """Start receiving into contiguous memory; messages with one tag arrive in the order they were sent."""
-        work: Work = self._message_group.recv([tensor], source, self._tag(tag, tensor.device))
+        work: Work = self._message_group.recv([tensor], source, self._tag(tag, tensor))
         return work
-
-    def _tag(self, tag: int, device: torch.device) -> int:
-        return tag if self._is_gloo(device) else 0  # not all backends have so many
-
-    def _chunks(self, tensor: Tensor) -> tuple[Tensor, ...]:
-        """Parts of contiguous memory as bytes, because sender and receiver may see it as different types."""
-        if not tensor.numel():
-            return ()
-        chunk = limits.CHUNK_BYTES * max(1, self.world_size - 1)
-        if tensor.dtype == torch.uint8 and tensor.dim() == 1 and tensor.numel() <= chunk:
-            return (tensor,)  # most messages of a step: splitting them would take a third of the time of sending
-        parts: tuple[Tensor, ...] = as_bytes(flat_view(tensor)).split(chunk)
-        return parts
 
 
 @lru_cache

@@ -36,6 +36,12 @@ TAGS = 1 << 16
 TAG_BLOCKS = 1 << 14
 """Number of users of a process group before tags are used again."""
 
+MESSAGE_TAG = TAG_BLOCKS * TAGS
+"""The tag of other messages: not 0, the tag of messages that a user has in flight in the same group."""
+
+VOTE_TAG = MESSAGE_TAG + 1
+"""The tag of votes: ranks that are in different calls must not take them for other data."""
+
 # Reducing gradients.
 
 DIRECT_GRADIENT_BYTES = 1 << 18

@@ -20,9 +20,8 @@ import torch
 from torch import Tensor
 
 from onecopy.comm import limits
-from onecopy.comm.buffer_pool import BufferPool
+from onecopy.comm.buffers import BufferPool, pack
 from onecopy.comm.collectives import Collectives
-from onecopy.comm.packing import pack
 from onecopy.comm.work import Work
 from onecopy.common.profiler_ranges import profile_range
 from onecopy.common.torch_private import zero_each
@@ -76,7 +75,7 @@ class _Message:
             self.groups[piece.group] = (first, piece.offset - self.start + piece.numel)
 
 
-class ReduceScatter:
+class ReduceScatterPlan:
     """The reduce-scatter of some sources.
 
     Args:

@@ -22,10 +22,9 @@ import torch
 from torch import Tensor
 
 from onecopy.comm import limits
-from onecopy.comm.buffer_pool import BufferPool
+from onecopy.comm.buffers import BufferPool, pack
 from onecopy.comm.collectives import Collectives
-from onecopy.comm.packing import InFlight, pack
-from onecopy.comm.work import Work
+from onecopy.comm.work import InFlight, Work
 from onecopy.common.flat_views import as_bytes
 
 PIECE_MULTIPLE = 64

@@ -15,7 +15,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from onecopy.comm.side_stream import SideStream
+from onecopy.comm.streams import SideStream
 from onecopy.comm.work import Work
 
 MOST_FLAGS = 7

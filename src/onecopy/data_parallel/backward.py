@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from onecopy.comm.agreement import FailTogether, FirstFailure, raise_together
-from onecopy.comm.buffer_pool import BufferPool
+from onecopy.comm.buffers import BufferPool
 from onecopy.comm.reduce_scatter import Reduction
-from onecopy.comm.side_stream import UsedStreams
 from onecopy.comm.status_flags import DeferredFlags, flags_on
+from onecopy.comm.streams import UsedStreams
 from onecopy.comm.work import Work
 from onecopy.common.profiler_ranges import profile_range
 from onecopy.common.torch_private import backward_number, when_backward_ends, will_accumulate

@@ -13,11 +13,11 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from onecopy.comm.buffer_pool import BufferPool
+from onecopy.comm.buffers import BufferPool
 from onecopy.comm.collectives import Collectives
-from onecopy.comm.reduce_scatter import Piece, ReduceScatter, Reduction
+from onecopy.comm.reduce_scatter import Piece, ReduceScatterPlan, Reduction
 from onecopy.comm.sharing import SharedBucket, Sharing
-from onecopy.comm.side_stream import UsedStreams
+from onecopy.comm.streams import UsedStreams
 from onecopy.common.flat_views import flat_like
 from onecopy.common.torch_private import version_of, zero_each
 from onecopy.layout import BucketPlan, Layout
@@ -141,7 +141,7 @@ class GradientBucket:
         self._gradients: list[Tensor | None] = [None] * len(self.params)  # of the current pass, until the launch
         self._streams = UsedStreams(self.device)  # on which they were computed
         self._mean = self.shard  # the memory in which the mean arrives
-        self._reduce_scatter = ReduceScatter(
+        self._reduce_scatter = ReduceScatterPlan(
             policy.collectives,
             list(_pieces(plan, self.params)),
             first.dtype,

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from onecopy.comm import limits
+from onecopy.comm.buffers import plan_messages, unpacker
 from onecopy.comm.collectives import Collectives
-from onecopy.comm.packing import InFlight, plan_messages, unpacker
+from onecopy.comm.work import InFlight
 from onecopy.common.flat_views import as_bytes, flat_view
 from onecopy.common.torch_private import buffers_of
 

@@ -15,8 +15,8 @@ from onecopy.comm import limits
 from onecopy.comm.agreement import FirstFailure, raise_together
 from onecopy.comm.collectives import Collectives
 from onecopy.comm.sharing import Sharing
-from onecopy.comm.side_stream import current_stream
 from onecopy.comm.status_flags import DeferredFlags, flags_on
+from onecopy.comm.streams import current_stream
 from onecopy.comm.work import Work
 from onecopy.common.profiler_ranges import profile_range
 from onecopy.data_parallel.backward import BackwardReducer

@@ -27,11 +27,11 @@ from torch import Tensor
 from torch.futures import Future
 
 from onecopy.comm.agreement import FirstFailure
-from onecopy.comm.backend_errors import is_backend_error
-from onecopy.comm.buffer_pool import BufferPool
+from onecopy.comm.buffers import BufferPool
 from onecopy.comm.collectives import Collectives
 from onecopy.comm.sharing import Sharing
 from onecopy.comm.status_flags import flags_on
+from onecopy.comm.work import is_backend_error
 from onecopy.common.profiler_ranges import profiled
 from onecopy.common.torch_private import after_backward, version_of
 from onecopy.ddp_hooks.bucket_assignment import DDPBucketAssignment, DDPBucketAssignmentCache, GradBucket

@@ -23,10 +23,10 @@ from torch import Tensor
 from torch.futures import Future
 
 from onecopy.comm import limits
-from onecopy.comm.buffer_pool import BufferPool
-from onecopy.comm.reduce_scatter import ReduceScatter, Reduction
-from onecopy.comm.side_stream import SideStream
+from onecopy.comm.buffers import BufferPool
+from onecopy.comm.reduce_scatter import ReduceScatterPlan, Reduction
 from onecopy.comm.status_flags import flags_on
+from onecopy.comm.streams import SideStream
 from onecopy.comm.work import Work
 from onecopy.ddp_hooks.accumulation_guard import AccumulationGuard
 from onecopy.ddp_hooks.bucket_assignment import DDPBucketAssignment, DDPBucketAssignmentCache, GradBucket
@@ -47,7 +47,7 @@ class _BucketPlan:
 
     assignment: DDPBucketAssignment
     dtype: torch.dtype
-    reduce_scatter: ReduceScatter
+    reduce_scatter: ReduceScatterPlan
     starts_not_owned: Tensor
     optimizers: Tensor
 
@@ -123,7 +123,7 @@ class GradientReducer:
         assignment = self._assignments.get(bucket.index(), bucket.parameters())
         plan = self._plans.get(bucket.index())
         if plan is None or plan.assignment is not assignment or plan.dtype is not buffer.dtype:
-            reduce_scatter = ReduceScatter(
+            reduce_scatter = ReduceScatterPlan(
                 self._collectives,
                 assignment.pieces,
                 buffer.dtype,

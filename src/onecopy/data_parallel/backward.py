@@ -14,20 +14,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onecopy.comm.agreement import FailTogether, FirstFailure, raise_together
+from onecopy.comm.agreement import FailTogether, FirstFailure, Vote, check_vote, start_vote, vote_row
 from onecopy.comm.buffers import BufferPool
+from onecopy.comm.collectives import Collectives
 from onecopy.comm.reduce_scatter import Reduction
-from onecopy.comm.status_flags import DeferredFlags, flags_on
+from onecopy.comm.status_flags import DeferredFlags
 from onecopy.comm.streams import UsedStreams
-from onecopy.comm.work import Work
 from onecopy.common.profiler_ranges import profile_range
 from onecopy.common.torch_private import backward_number, when_backward_ends, will_accumulate
 from onecopy.data_parallel.bucket import GradientBucket, GradState, ReductionPolicy
 from onecopy.data_parallel.construction import AttachedOptimizer, restored_on_failure
-from onecopy.errors import PeerFailedError, RanksDisagreeError
+from onecopy.errors import RanksDisagreeError
 from onecopy.step.sharded_gradient import ShardGrad
 
 CALL = "backward()"
+
+_FROZEN = 2
 
 
 @dataclass(slots=True)
@@ -41,23 +43,52 @@ class _BackwardPass:
     in_flight: deque[tuple[GradientBucket, Reduction]] = field(default_factory=deque)  # launched, and not added up yet
 
 
-@dataclass(frozen=True, slots=True)
-class _PassFlags:
-    """What a rank tells the others at the end of a pass, or what any rank has told (the maximum of each byte)."""
+class _PassVote:
+    """The vote at the end of a pass: whether it has failed, and which parameters have a gradient, or are frozen.
 
-    failed: bool
-    present: list[bool]  # for each parameter, whether it has a gradient
-    trainable: list[bool]
-    frozen: list[bool]
+    The row of the vote is followed by two integers for each parameter: ``2`` if it is frozen, ``+ 1`` if it has a
+    gradient, and the negative of this. Their maxima tell what holds on any rank, and what on all.
 
-    def to_row(self) -> list[bool]:
-        return [self.failed, *self.present, *self.trainable, *self.frozen]
+    Attributes:
+        row: the row to exchange.
+        present: for each parameter, whether it has a gradient; after the vote, on any rank.
+        trainable: for each parameter, whether it is not frozen.
+    """
 
-    @classmethod
-    def from_row(cls, row: Sequence[int]) -> _PassFlags:
-        flags = [bool(flag) for flag in row]
-        count = len(flags) // 3
-        return cls(flags[0], *(flags[1 + count * part : 1 + count * (part + 1)] for part in range(3)))
+    def __init__(
+        self,
+        collectives: Collectives,
+        names: Sequence[str],
+        present: Sequence[bool],
+        trainable: Sequence[bool],
+        failure: Exception | None,
+    ) -> None:
+        self._collectives, self._names, self._failure = collectives, names, failure
+        self.present, self.trainable = present, trainable
+        codes = [_FROZEN * (not is_trainable) + has for has, is_trainable in zip(present, trainable, strict=True)]
+        self.row = vote_row(
+            collectives,
+            CALL,
+            failure is not None,
+            at_once=not collectives.defers_host_reads,
+            rest=[*codes, *(-code for code in codes)],
+        )
+
+    def check(self, row: Tensor) -> None:
+        """Raise if the row of all ranks tells of a failure; else note which parameters have a gradient on any rank."""
+        vote = Vote(row.tolist())
+        check_vote(vote, self._collectives, CALL, self._failure)
+        count = len(self._names)
+        codes = vote.rest[:count]
+        for place, (code, negated) in enumerate(zip(codes, vote.rest[count:], strict=True)):
+            if code >= _FROZEN > -negated:
+                # Without the error, the gradients of the other ranks alone would train it.
+                raise RanksDisagreeError(
+                    f"rank {self._collectives.group_rank}: parameter {self._names[place]!r} is frozen on some ranks "
+                    f"and not on others (on this rank requires_grad={self.trainable[place]}). Call requires_grad_() "
+                    "for it on all ranks or on none, and zero the gradients."
+                )
+        self.present = [bool(code & 1) for code in codes]
 
 
 class BackwardReducer:
@@ -103,10 +134,10 @@ class BackwardReducer:
         self._unfollowed: str | None = None
         self._optimizers = list(optimizers)
         self._policy = policy
-        self._names = dict(names)
         # Autograd reaches the last parameter first.
         self._order = {param: place for place, param in enumerate(reversed(list(names)))}
         self._params = [param for each in optimizers for param in each.engine.params]
+        self._names = [names[id(param)] for param in self._params]
         self._buckets: list[GradientBucket] = []
         self._places: dict[int, tuple[GradientBucket, int]] = {}  # by parameter, its bucket and its position there
         # Autograd may run hooks on other streams than the one on which backward() was called.
@@ -283,95 +314,57 @@ class BackwardReducer:
         if current is None or current.number != number:
             return
         self._pass = None
-        flags = self._agree(current)
-        new = [param for param, has in zip(self._params, flags.trainable, strict=True) if has]
-        new = [param for param in new if id(param) not in self._places]
+        vote = self._agree(current)
+        trainable = [param for param, is_trainable in zip(self._params, vote.trainable, strict=True) if is_trainable]
+        new = [param for param in trainable if id(param) not in self._places]
         if new:
             self._unfreeze(new)
-        for param, has in zip(self._params, flags.present, strict=True):
+        for param, has in zip(self._params, vote.present, strict=True):
             place = self._places.get(id(param))
             if has and place is not None:
                 param.grad = place[0].shard_grads[place[1]]
 
     # 5. Agree
 
-    def _agree(self, current: _BackwardPass) -> _PassFlags:
-        """Launch the remaining buckets, add all buckets up, and return the flags that are set on any rank."""
-        collectives, replicas = self._policy.collectives, self._policy.replicas
+    def _agree(self, current: _BackwardPass) -> _PassVote:
+        """Launch the remaining buckets, add all buckets up, and let the ranks vote on the pass."""
+        collectives, failure = self._policy.collectives, current.failure
         with collectives.explained_errors(CALL):
             for streams in self._streams.values():
                 streams.join()
             while current.next_bucket < len(current.buckets):
                 self._launch(current)
-            mine = self._local_flags(bool(current.failure))
-            row = flags_on(collectives.control_device, mine.to_row(), torch.uint8)
-            work = collectives.all_reduce(row, largest=True)
+            present = {
+                id(param): has
+                for bucket in self._buckets
+                for param, has in zip(bucket.params, bucket.present, strict=True)
+            }
+            has_gradient = [present.get(id(param), param.grad is not None) for param in self._params]
+            # A frozen parameter may have a gradient of a no_sync() pass in which it was trainable: it needs a bucket.
+            trainable = [
+                param.requires_grad or (has and id(param) not in present)
+                for param, has in zip(self._params, has_gradient, strict=True)
+            ]
+            vote = _PassVote(collectives, self._names, has_gradient, trainable, failure.error)
+            work = start_vote(collectives, vote.row, CALL, self._policy.replicas)
             while current.in_flight:
                 self._add_up_oldest(current)
-            if replicas is not None:
-                work = replicas.all_reduce_after(work, row, largest=True)
             if not collectives.defers_host_reads:
                 work.wait()
-        if collectives.defers_host_reads:
-            return self._read_later(row, work, mine, current.failure.error)
-        flags = _PassFlags.from_row(row.tolist())
-        if flags.failed:
-            raise_together(collectives, CALL, current.failure.error)
-        self._check_frozen(flags)
-        return flags
-
-    def _local_flags(self, failed: bool) -> _PassFlags:
-        """This rank's flags at the end of a pass."""
-        present = {
-            id(param): has for bucket in self._buckets for param, has in zip(bucket.params, bucket.present, strict=True)
-        }
-        # A frozen parameter may have a gradient of a no_sync() pass in which it was trainable, and needs a bucket, too.
-        new = [param.grad is not None and id(param) not in self._places for param in self._params]
-        trainable = [param.requires_grad or is_new for param, is_new in zip(self._params, new, strict=True)]
-        return _PassFlags(
-            failed,
-            [present.get(id(param), param.grad is not None) for param in self._params],
-            trainable,
-            frozen=[not flag for flag in trainable],
-        )
-
-    def _read_later(self, row: Tensor, work: Work, mine: _PassFlags, failure: Exception | None) -> _PassFlags:
-        """Let the host read the flags of all ranks later; at once only where this rank's flags cannot replace them."""
-        found: list[_PassFlags] = []
-        work = self._policy.collectives.explained_work(work, CALL)
-        self._deferred_flags.put(row, work, partial(_check_row, weakref.ref(self), found))
-        if failure is not None:
+        if not collectives.defers_host_reads:
+            vote.check(vote.row)
+            return vote
+        self._deferred_flags.put(vote.row, work, vote.check)
+        if failure.error is not None:
             self._deferred_flags.clear()
-            raise failure
-        # If all that are not frozen have a bucket and a gradient, it is so on all ranks, because ranks freeze alike.
-        if all(
-            is_frozen or (has and id(param) in self._places)
-            for param, has, is_frozen in zip(self._params, mine.present, mine.frozen, strict=True)
+            raise failure.error
+        # Ranks freeze alike: if each trainable parameter has a gradient and a bucket here, it has both on all ranks.
+        if any(
+            is_trainable and not (has and id(param) in present)
+            for param, has, is_trainable in zip(self._params, has_gradient, trainable, strict=True)
         ):
-            return mine
-        self._deferred_flags.check_all()
-        return found[0]
-
-    def check_row(self, found: list[_PassFlags], row: Tensor) -> None:
-        """Raise if a row of all ranks' flags tells of a failure; else append the flags to ``found``."""
-        flags = _PassFlags.from_row(row.tolist())
-        if flags.failed:
-            raise PeerFailedError(
-                f"rank {self._policy.collectives.group_rank}: a backward() failed on another rank; see its own error, "
-                "and load a checkpoint before going on"
-            )
-        self._check_frozen(flags)
-        found.append(flags)
-
-    def _check_frozen(self, flags: _PassFlags) -> None:
-        """Raise if a parameter is frozen on some ranks only: the gradients of the other ranks alone would train it."""
-        for param, trainable, frozen in zip(self._params, flags.trainable, flags.frozen, strict=True):
-            if trainable and frozen:
-                raise RanksDisagreeError(
-                    f"rank {self._policy.collectives.group_rank}: parameter {self._names[id(param)]!r} is frozen on "
-                    f"some ranks and not on others (on this rank requires_grad={param.requires_grad}). Call "
-                    "requires_grad_() for it on all ranks or on none, and zero the gradients."
-                )
+            self._deferred_flags.check_all()
+        return vote
 
     # 6. Unfreeze
 
@@ -425,9 +418,3 @@ def _end_pass(reducer: _Reducer, number: int) -> None:
     live = reducer()
     if live is not None:
         live.end_pass(number)
-
-
-def _check_row(reducer: _Reducer, found: list[_PassFlags], row: Tensor) -> None:
-    live = reducer()
-    if live is not None:
-        live.check_row(found, row)

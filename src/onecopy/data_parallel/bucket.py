@@ -21,8 +21,8 @@ from onecopy.comm.streams import UsedStreams
 from onecopy.common.flat_views import flat_like
 from onecopy.common.torch_private import version_of, zero_each
 from onecopy.layout import BucketPlan, Layout
-from onecopy.step.parameter_storage import InPlaceStorage
 from onecopy.step.sharded_gradient import ShardGrad
+from onecopy.step.storage import InPlaceStorage
 
 
 class ParameterBuckets(InPlaceStorage):

@@ -26,10 +26,10 @@ from onecopy.common.flat_views import flat_view
 from onecopy.data_parallel.bucket import GradientBucket, ParameterBuckets, ReductionPolicy
 from onecopy.layout import BucketPlan, Layout, plan_buckets, restricted
 from onecopy.optimizer import ZeroRedundancyOptimizer
+from onecopy.step.consistency import layout_facts
 from onecopy.step.engine import Engine
 from onecopy.step.master_weights import MasterWeightPolicy
 from onecopy.step.optimizer_classes import check_dtypes
-from onecopy.step.rank_comparison import layout_facts
 from onecopy.step.sharded_gradient import ShardedGradients
 
 # Mixed precision

@@ -37,10 +37,9 @@ from onecopy.data_parallel.forward_wait import ForwardWaitHooks
 from onecopy.data_parallel.module_sync import ModuleSync
 from onecopy.data_parallel.step import PipelinedStep
 from onecopy.optimizer import ZeroRedundancyOptimizer
-from onecopy.step.debug_log import log_layout
-from onecopy.step.engine import Engine, collectives_of
-from onecopy.step.gradient_norm import clip, total_norm
+from onecopy.step.engine import Engine, collectives_of, log_layout
 from onecopy.step.join import JOIN_REFUSAL
+from onecopy.step.norms import clip, total_norm
 
 _CONSTRUCTING = "constructing ShardedDataParallel"
 
@@ -136,7 +135,7 @@ class ShardedDataParallel(nn.Module):
         self._reducer = BackwardReducer(attached, names, self._reduction_policy, self._deferred_flags)
         for plan in plans:
             engine, is_only = plan.optimizer.engine, len(plans) == 1
-            pipeline = PipelinedStep(engine, self._reducer, overlap_forward, is_only, replicas, self._deferred_flags)
+            pipeline = PipelinedStep(engine, self._reducer, overlap_forward, is_only, replicas is not None)
             self._pipelines.append((plan.optimizer, pipeline))
             plan.optimizer.step_schedule, plan.optimizer.wait_for_transfers = pipeline.step, pipeline.wait
             if engine.replica_check is not None:
@@ -169,7 +168,7 @@ class ShardedDataParallel(nn.Module):
         with restored_on_failure(module.parameters(), engines=engines), across, together:
             attached = [AttachedOptimizer(plan, policy, to_convert, self.mixed_precision) for plan in plans]
             for engine in engines:
-                engine.share_flags(self._deferred_flags)
+                engine.share_flags(self._deferred_flags, policy.replicas)
             convert_params(module.parameters(), to_convert, self.mixed_precision)  # parameters that no optimizer has
         return attached
 

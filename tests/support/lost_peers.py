@@ -35,7 +35,7 @@ from onecopy.data_parallel.step import PipelinedStep
 from onecopy.ddp_hooks.overlapped_step import OverlappedStep
 from onecopy.ddp_hooks.reduce_scatter import GradientReducer
 from onecopy.state_dict import gather
-from onecopy.step import join, norms
+from onecopy.step import gradient_norm, join
 from onecopy.step.engine import Engine
 from tests.support.exact_training import allreduce
 from tests.support.harness import Pool
@@ -231,7 +231,7 @@ CASES = [
     Case("consolidate_state_dict()", "parameter", _consolidate, (gather, "_gather_headers")),
     Case("consolidate_state_dict()", "parameter", _consolidate, (gather, "send_ranges")),
     *(Case(NORM, level, _clip) for level in ("parameter", "reduce-scatter", "sharded")),
-    Case(NORM, "sharded", _clip, (norms, "combined_norms")),
+    Case(NORM, "sharded", _clip, (gradient_norm, "combined_norms")),
     Case(UNSCALING, "sharded", lambda each, _: each.scaler.unscale_(each.zero)),
     *(Case(SAVING, level, _save) for level in ("parameter", "sharded")),
     Case(SAVING, "parameter", _save, (SaveJob, "_write")),

@@ -38,8 +38,8 @@ from onecopy.data_parallel.module_sync import ModuleSync
 from onecopy.data_parallel.step import PipelinedStep
 from onecopy.optimizer import ZeroRedundancyOptimizer
 from onecopy.step.engine import Engine, collectives_of, log_layout
+from onecopy.step.gradient_norm import clip, total_norm
 from onecopy.step.join import JOIN_REFUSAL
-from onecopy.step.norms import clip, total_norm
 
 _CONSTRUCTING = "constructing ShardedDataParallel"
 

@@ -6,7 +6,7 @@ from onecopy.ddp_hooks.hooks import (
     hook_with_zero_step_interleaved,
     reduce_scatter_hook,
 )
-from onecopy.step.norms import clip_grad_norm_, grad_norm
+from onecopy.step.gradient_norm import clip_grad_norm_, grad_norm
 
 __all__ = [
     "ReduceScatter",

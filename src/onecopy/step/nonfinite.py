@@ -14,7 +14,7 @@ from onecopy.comm.status_flags import flags_on
 from onecopy.common.torch_private import sparse_parts
 from onecopy.errors import NonfiniteError
 from onecopy.layout import Layout
-from onecopy.step.norms import local_norms
+from onecopy.step.sharded_norm import local_norms
 
 logger = logging.getLogger(__name__)
 

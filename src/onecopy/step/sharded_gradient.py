@@ -24,8 +24,8 @@ from onecopy.common.torch_private import (
     tensor_without_memory,
 )
 from onecopy.layout import Layout
-from onecopy.step.norms import check_defined, combined_norms, local_norms
 from onecopy.step.owned_shards import OwnedShard
+from onecopy.step.sharded_norm import check_defined, combined_norms, local_norms
 
 
 class ShardGrad(Tensor):

@@ -10,7 +10,7 @@ from torch import Tensor
 from onecopy.comm.collectives import Collectives
 from onecopy.comm.sharing import SharedBucket, Sharing
 from onecopy.layout import BucketPlan, Layout
-from onecopy.step.parameter_storage import InPlaceStorage
+from onecopy.step.storage import InPlaceStorage
 
 
 class ParameterBuckets(InPlaceStorage):

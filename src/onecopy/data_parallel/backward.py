@@ -233,19 +233,17 @@ class BackwardReducer:
     def _reduce_remaining(self, current: _BackwardPass) -> PassVote:
         """Launch the remaining buckets, add all buckets up, and let the ranks vote on the pass."""
         collectives = self._policy.collectives
-        with collectives.explained_errors(CALL):
-            for streams in self._streams.values():
-                streams.join()
-            while current.next_bucket < len(self._buckets):
-                self._launch(current)
-            failure = current.failure.error
-            vote = PassVote(self._buckets, failure)
-            work = start_vote(collectives, vote.row, CALL, self._policy.replicas)
-            while current.in_flight:
-                self._add_up_oldest(current)
-            if not collectives.defers_host_reads:
-                work.wait()
+        for streams in self._streams.values():
+            streams.join()
+        while current.next_bucket < len(self._buckets):
+            self._launch(current)
+        failure = current.failure.error
+        vote = PassVote(self._buckets, failure)
+        work = start_vote(collectives, vote.row, CALL, self._policy.replicas)
+        while current.in_flight:
+            self._add_up_oldest(current)
         if not collectives.defers_host_reads:
+            work.wait()
             vote.check(vote.row)
             return vote
         self._deferred_flags.put(vote.row, work, vote.check)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from onecopy.comm.collectives import Collectives
-from onecopy.data_parallel.pipelined_step import divide_into_segments
+from onecopy.data_parallel.step import divide_into_segments
 
 MB = 1 << 20
 CPU = torch.device("cpu")

@@ -45,7 +45,7 @@ class _BackwardPass:
 
 
 _interrupted: weakref.WeakKeyDictionary[dist.ProcessGroup, list[Reduction]] = weakref.WeakKeyDictionary()
-"""Reductions of deleted reducers, which other ranks may never end: a backend may use their memory while a group lives."""
+"""Reductions of deleted reducers, which other ranks may never end: a backend may still use their memory."""
 
 
 class _PassVote:

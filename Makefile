@@ -23,7 +23,7 @@ ONLY ?=
 OUT ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test accelerator test-all test-newest bench bench-setup bench-check bench-checkpoints bench-consolidation clients clusters soak flat elastic namespaces faults remote fuzz fuzz-manifests docs docs-check notebook lint types clean
+.PHONY: help setup demo test accelerator test-all test-newest bench bench-setup bench-check bench-checkpoints bench-consolidation clients clusters soak flat elastic namespaces faults remote fuzz fuzz-manifests golden size walk docs docs-check notebook lint types clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -72,6 +72,15 @@ fuzz-manifests: setup ## COUNT random manifests, guided by coverage (installs at
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check atheris
 	$(SAFELY) $(BIN)/python benchmarks/fuzz_manifests.py $(COUNT) --seed $(SEED)
 
+golden: setup ## compare what training gives with tests/golden/recorded.json: ONLY= (a regular expression for programs)
+	$(SAFELY) $(BIN)/python -m tests.golden compare tests/golden/recorded.json --only '$(ONLY)'
+
+size: ## count files, lines and statements of the package, lines of the tests and words of the documentation
+	@$(PYTHON) benchmarks/size.py
+
+walk: setup ## count the files of the package that a step, a backward pass and a save enter, and how often they change folder
+	@OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 benchmarks/walk.py
+
 test-all: setup ## the test suite with every case of its tables on every number of ranks; those of the simulated accelerator are in make accelerator
 	ONECOPY_ALL_CASES=1 $(BIN)/python -m pytest --ignore tests/accelerator
 
@@ -119,8 +128,8 @@ elastic: COUNT = 3
 elastic: setup ## COUNT rounds of examples/elastic.py with torchrun: kill ranks and a machine at random moments, change the number of ranks
 	$(SAFELY) $(BIN)/python benchmarks/restarts.py $(COUNT) --seed $(SEED)
 
-namespaces: setup ## train at every level on two network namespaces as machines, cut the link, kill one machine, write the table of docs/clusters.md (needs root or user namespaces; 20 minutes)
-	$(SAFELY) $(BIN)/python benchmarks/namespaces.py --write
+namespaces: setup ## train at every level on two network namespaces as machines, cut the link, kill one machine (needs root or user namespaces; 20 minutes)
+	$(SAFELY) $(BIN)/python benchmarks/namespaces.py
 
 fuzz: COUNT = 200
 fuzz: setup ## run COUNT random training programs, from SEED on, with plain DDP and with onecopy

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import torch
@@ -50,7 +49,7 @@ class Weighted(nn.Module):
         return torch.stack(parts).sum()
 
 
-class Served:
+class ExactTraining:
     """A model on one level beside a plain optimizer that knows the mean gradients."""
 
     def __init__(self, kind: str, **options: Any) -> None:
@@ -112,21 +111,3 @@ def allreduce(state: Any, bucket: Any) -> torch.futures.Future[Any]:
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
     return allreduce_hook(state, bucket)
-
-
-@contextlib.contextmanager
-def counted_requests() -> Any:
-    """Count the requests that this process answers."""
-    from onecopy.comm import background_service
-
-    counts, handler = [0], background_service.handlers["state_dict"]
-
-    def counting(answering: Any) -> None:
-        counts[0] += 1
-        handler(answering)
-
-    background_service.handlers["state_dict"] = counting
-    try:
-        yield counts
-    finally:
-        background_service.handlers["state_dict"] = handler

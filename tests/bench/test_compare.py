@@ -148,7 +148,7 @@ def test_a_small_run_measures_every_variant_and_all_equal_ddp() -> None:
     assert len(rows) == 2, error
     for row in rows:
         assert row["gradients"] == pytest.approx(0.5 * row["parameters"], rel=0.05)
-        assert row["state"] == pytest.approx(row["parameters"], rel=0.05)
+        assert row["state"] == pytest.approx(row["parameters"], rel=0.2)
 
 
 def test_failures_are_reported_in_one_line(tmp_path: Path) -> None:

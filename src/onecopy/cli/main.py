@@ -6,23 +6,44 @@ import json
 from dataclasses import asdict
 from enum import Enum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Column, Table
+from typer.core import TyperGroup
 
 from onecopy.checkpoint import conversion, directories
 from onecopy.checkpoint.manifest import Manifest
 from onecopy.checkpoint.signing import SigningKey
 from onecopy.checkpoint.storage import Location
 from onecopy.cli import plan
-from onecopy.cli.errors import guarded, need
+from onecopy.errors import OnecopyError
+
+
+class Commands(TyperGroup):
+    """Commands whose errors are one line instead of a traceback. The exit code is 1, and 2 for a wrong command."""
+
+    def invoke(self, context: Any) -> Any:
+        """Run a command."""
+        try:
+            return super().invoke(context)
+        except typer.Exit:  # a RuntimeError, too
+            raise
+        except ModuleNotFoundError as error:
+            message = f"{error}: pip install 'onecopy[cli]'"
+        except (OnecopyError, OSError, TypeError, ValueError, KeyError, RuntimeError) as error:
+            message = str(error)
+        typer.secho(f"error: {message}", err=True, fg="red")
+        raise typer.Exit(1)
+
 
 app = typer.Typer(
-    no_args_is_help=True, help="See what onecopy saves, and inspect and convert checkpoints.",
+    cls=Commands,
+    no_args_is_help=True,
+    help="See what onecopy saves, and inspect and convert checkpoints.",
     epilog="Example: onecopy plan --params 7e9 --ranks 64. Each command has --help with examples.",
-)  # fmt: skip
+)
 checkpoint = typer.Typer(
     no_args_is_help=True,
     help="Inspect, verify and convert checkpoints.",
@@ -30,7 +51,6 @@ checkpoint = typer.Typer(
 )
 app.command("plan", epilog=plan.EXAMPLES)(plan.plan)
 app.add_typer(checkpoint, name="checkpoint")
-
 
 Source = Annotated[
     str,
@@ -48,7 +68,6 @@ class Form(str, Enum):
 
 
 @checkpoint.command(epilog="Example: onecopy checkpoint inspect runs/first")
-@guarded
 def inspect(path: Source, as_json: AsJson = False) -> None:
     """Show the names, shapes, types and sizes of all tensors in a checkpoint, and the ranks that wrote them."""
     folder, found = directories.with_newest(path, lambda folder: (folder, directories.read_manifest(folder)))
@@ -59,7 +78,6 @@ def inspect(path: Source, as_json: AsJson = False) -> None:
 
 
 @checkpoint.command(epilog="Example: onecopy checkpoint verify runs/first/step-00000120")
-@guarded
 def verify(
     path: Source,
     key_file: Annotated[
@@ -80,7 +98,6 @@ def verify(
 
 
 @checkpoint.command(epilog="Example: onecopy checkpoint convert runs/first model.safetensors --to safetensors")
-@guarded
 def convert(
     path: Annotated[str, typer.Argument(help="A checkpoint. With --to native, a file written by torch.save.")],
     target: Annotated[
@@ -105,7 +122,6 @@ def convert(
     if to is Form.torch:
         conversion.to_torch(path, target)
     elif to is Form.safetensors:
-        need("safetensors", "--to safetensors", "cli")
         conversion.to_safetensors(path, target)
     else:
         written = conversion.from_torch(path, target, step)

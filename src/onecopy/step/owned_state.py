@@ -8,10 +8,9 @@ from typing import Any, NoReturn
 from torch.optim import Optimizer
 
 from onecopy.layout import Layout
-from onecopy.planning.memory_report import MemoryReport
 from onecopy.step.engine import Engine
 from onecopy.step.inner_optimizer import InnerOptimizer
-from onecopy.step.memory_report import memory_report
+from onecopy.step.memory_report import MemoryReport, memory_report
 
 
 class OwnedState(MutableMapping[Any, Any]):

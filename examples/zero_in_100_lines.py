@@ -65,7 +65,7 @@ class SimpleZeRO(Optimizer):
             group.update({name: option for name, option in inner_group.items() if name != "params"})
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
         """Make one step, after a backward pass under DDP."""
         loss = None if closure is None else torch.enable_grad()(closure)()
         # Reduce gradients: DDP has averaged them in the backward pass.

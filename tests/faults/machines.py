@@ -18,7 +18,7 @@ RUN = re.compile(r"^([^:|]+, [^:|]+): (.*)$", re.MULTILINE)
 
 
 def rows(count: int, seed: int) -> Iterator[Row]:
-    """Yield one row: with a count of 100 every level, otherwise one of them."""
+    """Yield one row: with a count of 100 every level; otherwise one of them."""
     probe = ["unshare", "--net", "--map-root-user", "true"]
     if shutil.which(probe[0]) is None or subprocess.run(probe, capture_output=True, check=False).returncode:
         yield Row(FAULT, 0, 0, 0.0, "skipped: this machine does not allow network namespaces")

@@ -37,35 +37,10 @@ def gpt_shapes(blocks: int, width: int, vocabulary: int, positions: int) -> Shap
     return {
         "embedding": (vocabulary, width),
         "positions": (positions, width),
-        **_in_blocks(block, blocks),
+        **{f"blocks.{number}.{name}": shape for number in range(blocks) for name, shape in block.items()},
         "norm.weight": (width,),
         "norm.bias": (width,),
     }
-
-
-def llama_shapes(blocks: int, width: int, inner: int, key_width: int, vocabulary: int) -> Shapes:
-    """Return the parameter shapes of a Llama with grouped keys and values and a head of its own."""
-    block: Shapes = {
-        "norm1.weight": (width,),
-        "q.weight": (width, width),
-        "k.weight": (key_width, width),
-        "v.weight": (key_width, width),
-        "out.weight": (width, width),
-        "norm2.weight": (width,),
-        "gate.weight": (inner, width),
-        "up.weight": (inner, width),
-        "down.weight": (width, inner),
-    }
-    return {
-        "embedding": (vocabulary, width),
-        **_in_blocks(block, blocks),
-        "norm.weight": (width,),
-        "head": (vocabulary, width),
-    }
-
-
-def _in_blocks(block: Shapes, blocks: int) -> Shapes:
-    return {f"blocks.{number}.{name}": shape for number in range(blocks) for name, shape in block.items()}
 
 
 def gpt2_small() -> Model:
@@ -76,11 +51,6 @@ def gpt2_small() -> Model:
 def gpt_xl() -> Model:
     """Return a GPT of 1.3B elements in bf16: 24 blocks, 292 parameters."""
     return Model(specs_of(gpt_shapes(24, 2048, 50257, 2048), torch.bfloat16))
-
-
-def llama_70b() -> Model:
-    """Return Llama 2 70B in bf16: 80 blocks, 723 parameters, 69B elements."""
-    return Model(specs_of(llama_shapes(80, 8192, 28672, 1024, 32000), torch.bfloat16))
 
 
 def rows_of(model: Model) -> Iterator[tuple[str, Way, Model]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from itertools import pairwise
 from math import prod
@@ -30,7 +29,7 @@ from onecopy.planning.collectives import (
     sharing_rounds,
 )
 from onecopy.planning.models import Model, specs_of
-from tests.planning.table import gpt2_small, gpt_xl, llama_70b
+from tests.planning.table import gpt_xl
 
 RANKS = st.integers(1, 40)
 POLICIES = [("parameter", True), ("parameter", False), ("element", True)]
@@ -200,34 +199,11 @@ def test_level_2_by_hand() -> None:
 
 def test_a_number_of_ranks_below_one_is_named() -> None:
     with pytest.raises(ValueError, match="at least one rank, got 0"):
-        collectives_of(Way.DDP, gpt2_small(), 0)
-
-
-def test_the_bucket_size_follows_the_transport_and_the_ranks() -> None:
-    mib = 1 << 20
-    found = [limits.bucket_bytes(ranks, pairwise=False) // mib for ranks in (1, 64, 100, 512, 4096)]
-    assert found == [64, 64, 100, 512, 512]
-    assert limits.bucket_bytes(4096, pairwise=True) == limits.BUCKET_BYTES
-
-
-def test_the_models_have_the_known_sizes() -> None:
-    assert [(len(model.specs), model.elements) for model in (gpt2_small(), gpt_xl(), llama_70b())] == [
-        (148, 124_439_808),
-        (292, 1_315_723_264),
-        (723, 68_976_648_192),
-    ]
+        collectives_of(Way.DDP, gpt_xl(), 0)
 
 
 def test_the_calls_of_fsdp2() -> None:
+    assert gpt_xl().elements == 1_315_723_264
     assert (len(gpt_xl().units), len(collectives_of(Way.FSDP2, gpt_xl(), 8))) == (25, 74)
     tall = Model(specs_of({"weight": (5, 3), "scale": ()}))
     assert collectives_of(Way.FSDP2, tall, 4)[0].nbytes == (8 * 3 + 4) * 4, "rows are padded to a multiple of the ranks"
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_a_model_of_70_billion_elements_on_16384_ranks_takes_under_two_seconds(policy: tuple[str, bool]) -> None:
-    model = Model(llama_70b().specs, policy[1], policy[0])
-    for way in Way:
-        start = time.process_time()
-        collectives_of(way, model, 16_384)
-        assert time.process_time() - start < 2, way

@@ -422,7 +422,7 @@ def test_a_failure_is_told_without_a_host_that_hangs(world_size: int, failing: s
         else:
             assert isinstance(error, PeerFailedError)
             assert done == 4
-            assert str(error).startswith(f"rank {here}: {'a' if failing == 'backward' else 'the previous'} {failing}()")
+            assert str(error).startswith(f"rank {here}: the previous {failing}() failed on global rank 0")
         dist.barrier(meeting)  # no host hangs
         patch.undo()
         if here == 0:  # so that the simulation can end: the collectives that the others have enqueued

@@ -151,7 +151,7 @@ def test_level_3_sends_the_buckets_of_the_plan(specs: list[ParamSpec], ranks: in
                 expected.append(Collective(kind, nbytes, ranks, 1 if splittable else owners))
         sent = [each for each in found if each.kind is kind]
         assert sent == (expected if kind is Kind.REDUCE_SCATTER else expected[::-1])
-    assert sent_by_kind(found)[Kind.FLAGS][:2] == (2, 2)
+    assert sent_by_kind(found)[Kind.VOTE][:2] == (2, 2)
 
 
 @given(models(), st.integers(2, 40), st.sampled_from(POLICIES))
@@ -168,7 +168,7 @@ def test_with_ddp_every_byte_is_reduced_and_shared_once(
         padded = max((1 + limits.MOST_PADDING) * total, total + allowed)
         assert total <= shared <= padded
         assert total <= reduced <= (padded if way is Way.LEVEL_2 else total)
-        assert sent_by_kind(found)[Kind.FLAGS][0] == (2 if way is Way.LEVEL_2 else 1)
+        assert sent_by_kind(found)[Kind.VOTE][0] == (2 if way is Way.LEVEL_2 else 1)
 
 
 def test_the_traffic_of_all_ways() -> None:
@@ -187,8 +187,8 @@ def test_level_2_by_hand() -> None:
     assert collectives_of(Way.LEVEL_2, model, 2) == (
         Collective(Kind.REDUCE_SCATTER, half, 2, 1),
         Collective(Kind.REDUCE_SCATTER, half, 2, 1),
-        Collective(Kind.FLAGS, 8, 2),
-        Collective(Kind.FLAGS, 96, 2),
+        Collective(Kind.VOTE, 8, 2),
+        Collective(Kind.VOTE, 152, 2),
         Collective(Kind.ALL_GATHER, 2 * half, 2, 1),
     )
     evenly = collectives_of(Way.LEVEL_2, Model(specs_of(shapes), shard_by="element"), 4)

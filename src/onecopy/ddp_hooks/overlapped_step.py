@@ -38,11 +38,9 @@ from onecopy.common.torch_private import after_backward, version_of
 from onecopy.ddp_hooks.bucket_assignment import DDPBucketAssignment, DDPBucketAssignmentCache, GradBucket
 from onecopy.ddp_hooks.overlap_info import BucketUpdate, OverlapInfo, OverlapSettings
 from onecopy.ddp_hooks.worker import TaskWorker
+from onecopy.step.consistency import StepStatus, options_text
 from onecopy.step.engine import Engine
-from onecopy.step.group_options import OptionsSnapshot
-from onecopy.step.parameter_groups import Group
-from onecopy.step.rank_comparison import options_text
-from onecopy.step.status import make_status
+from onecopy.step.parameter_groups import Group, OptionsSnapshot
 
 Hook = Callable[[Any, Any], "Future[Any]"]
 
@@ -71,7 +69,7 @@ class OverlappedStep:
         self._groups = groups
         self._collectives = collectives
         # On the optimizer's own group, flags are read in the order of all its updates, also those of step().
-        self._status = engine.status if collectives is engine.collectives else make_status(collectives)
+        self._status = engine.status if collectives is engine.collectives else StepStatus(collectives)
         self._worker = worker
         self._hook = hook
         self._settings = settings

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from onecopy.comm import limits
+from onecopy.comm.agreement import VOTE_BYTES
 from onecopy.layout import CUT_MULTIPLE, ParamSpec, bucket_sizes, extend
 from onecopy.layout.policies import SLACK
 from onecopy.planning.models import Model
@@ -24,11 +25,8 @@ from onecopy.planning.models import Model
 DDP_FIRST_BUCKET_BYTES, DDP_BUCKET_BYTES = 1 << 20, 25 << 20
 """The sizes at which DDP closes its first bucket and the other ones."""
 
-STEP_FLAGS_BYTES = 6 * 8
-"""The status flags that a rank sends in a step."""
-
-PASS_FLAGS_PER_PARAM = 4
-"""The bytes of flags per parameter at the end of a backward pass of ``ShardedDataParallel``."""
+VOTE_BYTES_PER_PARAM = 16
+"""The bytes per parameter in the vote at the end of a backward pass of ``ShardedDataParallel``."""
 
 
 class Way(Enum):
@@ -48,7 +46,7 @@ class Kind(Enum):
     REDUCE_SCATTER = "reduce-scatter"
     ALL_REDUCE = "all-reduce"
     ALL_GATHER = "all-gather"
-    FLAGS = "flags"
+    VOTE = "vote"
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +90,8 @@ def _of_level_3(model: Model, ranks: int) -> Iterator[Collective]:
         nbytes = numel * model.specs[bucket.params[0]].dtype.itemsize
         yield Collective(Kind.REDUCE_SCATTER, nbytes, ranks, operations)
         shared.append(Collective(Kind.ALL_GATHER, nbytes, ranks, operations))
-    yield Collective(Kind.FLAGS, 1 + PASS_FLAGS_PER_PARAM * len(model.specs), ranks)
-    yield Collective(Kind.FLAGS, STEP_FLAGS_BYTES * ranks, ranks)
+    yield Collective(Kind.VOTE, VOTE_BYTES + VOTE_BYTES_PER_PARAM * len(model.specs), ranks)
+    yield Collective(Kind.VOTE, VOTE_BYTES, ranks)
     yield from reversed(shared)
 
 
@@ -111,8 +109,8 @@ def _with_ddp(way: Way, model: Model, ranks: int) -> Iterator[Collective]:
     if way is Way.DDP:
         return
     if way is Way.LEVEL_2:
-        yield Collective(Kind.FLAGS, 8, ranks)
-    yield Collective(Kind.FLAGS, STEP_FLAGS_BYTES * ranks, ranks)
+        yield Collective(Kind.VOTE, 8, ranks)
+    yield Collective(Kind.VOTE, VOTE_BYTES, ranks)
     if way is not Way.OVERLAP:
         devices: dict[int, list[int]] = {}
         for spec in model.specs:

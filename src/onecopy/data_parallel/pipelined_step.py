@@ -20,10 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from onecopy.comm import limits
 from onecopy.comm.agreement import FirstFailure
 from onecopy.comm.collectives import Collectives
-from onecopy.comm.side_stream import current_stream
-from onecopy.comm.transports import BucketSharing, Transport, transport_for
+from onecopy.comm.sharing import Sharing
+from onecopy.comm.streams import current_stream
 from onecopy.comm.work import Work
 from onecopy.common.profiler_ranges import profile_range
 from onecopy.data_parallel.parameter_buckets import ParameterBuckets
@@ -39,7 +40,7 @@ class _UpdateSegment:
 
     params: frozenset[int]
     owned: tuple[OwnedShard, ...]
-    sharing: BucketSharing
+    sharing: Sharing
     devices: tuple[torch.device, ...]
 
 
@@ -164,7 +165,7 @@ class PipelinedStep:
         sends_all = engine.inner.updates_without_gradient or self._confirms_later
         changed = [engine.params[index] for index in segment.params if sends_all or has_gradient[index]]
         with profile_range("onecopy.share"), engine.collectives.explained_errors(CALL):
-            works = segment.sharing.start_works(None if sends_all else has_gradient)
+            works = segment.sharing.start_in_place(None if sends_all else has_gradient)
             self._transfers[number] = _Transfers(
                 engine.collectives, works, segment.devices, changed, engine.inner.master_weights.increment_versions
             )
@@ -221,26 +222,26 @@ class PipelinedStep:
         buckets_of_segment: list[Sequence[int]] = [range(len(sizes))[::-1]]
         # An unknown class may change parameters that have no gradient, so it steps once only.
         if sizes and not engine.inner.updates_without_gradient:
-            transport = transport_for(engine.collectives, storage.buckets[0].memory.device)
-            buckets_of_segment = divide_into_segments(sizes, transport)
+            bucket_bytes = engine.collectives.bucket_bytes(storage.buckets[0].memory.device)
+            buckets_of_segment = divide_into_segments(sizes, bucket_bytes)
         segments = []
         for numbers in buckets_of_segment:
             buckets = [storage.buckets[number] for number in numbers]
             params = frozenset(index for bucket in buckets for index in bucket.params)
             owned = tuple(entry for entry in engine.inner.owned if entry.shard.param in params)
             devices = tuple(dict.fromkeys(bucket.memory.device for bucket in buckets))
-            segments.append(_UpdateSegment(params, owned, BucketSharing(engine.collectives, buckets), devices))
+            segments.append(_UpdateSegment(params, owned, Sharing(engine.collectives, buckets=buckets), devices))
         # Assigned last, so that planning is repeated after a failure.
         self._storage, self._segments = storage, segments
         self._segment_of = {param: number for number, each in enumerate(self._segments) for param in each.params}
 
 
-def divide_into_segments(sizes: Sequence[int], transport: Transport) -> list[Sequence[int]]:
+def divide_into_segments(sizes: Sequence[int], bucket_bytes: int) -> list[Sequence[int]]:
     """The buckets of each segment, by their sizes in bytes. A forward pass reads the last buckets first."""
     segments: list[list[int]] = [[]]
     size = size_before = 0
     for number in reversed(range(len(sizes))):
-        if segments[-1] and size >= transport.segment_bytes(size_before, sum(sizes)):
+        if segments[-1] and size >= limits.segment_bytes(bucket_bytes, size_before, sum(sizes)):
             segments.append([])
             size_before += size
             size = 0

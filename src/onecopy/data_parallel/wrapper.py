@@ -14,7 +14,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from onecopy.comm.agreement import Fact, FailTogether
 from onecopy.comm.status_flags import DeferredFlags
-from onecopy.comm.transports import transport_for
 from onecopy.common.nested_tensors import cast_floating, tensors_in
 from onecopy.common.torch_private import accumulates_into_leaves, in_backward
 from onecopy.data_parallel.argument_checks import (
@@ -109,7 +108,7 @@ class ShardedDataParallel(nn.Module):
             check_mixed_precision(mixed_precision)
             check_module(module, optimizers)
             if bucket_bytes is None:
-                bucket_bytes = transport_for(collectives, next(module.parameters()).device).bucket_bytes
+                bucket_bytes = collectives.bucket_bytes(next(module.parameters()).device)
             plans = [plan_optimizer(module, each, bucket_bytes, mixed_precision) for each in optimizers]
             check_uses(module, uses, overlap_forward)
             arguments = {

@@ -467,13 +467,12 @@ def log_layout(engine: Engine) -> None:
         return
     layout, group_rank = engine.layout, engine.collectives.group_rank
     logger.info(
-        "rank %d owns %d of %d elements in %d shards; %d messages a step, %d bytes of staging",
+        "rank %d owns %d of %d elements in %d shards; %d messages a step",
         group_rank,
         layout.elements_per_rank[group_rank],
         sum(layout.elements_per_rank),
         len(layout.owned_by(group_rank)),
         engine.sharing.messages,
-        engine.sharing.staging_bytes,
     )
     if group_rank == 0:
         logger.info("%s", layout)

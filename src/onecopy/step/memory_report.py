@@ -145,7 +145,7 @@ def memory_report(engine: Engine) -> MemoryReport:
     is_sharded = engine.gradients.are_sharded
     # A backward pass with the reduce-scatter hook leaves these notes until the gradients are zeroed.
     way = Way.LEVEL_3 if is_sharded else Way.LEVEL_2 if engine.params_with_reduced_grad else Way.LEVEL_1
-    bucket = limits.bucket_bytes(collectives.world_size, collectives.uses_pairwise(engine.params[0].device))
+    bucket = limits.bucket_bytes(collectives.world_size, collectives.sends_in_place(engine.params[0].device))
     owned = layout.owned_by(collectives.group_rank)
     masters = [entry.tensor for entry in inner.owned if entry.param_view is not None]
     return MemoryReport(

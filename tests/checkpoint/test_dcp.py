@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.nn.parallel import DistributedDataParallel
 
 from onecopy import CheckpointMismatchError, ZeroRedundancyOptimizer, checkpoint
-from onecopy.state_dict.dcp_tensor import ShardedState, rectangles
+from onecopy.state_dict.dcp import ShardedState, rectangles
 from tests.support.dcp import full_state, make, train
 from tests.support.harness import distributed, pools
 from tests.support.models import assert_equal, assert_same_tree

@@ -20,8 +20,7 @@ from unittest.mock import patch
 import pytest
 import torch.distributed as dist
 
-from onecopy.checkpoint import disk
-from onecopy.comm.background_service import BackgroundService
+from onecopy.checkpoint import storage
 from onecopy.errors import OnecopyError
 from tests.support.failing_disks import (
     check_failed,
@@ -75,6 +74,7 @@ def test_every_change_and_every_vote_of_a_save_is_a_point(world_size: int, tmp_p
         run.save(tmp_path, blocking=True)
     if dist.get_rank() == 0:
         (tmp_path / ".step-00000003.0badf00d.tmp").mkdir()
+        os.utime(tmp_path / ".step-00000003.0badf00d.tmp", (0, 0))
     run.train(1)
     counter = Injector()
     with counter.active():
@@ -150,7 +150,8 @@ def test_a_leftover_that_cannot_be_removed_is_an_error_on_all_ranks(world_size: 
     leftover = tmp_path / ".step-00000002.0badf00d.tmp"
     if dist.get_rank() == 0:
         leftover.mkdir()
-    with patch.object(disk, "remove", fail_to_remove):
+        os.utime(leftover, (0, 0))
+    with patch.object(storage, "remove", fail_to_remove):
         error = save_and_wait(run, tmp_path, True)
     check_failed(error, 0, os.strerror(errno.EIO), tmp_path)
     check_only(tmp_path, first)
@@ -167,11 +168,15 @@ def test_an_old_checkpoint_that_cannot_be_pruned_fails_no_save_and_goes_with_the
     world_size: int, tmp_path: Path
 ) -> None:
     run, _ = started(tmp_path)
-    with patch.object(disk, "remove", fail_to_remove):
+    with patch.object(storage, "remove", fail_to_remove):
         second = run.save(tmp_path, blocking=True, keep=1)
     check_only(tmp_path, second)
     assert len(list(tmp_path.iterdir())) == 2
     run.train(1)
+    if dist.get_rank() == 0:
+        for path in tmp_path.glob(".pruned.*.tmp"):
+            for each in (*path.iterdir(), path):
+                os.utime(each, (0, 0))
     third = run.save(tmp_path, blocking=True, keep=1)
     check_only(tmp_path, third)
     assert [path.name for path in tmp_path.iterdir()] == [third.name]
@@ -260,7 +265,6 @@ def shared_folder() -> Iterator[Path]:
 @contextlib.contextmanager
 def without_rights(root: Path) -> Iterator[None]:
     """A directory that this process may not change: read-only, and for root, who may do anything, as another user."""
-    BackgroundService.of_process().stop()  # its store is a file, which another user may not open
     if os.geteuid() == 0:
         os.seteuid(NOBODY)
         try:

@@ -16,7 +16,7 @@ from onecopy import checkpoint
 from onecopy.bench.models import Sizes
 from onecopy.bench.step_time import iterate
 from onecopy.bench.variants import VARIANTS, Trained
-from onecopy.checkpoint.conversion import write_torch
+from onecopy.checkpoint.convert import write_torch
 from onecopy.optimizer import ZeroRedundancyOptimizer
 
 FOLDER = "onecopy-bench-saving"

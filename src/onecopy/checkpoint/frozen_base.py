@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from torch import Tensor, nn
 
 from onecopy.checkpoint.manifest import FrozenParam, Manifest
-from onecopy.checkpoint.optimizer_view import unwrapped
 from onecopy.common.digests import tensor_digest
 from onecopy.common.tagged_json import dtype_name
 from onecopy.errors import CheckpointMismatchError
+from onecopy.state_dict.shards import unwrapped
 
 _ANYWAY = "pass check_base=False to load what the checkpoint has"
 

@@ -13,10 +13,10 @@ from torch.autograd.graph import increment_version
 
 from onecopy.checkpoint.files import Reader, new_tensor, whole_tensor
 from onecopy.checkpoint.manifest import Entry, Manifest, SavedOptimizer, keys_in, part_keys, value_of
-from onecopy.checkpoint.optimizer_view import OptimizerView, StateShard, unwrapped
 from onecopy.common.flat_views import flat_like, flat_view, is_dense
 from onecopy.data_parallel.wrapper import ShardedDataParallel
 from onecopy.errors import CheckpointMismatchError
+from onecopy.state_dict.shards import OptimizerView, StateShard, unwrapped
 from onecopy.step import master_weights
 
 logger = logging.getLogger(__name__)
@@ -236,9 +236,9 @@ def _check_params(saved: SavedOptimizer, names: Sequence[str], view: OptimizerVi
             "which this one does not"
         )
     for name, param in zip(names, view.params, strict=True):
-        if saved.params[name].shape not in (None, tuple(param.shape)):
+        if saved.params[name] not in (None, tuple(param.shape)):
             raise CheckpointMismatchError(
-                f"parameter {name!r} has shape {saved.params[name].shape} in the checkpoint's {saved.kind} and "
+                f"parameter {name!r} has shape {saved.params[name]} in the checkpoint's {saved.kind} and "
                 f"{tuple(param.shape)} in this one"
             )
 

@@ -41,6 +41,7 @@ from onecopy.data_parallel.optimizer_takeover import (
 from onecopy.data_parallel.pipelined_step import PipelinedStep
 from onecopy.data_parallel.sparse_rows import RowBucket, embeddings_to_send_by_rows
 from onecopy.optimizer import ZeroRedundancyOptimizer
+from onecopy.state_dict.shards import WrapsModule
 from onecopy.step.debug_log import log_layout
 from onecopy.step.engine import Engine, collectives_of
 from onecopy.step.gradient_norm import clip, total_norm
@@ -48,7 +49,7 @@ from onecopy.step.gradient_norm import clip, total_norm
 _CONSTRUCTING = "constructing ShardedDataParallel"
 
 
-class ShardedDataParallel(nn.Module, Joinable):
+class ShardedDataParallel(nn.Module, Joinable, WrapsModule):
     r"""Trains a replica of ``module`` on every rank, and keeps 1/N of gradients and optimizer state on each.
 
     It replaces DistributedDataParallel. Parameters stay plain tensors in flat buckets. The backward pass reduces each

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,7 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from typer.testing import CliRunner
 
-from onecopy import CheckpointError, CheckpointMismatchError, CorruptCheckpointError
+from onecopy import CheckpointMismatchError, CorruptCheckpointError
 from onecopy.checkpoint import latest, load, manifest, save, verify, wait
 from onecopy.checkpoint.directories import read_manifest
 from onecopy.checkpoint.frozen_base import describe_frozen, frozen_parameters
@@ -245,19 +244,6 @@ def test_adapters_and_buffers_are_saved_and_nothing_else(saved: Path) -> None:
     load(saved, model=model)
     assert_same_tree(model.state_dict(), changed(Adapted()).state_dict(), "loaded")
     assert verify(saved) > 0
-
-
-def test_an_earlier_version_refuses_it_and_a_whole_checkpoint_is_as_before(
-    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    whole = save(tmp_path / "whole", 3, model=Adapted())
-    content = json.loads((whole / manifest.NAME).read_text())
-    assert content["version"] == 1
-    assert "base" not in content
-    monkeypatch.setattr(manifest, "VERSION", 2)
-    load(whole, model=Adapted())
-    with pytest.raises(CheckpointError, match="in version 3 of the format, and this onecopy reads up to version 2"):
-        load(saved, model=Adapted())
 
 
 @pytest.mark.parametrize(

@@ -301,7 +301,9 @@ def is_count(value: object) -> bool:
 
 
 def _are_counts(values: object, limit: int = _LIMIT) -> bool:
-    return type(values) is list and not [value for value in values if type(value) is not int or not 0 <= value < limit]
+    if type(values) is not list or not set(map(type, values)) <= {int}:
+        return False
+    return min(values, default=0) >= 0 and max(values, default=0) < limit
 
 
 def _parsed_file(name: str, fields: Any) -> File:
@@ -321,7 +323,7 @@ def _parsed_file(name: str, fields: Any) -> File:
 def _parsed_tensors(described: dict[str, Any], files: Mapping[str, File]) -> dict[str, Entry]:
     """Return the entries; raise unless the pieces of all tensors fill each file after its header, each byte once."""
     used: dict[str, list[tuple[int, int]]] = {name: [] for name in files}
-    tensors = {key: _parsed_tensor(_shown(key), fields, used) for key, fields in described.items()}
+    tensors = {key: _parsed_tensor(key, fields, used) for key, fields in described.items()}
     for name, file in files.items():
         position = file.header
         for start, stop in sorted(used[name]):
@@ -333,54 +335,56 @@ def _parsed_tensors(described: dict[str, Any], files: Mapping[str, File]) -> dic
     return tensors
 
 
-def _parsed_tensor(shown: str, fields: Any, used: dict[str, list[tuple[int, int]]]) -> Entry:
+def _parsed_tensor(key: str, fields: Any, used: dict[str, list[tuple[int, int]]]) -> Entry:
     """Return one tensor, and note in ``used`` where its pieces are in their files."""
     if type(fields) is not dict or fields.keys() != {"dtype", "shape", "stride", "pieces"}:
-        raise MalformedError(f"{shown} is malformed")
-    dtype, shape, stride, pieces = fields["dtype"], fields["shape"], fields["stride"], fields["pieces"]
+        raise MalformedError(f"{_shown(key)} is malformed")
+    dtype, shape, stride = fields["dtype"], fields["shape"], fields["stride"]
     if type(dtype) is not str or dtype not in _DTYPES:
-        raise MalformedError(f"{shown} has dtype {_shown(dtype)}")
-    itemsize, high = _DTYPES[dtype].itemsize, 1
+        raise MalformedError(f"{_shown(key)} has dtype {_shown(dtype)}")
+    itemsize, high, row_major = _DTYPES[dtype].itemsize, 1, list[int]()
     if not _are_counts(shape) or len(shape) > MAX_DIMENSIONS:
-        raise MalformedError(f"{shown} has shape {_shown(shape)}")
-    for size in shape:
+        raise MalformedError(f"{_shown(key)} has shape {_shown(shape)}")
+    for size in reversed(shape):
+        row_major.insert(0, high)
         high *= size or 1
     if high * itemsize >= _LIMIT:
-        raise MalformedError(f"{shown} has shape {_shown(shape)}")
+        raise MalformedError(f"{_shown(key)} has shape {_shown(shape)}")
     if not _are_counts(stride) or len(stride) != len(shape):
-        raise MalformedError(f"{shown} has strides {_shown(stride)}")
-    if not is_dense(tuple(shape), tuple(stride)):
-        raise MalformedError(f"{shown} has strides {_shown(stride)}, which leave gaps in memory")
-    if type(pieces) is not list:
-        raise MalformedError(f"the pieces of {shown} are malformed")
-    expected, found = 0, []
-    for fields in pieces:
-        piece = _parsed_piece(fields, shown, used)
+        raise MalformedError(f"{_shown(key)} has strides {_shown(stride)}")
+    if stride != row_major and not is_dense(tuple(shape), tuple(stride)):
+        raise MalformedError(f"{_shown(key)} has strides {_shown(stride)}, which leave gaps in memory")
+    pieces = _parsed_pieces(fields["pieces"], key, itemsize, used)
+    stop = pieces[-1].stop if pieces else 0
+    if stop != prod(shape):
+        raise MalformedError(f"the pieces of {_shown(key)} end at {stop} of {prod(shape)} elements")
+    return Entry(dtype, tuple(shape), tuple(stride), tuple(pieces))
+
+
+def _parsed_pieces(described: Any, key: str, itemsize: int, used: dict[str, list[tuple[int, int]]]) -> list[Piece]:
+    """Return the pieces of a tensor, one after the other from its first element on."""
+    found: list[Piece] = []
+    expected = 0
+    for fields in described if type(described) is list else [None]:
+        if (
+            type(fields) is not dict
+            or fields.keys() != {"file", "offset", "start", "stop", "crc32"}
+            or type(fields["file"]) is not str
+            or not _are_counts([fields["offset"], fields["start"], fields["stop"]])
+            or not _are_counts(fields["crc32"], 1 << 32)
+        ):
+            raise MalformedError(f"the pieces of {_shown(key)} are malformed")
+        piece = Piece(**{**fields, "crc32": tuple(fields["crc32"])})
         nbytes = (piece.stop - piece.start) * itemsize
+        if piece.file not in used:
+            unknown = f"{_shown(piece.file)}, which is not a file of the checkpoint"
+            raise MalformedError(f"the pieces of {_shown(key)} are in {unknown}")
         if piece.start != expected or nbytes < 0 or len(piece.crc32) != -(-nbytes // BLOCK_BYTES):
-            raise MalformedError(f"the pieces of {shown} do not cover it exactly once")
+            raise MalformedError(f"the pieces of {_shown(key)} do not cover it exactly once")
         used[piece.file].append((piece.offset, piece.offset + nbytes))
         expected = piece.stop
         found.append(piece)
-    if expected != prod(shape):
-        raise MalformedError(f"the pieces of {shown} end at {expected} of {prod(shape)} elements")
-    return Entry(dtype, tuple(shape), tuple(stride), tuple(found))
-
-
-def _parsed_piece(fields: Any, shown: str, files: Mapping[str, object]) -> Piece:
-    if (
-        type(fields) is not dict
-        or fields.keys() != {"file", "offset", "start", "stop", "crc32"}
-        or type(fields["file"]) is not str
-        or not _are_counts([fields["offset"], fields["start"], fields["stop"]])
-        or not _are_counts(fields["crc32"], 1 << 32)
-    ):
-        raise MalformedError(f"the pieces of {shown} are malformed")
-    if fields["file"] not in files:
-        raise MalformedError(
-            f"the pieces of {shown} are in {_shown(fields['file'])}, which is not a file of the checkpoint"
-        )
-    return Piece(fields["file"], fields["offset"], fields["start"], fields["stop"], tuple(fields["crc32"]))
+    return found
 
 
 def _parsed_base(base: Any, model: Any) -> dict[str, FrozenParam] | None:

@@ -133,7 +133,6 @@ class ShardedGradients:
     """The gradients of one optimizer under ``ShardedDataParallel``: this rank's ranges, in ``param.grad``.
 
     Attributes:
-        accumulating: whether the last forward pass ran under ``no_sync()``.
         on_zero: a function to call when gradients are zeroed.
     """
 
@@ -143,7 +142,6 @@ class ShardedGradients:
     def __init__(self, params: Sequence[Tensor], layout: Layout) -> None:
         self._params = list(params)
         self._layout = layout
-        self.accumulating = False
         self.on_zero: Callable[[], None] = lambda: None
 
     def clear_accumulated(self) -> None:

@@ -13,12 +13,13 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from onecopy.comm.agreement import Fact, FailTogether
-from onecopy.common.torch_private import in_join_context, locally_used, params_of_reducer
+from onecopy.common.torch_private import in_join_context
 from onecopy.ddp_hooks.overlap_info import OverlapSettings
 from onecopy.ddp_hooks.overlapped_step import Hook, OverlappedStep
 from onecopy.ddp_hooks.reduce_scatter import GradientReducer
 from onecopy.ddp_hooks.worker import make_worker
 from onecopy.step.engine import Engine, collectives_of
+from onecopy.step.join import JOIN_REFUSAL
 from onecopy.step.owned_state import engine_of, optimizer_list
 from onecopy.step.parameter_groups import Group
 
@@ -208,18 +209,17 @@ def _overlap_hook(
         ]
     # DDP refers to the hook: a strong reference from the hook to DDP would be a cycle that is never freed.
     ddp_reference = weakref.ref(ddp)
-    reducer_params = params_of_reducer(ddp)
 
     def settings() -> OverlapSettings:
         live_ddp = ddp_reference()
         assert live_ddp is not None, "only a live DDP calls its hook"
+        if in_join_context(live_ddp):
+            raise RuntimeError(JOIN_REFUSAL)
         static_graph = bool(live_ddp.static_graph)
         return OverlapSettings(
             passes_before_overlap=3 if static_graph else 2,
             interleaved=interleaved,
             unused_params=bool(live_ddp.find_unused_parameters) or static_graph,
-            uneven_inputs=in_join_context(live_ddp),
-            last_used_params=lambda: locally_used(live_ddp, reducer_params),
         )
 
     worker = make_worker(engine.params[0].device)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,15 +22,11 @@ class OverlapSettings:
         passes_before_overlap: how many backward passes DDP needs to rebuild its buckets.
         interleaved: update each bucket as soon as it is reduced, instead of all after the last one.
         unused_params: whether a backward pass may leave parameters without a gradient.
-        uneven_inputs: whether ranks may run out of inputs (a join context).
-        last_used_params: returns the identities of the parameters that this rank's last backward pass used.
     """
 
     passes_before_overlap: int
     interleaved: bool
     unused_params: bool
-    uneven_inputs: bool
-    last_used_params: Callable[[], set[int]]
 
 
 @dataclass(slots=True)
@@ -69,7 +64,6 @@ class BucketUpdate:
         reduced: the future of the user's hook, which gives the reduced gradients.
         done: the future that ``backward()`` waits for; None except for the last bucket.
         has_gradient: by parameter in the bucket, whether this rank has a gradient, and later whether any rank has.
-        has_inputs: whether this rank runs a backward pass. A rank that has joined only takes part in collectives.
         settings: the settings at the time of the backward pass.
     """
 
@@ -79,5 +73,4 @@ class BucketUpdate:
     reduced: Future[Any]
     done: Future[Any] | None
     has_gradient: dict[int, bool]
-    has_inputs: bool
     settings: OverlapSettings

@@ -34,14 +34,12 @@ from onecopy.comm.parameter_sharing import PackBuffers, ParameterSharing
 from onecopy.comm.status_flags import flags_on
 from onecopy.comm.transports import SharingByDevice
 from onecopy.common.profiler_ranges import profiled
-from onecopy.common.torch_private import after_backward, in_backward, version_of
+from onecopy.common.torch_private import after_backward, version_of
 from onecopy.ddp_hooks.bucket_assignment import DDPBucketAssignment, DDPBucketAssignmentCache, GradBucket
 from onecopy.ddp_hooks.overlap_info import BucketUpdate, OverlapInfo, OverlapSettings
 from onecopy.ddp_hooks.worker import TaskWorker
 from onecopy.step.engine import Engine
-from onecopy.step.gradient_scale_check import UNKNOWN
 from onecopy.step.group_options import OptionsSnapshot
-from onecopy.step.join_handover import read_handover, write_handover
 from onecopy.step.parameter_groups import Group
 from onecopy.step.rank_comparison import options_text
 from onecopy.step.status import make_status
@@ -105,7 +103,7 @@ class OverlappedStep:
         reduced = self._hook(state, bucket)
         done: Future[Any] | None = self._worker.future() if bucket.is_last() else None
         info.waiting.append(self._plan_update(bucket, reduced, done, settings))
-        if bucket.is_last() and in_backward():
+        if bucket.is_last():
             after_backward(self._end_backward)
         if settings.interleaved or bucket.is_last():
             updates, info.waiting = info.waiting, []
@@ -138,10 +136,7 @@ class OverlappedStep:
             if not failure:
                 self._info.options.restore(engine.inner.optim.param_groups)
                 engine.update_some(has_gradient)
-        try:
-            engine.confirm_and_share(groups, has_gradient, failure.error)
-        finally:
-            engine.inner.clock.end()
+        engine.confirm_and_share(groups, has_gradient, failure.error)
         return True
 
     def _begin_iteration(self) -> None:
@@ -164,8 +159,7 @@ class OverlappedStep:
             engine.follow_moved_params()
             engine.check_groups(groups)
             engine.inner.push_options(groups)
-            with engine.inner.clock.edit():  # no change yet: the other ranks may not have begun this pass
-                engine.inner.master_weights.refresh_from_params()
+            engine.inner.master_weights.refresh_from_params()
         if self._assignments.layouts[0] is not engine.layout:
             self._assignments = self._make_assignments()
             self._sharings.clear()
@@ -184,17 +178,9 @@ class OverlappedStep:
         assignment = self._assignments.get(bucket.index(), bucket.parameters())
         params = dict.fromkeys(segment.shard.param for segment in assignment.segments if segment.shard is not None)
         self._params_in_buckets.update(params)
-        # param.grad is read here, because the flat buffer has zeros for a missing gradient. A rank that has joined
-        # repeats its last answer, as it does in DDP's own exchange of used parameters.
-        has_inputs = in_backward()
-        if has_inputs or not settings.unused_params:
-            has_gradient = {index: self._engine.params[index].grad is not None for index in params}
-        else:
-            used = settings.last_used_params()
-            has_gradient = {index: id(self._engine.params[index]) in used for index in params}
-        return BucketUpdate(
-            bucket.index(), assignment, bucket.buffer(), reduced, done, has_gradient, has_inputs, settings
-        )
+        # param.grad is read here, because the flat buffer has zeros for a missing gradient.
+        has_gradient = {index: self._engine.params[index].grad is not None for index in params}
+        return BucketUpdate(bucket.index(), assignment, bucket.buffer(), reduced, done, has_gradient, settings)
 
     def _run_task(self, info: OverlapInfo, updates: Sequence[BucketUpdate]) -> None:
         """Run the task of some buckets; it never raises, because the worker has no caller that could handle it."""
@@ -213,8 +199,6 @@ class OverlappedStep:
 
         Every rank makes the same collective calls in the same order, even if its own update has failed.
         """
-        if updates[0].index == 0 and updates[0].settings.uneven_inputs:
-            self._broadcast_options(info, updates[0].has_inputs)
         self._exchange_has_gradient(updates)
         for update in updates:
             gradients = self._reduced_gradients(info, update)
@@ -223,10 +207,7 @@ class OverlappedStep:
                     self._update(info, update, gradients)
             self._start_sharing(info, update)
             if update.done is not None:
-                try:
-                    self._finish_iteration(info)
-                finally:
-                    self._engine.inner.clock.end()
+                self._finish_iteration(info)
                 update.done.set_result(gradients)
 
     def _reduced_gradients(self, info: OverlapInfo, update: BucketUpdate) -> Tensor:
@@ -244,23 +225,6 @@ class OverlappedStep:
                 raise
         return update.buffer
 
-    def _broadcast_options(self, info: OverlapInfo, has_inputs: bool) -> None:
-        """Broadcast the options of a rank that has inputs to the ranks that have joined."""
-        flags = [row[0] for row in self._collectives.all_gather_flags([int(has_inputs)], CALL)]
-        if all(flags):
-            return
-        source, message = flags.index(1), b""
-        groups = self._groups()
-        with info.update_failure:
-            if source == self._collectives.group_rank:
-                message = write_handover(groups, [], False)
-        received = self._collectives.broadcast_bytes(message, source, CALL)
-        with info.update_failure:
-            if received and not has_inputs:
-                read_handover(received).apply_options(groups)
-                self._engine.inner.push_options(groups)
-                info.options = OptionsSnapshot.of(self._engine.inner.optim.param_groups)
-
     def _exchange_has_gradient(self, updates: Sequence[BucketUpdate]) -> None:
         """Replace, for each parameter of some buckets, whether this rank has a gradient by whether any rank has one.
 
@@ -270,7 +234,7 @@ class OverlappedStep:
         """
         settings = updates[0].settings
         has_gradient = [has for update in updates for has in update.has_gradient.values()]
-        if has_gradient and (settings.unused_params or settings.uneven_inputs):
+        if has_gradient and settings.unused_params:
             flags = flags_on(self._collectives.host_device, has_gradient)
             self._collectives.all_reduce(flags, largest=True).wait()
             has_gradient = [bool(flag) for flag in flags.tolist()]
@@ -321,7 +285,7 @@ class OverlappedStep:
         info.wait_for_broadcasts()
         groups = self._groups()
         facts = self._engine.facts(groups, [True] * len(self._engine.params))
-        self._status.exchange(facts, UNKNOWN, info.update_failure.error, CALL)
+        self._status.exchange(facts, info.update_failure.error, CALL)
         info.update_failure.raise_if_any()
         inner = self._engine.inner
         inner.pull_options(groups)

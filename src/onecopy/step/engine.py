@@ -23,10 +23,8 @@ from onecopy.comm.collectives import Collectives
 from onecopy.comm.status_flags import DeferredFlags
 from onecopy.common.flat_views import is_dense
 from onecopy.common.profiler_ranges import profiled
-from onecopy.common.torch_private import after_backward, in_backward
 from onecopy.layout import Layout, ParamSpec
 from onecopy.step.gradient_probe import GradientProbe
-from onecopy.step.gradient_scale_check import GradientScaleCheck
 from onecopy.step.gradients import FullGradients, Gradients
 from onecopy.step.inner_optimizer import InnerOptimizer
 from onecopy.step.nonfinite import NonfiniteGuard
@@ -104,7 +102,6 @@ class Engine:
         """Note that a step has used the gradients, or that they were zeroed."""
         self.gradients.clear()
         self.reduced_shards.clear()
-        self._scale_check.clear()
 
     def clear_accumulated(self) -> None:
         """Note that the gradients were zeroed, so that a later backward pass starts from nothing."""
@@ -116,13 +113,6 @@ class Engine:
         """Note that a hook has reduced the gradients to their owners, into ``reduced_shards``."""
         self.gradients.is_reduce_scattered = True
         self.params_with_reduced_grad = {id(param) for param in self.params}
-        self._scale_check.clear()
-        if self._scale_check.takes_samples and in_backward():
-            after_backward(self._scale_check.take_samples)  # when DDP has put the gradients into param.grad
-
-    def note_scaled(self) -> None:
-        """Note that the gradients were scaled by a factor that is equal on all ranks."""
-        self._scale_check.clear()
 
     def set_layout(self, params: Sequence[Tensor], layout: Layout) -> None:
         """Take over these parameters and this layout, and plan storage and messages for them."""
@@ -132,7 +122,6 @@ class Engine:
         self.params[:] = params
         self.layout = layout
         self._layout_digest = layout.digest()
-        self._scale_check = GradientScaleCheck(self.params, layout)
         self.storage, self.sharing = storage, sharing
         self.inner.repoint(storage.flats)
 
@@ -215,9 +204,6 @@ class Engine:
         """
         self.check_groups(groups)
         self.inner.push_options(groups)
-        # Other ranks can read the state until the closure, which may communicate, has returned.
-        if not callable(closure) or not self.inner.changes_after_closure or self.inner.master_policy.any:
-            self.inner.clock.begin()
         self.inner.master_weights.refresh_from_params()
         last_loss: Any = None
 
@@ -229,7 +215,6 @@ class Engine:
                 last_loss = closure()
             except Exception as error:
                 raise ClosureError(error) from error
-            self.inner.clock.begin()
             self.inner.push_options(groups)  # the closure may have changed them
             self._bind_gradients()
             return last_loss
@@ -292,11 +277,11 @@ class Engine:
         Returns:
             Whether all ranks skip the step, because a gradient is not finite.
         """
-        factor, status = self._scale_check.common_factor(), self.status
+        status = self.status
         if at_once and status.is_deferred:
             status.check_previous()  # a rank that has failed takes part in no exchange
             status = ImmediateStatus(self.collectives, DeferredFlags())
-        status.exchange(self.facts(groups, has_gradient), factor, failure, probe=self.gradient_probe, guard=self.guard)
+        status.exchange(self.facts(groups, has_gradient), failure, probe=self.gradient_probe, guard=self.guard)
         return self.guard is not None and self.guard.take_skip()
 
     def check_replicas(self, wait: Callable[[], None]) -> None:
@@ -374,15 +359,14 @@ def sequential_step(
 def change_and_share(engine: Engine, groups: Sequence[Group], change: Callable[[], object]) -> None:
     """Run a function that changes owned parameters outside a step, then share all parameters."""
     failure = FirstFailure()
-    with engine.inner.clock.change():
-        with failure:
-            engine.follow_moved_params()
-            engine.inner.push_options(groups)
-            engine.inner.master_weights.refresh_from_params()
-            with torch.no_grad():
-                change()
-            engine.inner.master_weights.write_to_params(everything=True)
-        engine.confirm_and_share(groups, None, failure.error)
+    with failure:
+        engine.follow_moved_params()
+        engine.inner.push_options(groups)
+        engine.inner.master_weights.refresh_from_params()
+        with torch.no_grad():
+            change()
+        engine.inner.master_weights.write_to_params(everything=True)
+    engine.confirm_and_share(groups, None, failure.error)
 
 
 def sharded_collectives(optimizers: Sequence[object]) -> Collectives | None:

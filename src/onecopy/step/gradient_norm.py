@@ -90,8 +90,6 @@ def clip(given: Sequence[object], max_norm: float, norm_type: float, error_if_no
         by_type.setdefault((gradient.device, gradient.dtype), []).append(gradient)
     for (device, dtype), same in by_type.items():
         multiply_each(same, factor.to(device, dtype))
-    for engine in engines:
-        engine.note_scaled()
     return norm
 
 

@@ -17,12 +17,10 @@ class Gradients(Protocol):
     Attributes:
         are_sharded: whether ``param.grad`` has memory for the owned range only.
         is_reduce_scattered: whether only the owned ranges are reduced.
-        accumulating: whether the last forward pass is known to have run under ``no_sync()``.
     """
 
     are_sharded: bool
     is_reduce_scattered: bool
-    accumulating: bool
 
     def clear(self) -> None:
         """Note that a step has used the gradients, or that they were zeroed."""
@@ -51,7 +49,6 @@ class FullGradients:
     def __init__(self, params: Sequence[Tensor]) -> None:
         self._params = params
         self.is_reduce_scattered = False  # the reduce-scatter hook sets it
-        self.accumulating = False
 
     def clear(self) -> None:
         """Note that a step has used the gradients, or that they were zeroed."""

@@ -84,7 +84,7 @@ class Injector:
                 setattr(place, name, function)
 
     def _around(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def replacement(*arguments: Any) -> Any:
+        def replacement(*arguments: Any, **options: Any) -> Any:
             here = len(self.points) == self._call
             self.points.append(name)
             if self._random is not None:
@@ -94,7 +94,7 @@ class Injector:
             if here and self._moment == "during":
                 _half(name, function, arguments)
                 self._act()
-            result = function(*arguments)
+            result = function(*arguments, **options)
             if here and self._moment == "after":
                 self._act()
             return result

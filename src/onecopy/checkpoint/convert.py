@@ -59,18 +59,8 @@ def to_torch(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> 
         optimizers = [_state_dict_of(saved, tensors) for saved in found.optimizers]
         if optimizers:
             content["optimizer"] = optimizers[0] if len(optimizers) == 1 else optimizers
-        write_torch(content, target)
-
-
-def write_torch(content: Any, target: str | os.PathLike[str]) -> None:
-    """Write a ``torch.save`` file under a temporary name, and rename it when all of it is on the disk.
-
-    Args:
-        content: the object to save.
-        target: the file; it must not exist.
-    """
-    with _atomic_file(_local_file(target)) as temporary:
-        torch.save(content, temporary)
+        with _atomic_file(_local_file(target)) as temporary:
+            torch.save(content, temporary)
 
 
 def to_safetensors(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
@@ -252,8 +242,8 @@ def _state_dict_of(saved: SavedOptimizer, tensors: Mapping[str, Tensor]) -> dict
     """Return the plain optimizer's state dict of a saved optimizer, with ``param_names`` if its names are known."""
     groups = []
     for group in saved.groups:
-        names = {"params": group["params"], **({"param_names": list(group["params"])} if saved.named else {})}
-        groups.append({**value_of(group["options"], tensors), **names})
+        names = {"params": group.params, **({"param_names": list(group.params)} if saved.named else {})}
+        groups.append({**value_of(group.options, tensors), **names})
     state = {name: value_of(tree, tensors) for name, tree in saved.state.items()}
     return plain_state_dict(state, groups)
 

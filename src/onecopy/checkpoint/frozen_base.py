@@ -36,13 +36,7 @@ def frozen_parameters(model: nn.Module) -> dict[str, Tensor]:
 
 
 def describe_frozen(frozen: Mapping[str, Tensor], group_rank: int, world_size: int) -> dict[str, FrozenParam]:
-    """Return the descriptions that one rank computes; all ranks together describe every parameter.
-
-    Args:
-        frozen: the frozen parameters by name.
-        group_rank: this rank.
-        world_size: the number of ranks.
-    """
+    """Return the descriptions that one rank computes; all ranks together describe every parameter."""
     names: dict[int, list[str]] = {}
     for name, param in frozen.items():
         names.setdefault(id(param), []).append(name)

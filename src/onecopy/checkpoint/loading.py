@@ -199,7 +199,8 @@ class _LoadPlan:
         """The tensors that are read into new memory: options, ``extra``, and entries for ``model.load_state_dict``."""
         saved = self.manifest
         trees = [saved.extra, *saved.per_rank, *(tree for plan in self.optimizers for tree in plan.options)]
-        return [*(key for tree in trees for key in keys_in(tree)), *sorted(self.model.by_module_keys)]
+        keys = (key for tree in [*trees, *self.model.by_module.values()] for key in keys_in(tree))
+        return list(dict.fromkeys(keys))
 
     @property
     def file_names(self) -> set[str]:

@@ -12,6 +12,7 @@ pieces together must fill each file exactly. So loading never takes more memory 
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import re
@@ -19,7 +20,7 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any, NoReturn
+from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 
 import torch
 
@@ -124,22 +125,22 @@ class File:
 
 
 @dataclass(frozen=True)
+class SavedGroup:
+    """One parameter group: its options, a tree, and the names of its parameters."""
+
+    options: Any
+    params: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class SavedOptimizer:
-    """One optimizer.
+    """One optimizer."""
 
-    Attributes:
-        kind: the full name of its class; empty if unknown.
-        named: whether its parameters have the model's names.
-        params: the shape of each parameter by name; None if a converted file does not have it.
-        groups: for each parameter group ``options``, a tree, and ``params``, names.
-        state: a tree of the state of each parameter, by name.
-    """
-
-    kind: str
-    named: bool
-    params: dict[str, tuple[int, ...] | None]
-    groups: tuple[dict[str, Any], ...]
-    state: dict[str, Any] = field(default_factory=dict)
+    kind: str  # the full name of its class; empty if unknown
+    named: bool  # whether its parameters have the model's names
+    params: dict[str, tuple[int, ...] | None]  # shapes by name; None if a converted file does not have the shape
+    groups: tuple[SavedGroup, ...]
+    state: dict[str, Any] = field(default_factory=dict)  # a tree of the state of each parameter, by name
 
 
 @dataclass(frozen=True)
@@ -153,31 +154,18 @@ class FrozenParam:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The description of a whole checkpoint.
-
-    Attributes:
-        step: the step it was saved under.
-        world_size: the number of ranks that wrote it.
-        written_by: versions of the libraries.
-        files: the files by name.
-        tensors: the tensors by key.
-        model: a tree for each name of the model's state dict; None if no model was saved.
-        optimizers: the optimizers, in the order in which they were saved.
-        extra: the tree of ``extra``.
-        per_rank: the tree of each rank's ``PerRank`` values.
-        base: the frozen parameters by name, if only the trainable ones were saved; else None.
-    """
+    """The description of a whole checkpoint."""
 
     step: int
-    world_size: int
-    written_by: dict[str, str]
+    world_size: int  # the number of ranks that wrote it
+    written_by: dict[str, str]  # versions of the libraries
     files: dict[str, File]
-    tensors: dict[str, Entry]
-    model: dict[str, Any] | None
-    optimizers: tuple[SavedOptimizer, ...]
-    extra: Any
-    per_rank: tuple[Any, ...]
-    base: dict[str, FrozenParam] | None = None
+    tensors: dict[str, Entry]  # by key
+    model: dict[str, Any] | None  # a tree for each name of the model's state dict; None if no model was saved
+    optimizers: tuple[SavedOptimizer, ...]  # in the order in which they were saved
+    extra: Any  # a tree
+    per_rank: tuple[Any, ...]  # the tree of each rank's PerRank values
+    base: dict[str, FrozenParam] | None = None  # the frozen parameters, if only the trainable ones were saved
 
 
 def dump(manifest: Manifest) -> bytes:
@@ -237,18 +225,6 @@ def _refuse_constant(name: str) -> NoReturn:
     raise MalformedError(f"it has a number {name}")
 
 
-_FIELDS = {
-    "step": int,
-    "world_size": int,
-    "written_by": dict,
-    "files": dict,
-    "tensors": dict,
-    "optimizers": list,
-    "extra": list,
-    "per_rank": list,
-}
-
-
 def _parsed(content: dict[str, Any], where: str) -> Manifest:
     """Return the manifest in a JSON object; raise if a value is malformed."""
     if content.get("format") != FORMAT:
@@ -260,30 +236,22 @@ def _parsed(content: dict[str, Any], where: str) -> Manifest:
         raise CheckpointError(f"{where} has version {version} of the format, and this onecopy reads version {VERSION}")
     if block_bytes != BLOCK_BYTES:
         raise CheckpointError(f"{where} has checksums for blocks of {block_bytes} bytes, not {BLOCK_BYTES}")
-    for name, kind in _FIELDS.items():
-        if type(content.get(name)) is not kind:
-            raise MalformedError(f"{name!r} is not of type {kind.__name__}")
-    step, world_size, extra, per_rank = (content[name] for name in ("step", "world_size", "extra", "per_rank"))
-    model = content.get("model", 0)
-    _need(0 <= step < _LIMIT, f"the step is {_shown(step)}")
-    _need(1 <= world_size < _LIMIT, f"the number of ranks is {_shown(world_size)}")
-    _need(all(type(text) is str for text in content["written_by"].values()), "'written_by' is not text")
-    _need(model is None or type(model) is dict, "'model' is not of type dict")
-    _need(len(per_rank) == world_size, "'per_rank' is not a list with a value for each rank")
-    files = {name: _parsed_file(name, fields) for name, fields in content["files"].items()}
-    tensors = _parsed_tensors(content["tensors"], files)
+    outside = ("crc32", "format", "version", "block_bytes")
+    found: Manifest = _typed(Manifest, {name: each for name, each in content.items() if name not in outside}, "it")
+    tensors, model = found.tensors, found.model
+    _need(found.world_size == len(found.per_rank) > 0, "'per_rank' is not a list with a value for each rank")
+    _check_files_are_filled(found.files, tensors)
+    for name in found.base or {}:
+        _need(model is not None and name not in model, f"{_shown(name)} is in 'base', and the model has its value")
     for name, tree in (model or {}).items():
         keys = _checked_keys(tree, f"{name!r} of the model", tensors, where)
         _need(all(key.startswith("model/") for key in keys), "the tensors of the model have the keys of others")
-    for number, tree in enumerate(per_rank):
+    for number, tree in enumerate(found.per_rank):
         _check_tree(tree, f"the values of rank {number}", tensors, where, f"rank{number}", named=False)
-    _check_tree(extra, "'extra'", tensors, where, "extra", named=False)
-    optimizers = tuple(
-        _parsed_optimizer(optimizer, number, tensors, where) for number, optimizer in enumerate(content["optimizers"])
-    )
-    base = _parsed_base(content.get("base"), model)
-    written_by = content["written_by"]
-    return Manifest(step, world_size, written_by, files, tensors, model, optimizers, extra, tuple(per_rank), base)
+    _check_tree(found.extra, "'extra'", tensors, where, "extra", named=False)
+    for number, optimizer in enumerate(found.optimizers):
+        _check_optimizer(optimizer, number, tensors, where)
+    return found
 
 
 def _need(condition: bool, problem: str) -> None:
@@ -300,81 +268,79 @@ def is_count(value: object) -> bool:
     return type(value) is int and 0 <= value < _LIMIT
 
 
-def _are_counts(values: object, limit: int = _LIMIT) -> bool:
+def _typed(kind: Any, value: Any, what: str) -> Any:
+    """Return JSON data as a value of a type; raise unless every part has exactly its type, and integers are counts.
+
+    Trees, which are of type ``Any``, are checked later.
+    """
+    if kind is Any or (kind in (str, bool) and type(value) is kind) or (kind is int and is_count(value)):
+        return value
+    arguments: tuple[Any, ...] = get_args(kind)
+    origin = get_origin(kind)
+    if arguments and arguments[-1] is type(None):
+        return None if value is None else _typed(arguments[0], value, what)
+    if kind == _COUNTS and _are_counts(value):
+        return tuple(value)
+    if origin is tuple and type(value) is list and kind != _COUNTS:
+        return tuple([_typed(arguments[0], item, what) for item in value])
+    if origin is dict and type(value) is dict:
+        return {key: _typed(arguments[1], item, key) for key, item in value.items()}
+    if origin is None and type(value) is dict and kind in _TYPES and value.keys() == _hints_of(kind).keys():
+        made = {}
+        for name, hint in _hints_of(kind).items():
+            item = value[name]
+            # Most values are of these types: a call for each would take most of the time.
+            is_simple = type(item) is hint is str or (type(item) is hint is int and 0 <= item < _LIMIT)
+            if hint == _COUNTS and _are_counts(item):
+                made[name] = tuple(item)
+            else:
+                made[name] = item if is_simple else _typed(hint, item, what)
+        return kind(**made)
+    raise MalformedError(f"a value of {_shown(what)} is {_shown(value)}")
+
+
+def _are_counts(values: object) -> bool:
     if type(values) is not list or not set(map(type, values)) <= {int}:
         return False
-    return min(values, default=0) >= 0 and max(values, default=0) < limit
+    return min(values, default=0) >= 0 and max(values, default=0) < _LIMIT
 
 
-def _parsed_file(name: str, fields: Any) -> File:
-    if not FILE_NAME.fullmatch(name):
-        raise MalformedError(f"{_shown(name)} is not the name of a file of a checkpoint")
-    if (
-        type(fields) is not dict
-        or fields.keys() != {"size", "header", "crc32"}
-        or not _are_counts(list(fields.values()))
-        or not 8 <= fields["header"] <= fields["size"]
-        or fields["crc32"] >= 1 << 32
-    ):
-        raise MalformedError(f"the description of {name} is malformed")
-    return File(**fields)
+_hints_of = functools.cache(get_type_hints)
+_COUNTS = tuple[int, ...]
+_TYPES = (Manifest, File, Entry, Piece, SavedOptimizer, SavedGroup, FrozenParam)
 
 
-def _parsed_tensors(described: dict[str, Any], files: Mapping[str, File]) -> dict[str, Entry]:
-    """Return the entries; raise unless the pieces of all tensors fill each file after its header, each byte once."""
+def _check_files_are_filled(files: Mapping[str, File], tensors: Mapping[str, Entry]) -> None:
+    """Raise unless the pieces of all tensors fill each file after its header, each byte once."""
     used: dict[str, list[tuple[int, int]]] = {name: [] for name in files}
-    tensors = {key: _parsed_tensor(key, fields, used) for key, fields in described.items()}
+    for key, entry in tensors.items():
+        _check_tensor(key, entry, used)
     for name, file in files.items():
+        _need(FILE_NAME.fullmatch(name) is not None, f"{_shown(name)} is not the name of a file of a checkpoint")
+        _need(8 <= file.header <= file.size, f"the description of {name} is malformed")
         position = file.header
         for start, stop in sorted(used[name]):
             if start != position and not start == stop <= file.size:
                 raise MalformedError(f"pieces overlap in {name}, or leave a gap in it")
             position = max(position, stop)
-        if position != file.size:
-            raise MalformedError(f"{name} has {file.size} bytes, but its pieces end at {position}")
-    return tensors
+        _need(position == file.size, f"{name} has {file.size} bytes, but its pieces end at {position}")
 
 
-def _parsed_tensor(key: str, fields: Any, used: dict[str, list[tuple[int, int]]]) -> Entry:
-    """Return one tensor, and note in ``used`` where its pieces are in their files."""
-    if type(fields) is not dict or fields.keys() != {"dtype", "shape", "stride", "pieces"}:
-        raise MalformedError(f"{_shown(key)} is malformed")
-    dtype, shape, stride = fields["dtype"], fields["shape"], fields["stride"]
-    if type(dtype) is not str or dtype not in _DTYPES:
-        raise MalformedError(f"{_shown(key)} has dtype {_shown(dtype)}")
-    itemsize, high, row_major = _DTYPES[dtype].itemsize, 1, list[int]()
-    if not _are_counts(shape) or len(shape) > MAX_DIMENSIONS:
-        raise MalformedError(f"{_shown(key)} has shape {_shown(shape)}")
+def _check_tensor(key: str, entry: Entry, used: dict[str, list[tuple[int, int]]]) -> None:
+    """Check one tensor, and note in ``used`` where its pieces are in their files."""
+    shape, stride = entry.shape, entry.stride
+    if entry.dtype not in _DTYPES:
+        raise MalformedError(f"{_shown(key)} has dtype {_shown(entry.dtype)}")
+    itemsize, high, row_major = _DTYPES[entry.dtype].itemsize, 1, list[int]()
     for size in reversed(shape):
         row_major.insert(0, high)
         high *= size or 1
-    if high * itemsize >= _LIMIT:
+    if high * itemsize >= _LIMIT or len(shape) > MAX_DIMENSIONS:
         raise MalformedError(f"{_shown(key)} has shape {_shown(shape)}")
-    if not _are_counts(stride) or len(stride) != len(shape):
-        raise MalformedError(f"{_shown(key)} has strides {_shown(stride)}")
-    if stride != row_major and not is_dense(tuple(shape), tuple(stride)):
+    if stride != tuple(row_major) and (len(stride) != len(shape) or not is_dense(shape, stride)):
         raise MalformedError(f"{_shown(key)} has strides {_shown(stride)}, which leave gaps in memory")
-    pieces = _parsed_pieces(fields["pieces"], key, itemsize, used)
-    stop = pieces[-1].stop if pieces else 0
-    if stop != prod(shape):
-        raise MalformedError(f"the pieces of {_shown(key)} end at {stop} of {prod(shape)} elements")
-    return Entry(dtype, tuple(shape), tuple(stride), tuple(pieces))
-
-
-def _parsed_pieces(described: Any, key: str, itemsize: int, used: dict[str, list[tuple[int, int]]]) -> list[Piece]:
-    """Return the pieces of a tensor, one after the other from its first element on."""
-    found: list[Piece] = []
     expected = 0
-    for fields in described if type(described) is list else [None]:
-        if (
-            type(fields) is not dict
-            or fields.keys() != {"file", "offset", "start", "stop", "crc32"}
-            or type(fields["file"]) is not str
-            or not _are_counts([fields["offset"], fields["start"], fields["stop"]])
-            or not _are_counts(fields["crc32"], 1 << 32)
-        ):
-            raise MalformedError(f"the pieces of {_shown(key)} are malformed")
-        piece = Piece(**{**fields, "crc32": tuple(fields["crc32"])})
+    for piece in entry.pieces:
         nbytes = (piece.stop - piece.start) * itemsize
         if piece.file not in used:
             unknown = f"{_shown(piece.file)}, which is not a file of the checkpoint"
@@ -383,52 +349,21 @@ def _parsed_pieces(described: Any, key: str, itemsize: int, used: dict[str, list
             raise MalformedError(f"the pieces of {_shown(key)} do not cover it exactly once")
         used[piece.file].append((piece.offset, piece.offset + nbytes))
         expected = piece.stop
-        found.append(piece)
-    return found
+    if expected != prod(shape):
+        raise MalformedError(f"the pieces of {_shown(key)} end at {expected} of {prod(shape)} elements")
 
 
-def _parsed_base(base: Any, model: Any) -> dict[str, FrozenParam] | None:
-    """Return the frozen parameters whose values the checkpoint does not have."""
-    _need(base is None or type(base) is dict, "'base' is not of type dict")
-    for name, param in (base or {}).items():
-        _need(
-            type(param) is dict
-            and param.keys() == {"dtype", "shape", "digest"}
-            and type(param["dtype"]) is str
-            and type(param["digest"]) is str
-            and _are_counts(param["shape"]),
-            "'base' is malformed",
-        )
-        _need(model is not None and name not in model, f"{_shown(name)} is in 'base', and the model has its value")
-    found = (base or {}).items()
-    made = {name: FrozenParam(each["dtype"], tuple(each["shape"]), each["digest"]) for name, each in found}
-    return None if base is None else made
-
-
-def _parsed_optimizer(fields: Any, number: int, tensors: Mapping[str, Entry], where: str) -> SavedOptimizer:
-    what, prefix = f"optimizer {number}", f"optimizer.{number}"
-    kinds = {"kind": str, "named": bool, "params": dict, "groups": list, "state": dict}
-    if type(fields) is not dict or fields.keys() != kinds.keys():
-        raise MalformedError(f"{what} is malformed")
-    if any(type(fields[name]) is not kind for name, kind in kinds.items()):
-        raise MalformedError(f"{what} is malformed")
-    params, members = fields["params"], list[str]()
-    for shape in params.values():
-        _need(shape is None or _are_counts(shape), f"{what} is malformed")
-    for place, group in enumerate(fields["groups"]):
-        _need(type(group) is dict and group.keys() == {"options", "params"}, f"{what} is malformed")
-        names = group["params"]
-        _need(type(names) is list and all(type(name) is str for name in names), f"{what} is malformed")
-        members += names
-        options = _check_tree(group["options"], f"the options of {what}", tensors, where, f"{prefix}/group{place}")
+def _check_optimizer(optimizer: SavedOptimizer, number: int, tensors: Mapping[str, Entry], where: str) -> None:
+    what, prefix, members = f"optimizer {number}", f"optimizer.{number}", list[str]()
+    for place, group in enumerate(optimizer.groups):
+        members += group.params
+        options = _check_tree(group.options, f"the options of {what}", tensors, where, f"{prefix}/group{place}")
         _need(not options & set(NOT_OPTIONS), f"the options of {what} have an entry for parameters")
-    _need(sorted(members) == sorted(params), f"the groups of {what} do not have each parameter once")
-    for name, tree in fields["state"].items():
-        if name not in params:
+    _need(sorted(members) == sorted(optimizer.params), f"the groups of {what} do not have each parameter once")
+    for name, tree in optimizer.state.items():
+        if name not in optimizer.params:
             raise MalformedError(f"{what} has state for {_shown(name)}, which is not its parameter")
         _check_tree(tree, f"the state of {_shown(name)} in {what}", tensors, where, f"{prefix}/{name}")
-    shapes = {name: None if shape is None else tuple(shape) for name, shape in params.items()}
-    return SavedOptimizer(fields["kind"], fields["named"], shapes, tuple(fields["groups"]), fields["state"])
 
 
 # Trees
@@ -566,8 +501,10 @@ def names_of_tensors(tree: Any) -> list[str]:
     names: list[str | None] = []
     if isinstance(tree, list) and tree[0] in _DICTS:
         for key, item in tree[1]:
-            _add_names(names, key, None)
-            _add_names(names, item, key if isinstance(key, str) else None)
+            if isinstance(key, list):
+                _add_names(names, key, None)
+            if isinstance(item, list):
+                _add_names(names, item, key if isinstance(key, str) else None)
     else:
         _add_names(names, tree, "")
     return [f"#{number}" if name is None else name for number, name in enumerate(names)]

@@ -19,6 +19,7 @@ from onecopy.checkpoint.manifest import (
     DTYPE_NAMES,
     Entry,
     FrozenParam,
+    SavedGroup,
     SavedOptimizer,
     keys_in,
     names_of_tensors,
@@ -39,31 +40,20 @@ KeyedTensors = list[tuple[str, Tensor]]
 
 @dataclass(slots=True)
 class SavePlan:
-    """One rank's part of a checkpoint.
+    """One rank's part of a checkpoint."""
 
-    Attributes:
-        pieces: the tensor data that this rank writes.
-        model: a tree for each name of the model's state dict; equal on all ranks.
-        optimizers: the optimizers, with state only for the parameters of which this rank has state.
-        checksums: for each optimizer, by parameter name, a checksum of the state of which all owners have a copy.
-        extra: the tree of ``extra``; rank 0's is saved.
-        per_rank: the tree of this rank's :class:`PerRank` values.
-        signature: names, shapes and dtypes of the model's tensors, as text.
-        base: this rank's part of the descriptions of frozen parameters; None if their values are saved.
-    """
-
-    pieces: list[LivePiece] = field(default_factory=list)
-    model: dict[str, Any] | None = None
-    optimizers: list[SavedOptimizer] = field(default_factory=list)
-    checksums: list[dict[str, int]] = field(default_factory=list)
-    extra: Any = None
-    per_rank: Any = None
-    signature: list[str] = field(default_factory=list)
-    base: dict[str, FrozenParam] | None = None
+    pieces: list[LivePiece] = field(default_factory=list)  # the tensor data that this rank writes
+    model: dict[str, Any] | None = None  # a tree for each name of the state dict; equal on all ranks
+    optimizers: list[SavedOptimizer] = field(default_factory=list)  # with the state that this rank has
+    checksums: list[dict[str, int]] = field(default_factory=list)  # by parameter, of state that all owners have
+    extra: Any = None  # a tree; rank 0's is saved
+    per_rank: Any = None  # the tree of this rank's PerRank values
+    signature: list[str] = field(default_factory=list)  # names, shapes and dtypes of the model's tensors
+    base: dict[str, FrozenParam] | None = None  # this rank's part; None if the values of frozen parameters are saved
 
     def digest(self) -> str:
         """Return a digest of the model's names, shapes and dtypes and of the optimizers' classes and groups."""
-        members = [[group["params"] for group in optimizer.groups] for optimizer in self.optimizers]
+        members = [[group.params for group in optimizer.groups] for optimizer in self.optimizers]
         kinds = [(optimizer.kind, optimizer.named, optimizer.params) for optimizer in self.optimizers]
         return hashlib.blake2b(
             repr((self.signature, kinds, members)).encode(errors="backslashreplace"), digest_size=16
@@ -71,7 +61,7 @@ class SavePlan:
 
     def options_digest(self) -> str:
         """Return a digest of the groups' options, which may change from step to step."""
-        trees = [group["options"] for optimizer in self.optimizers for group in optimizer.groups]
+        trees = [group.options for optimizer in self.optimizers for group in optimizer.groups]
         return hashlib.blake2b(repr(trees).encode(errors="backslashreplace"), digest_size=8).hexdigest()
 
     def add_extra(self, extra: Mapping[str, Any] | None, group_rank: int) -> None:
@@ -103,13 +93,7 @@ def plan_save(
 ) -> SavePlan:
     """Describe the model, the optimizers and ``extra``, and choose this rank's pieces; dense tensors are not copied.
 
-    Args:
-        model: the model, wrapped or not.
-        views: the optimizers.
-        writes_state: for each optimizer, whether this rank writes its state (another replica may write it).
-        extra: further data.
-        ranks: the ranks that save.
-        trainable_only: whether to leave out the values of frozen parameters.
+    ``writes_state`` tells for each optimizer whether this rank writes its state, or another replica.
     """
     plan = SavePlan()
     replicated: KeyedTensors = []
@@ -175,19 +159,12 @@ def model_trees(state_dict: Mapping[str, Any], replicated: KeyedTensors) -> dict
 
 def group_tree(
     options: Mapping[str, Any], names: Sequence[str], number: int, position: int
-) -> tuple[Any, KeyedTensors]:
-    """Return one parameter group as the manifest stores it, and the tensors among its options.
-
-    Args:
-        options: the group's options.
-        names: the names of its parameters.
-        number: the number of the optimizer.
-        position: the position of the group in the optimizer.
-    """
+) -> tuple[SavedGroup, KeyedTensors]:
+    """Return one parameter group of an optimizer as the manifest stores it, and the tensors among its options."""
     tensors: list[Tensor] = []
     tree = tagged_json.encode(options, tensors, f"the options of group {position} of optimizer {number}")
     tree, keys = keyed(tree, f"optimizer.{number}/group{position}")
-    return {"options": tree, "params": list(names)}, list(zip(keys, tensors, strict=True))
+    return SavedGroup(tree, tuple(names)), list(zip(keys, tensors, strict=True))
 
 
 def keyed(tree: Any, prefix: str) -> tuple[Any, list[str]]:
@@ -275,10 +252,7 @@ def _pieces_of_rank(replicated: KeyedTensors, group_rank: int, world_size: int) 
 def divide(sizes: Sequence[tuple[int, int]], group_rank: int, world_size: int) -> list[tuple[int, int]]:
     """Return the range ``(start, stop)`` of each tensor that one rank writes; the ranges of all ranks cover everything.
 
-    Args:
-        sizes: for each tensor the number of elements and the bytes of an element.
-        group_rank: the rank that writes.
-        world_size: the number of ranks.
+    ``sizes`` has for each tensor the number of elements and the bytes of an element.
     """
     total = sum(count * size for count, size in sizes)
     ranges, offset = [], 0

@@ -14,7 +14,6 @@ written, and no committed checkpoint has been touched.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import secrets
@@ -201,18 +200,7 @@ def _trainable(model: nn.Module) -> dict[str, str]:
 
 @dataclass(slots=True)
 class SaveJob:
-    """A save whose arguments were compared on all ranks, and that can be written now or in a thread.
-
-    Attributes:
-        ranks: the ranks that save.
-        root: the directory of all checkpoints.
-        step: the step to save under.
-        keep: how many checkpoints to keep, or None for all.
-        overwrite: whether to replace a checkpoint of this step.
-        plan: this rank's part.
-        damage: on rank 0, what is wrong with an existing checkpoint of this step, which makes room for this one.
-        committed: on rank 0, whether the checkpoint exists.
-    """
+    """A save whose arguments were compared on all ranks, and that can be written now or in a thread."""
 
     ranks: Ranks
     root: Location
@@ -220,7 +208,8 @@ class SaveJob:
     keep: int | None = None
     overwrite: bool = False
     plan: SavePlan = field(default_factory=SavePlan)
-    damage: str = field(default="", init=False)
+    # On rank 0:
+    replaces_damaged: bool = field(default=False, init=False)
     committed: bool = field(default=False, init=False)
 
     @property
@@ -229,9 +218,9 @@ class SaveJob:
         return self.root / directories.folder_name(self.step)
 
     def look_for_existing(self) -> None:
-        """On rank 0: raise if this step was saved before, unless it may be replaced or is damaged.
+        """On rank 0: raise if this step was saved before, unless it may be replaced.
 
-        A run that fell back to an older checkpoint comes to this step again and must be able to save.
+        A damaged checkpoint is replaced: a run that fell back to an older one comes to this step again.
         """
         with explained_os_errors(f"looking for checkpoints in {self.root}"):
             if not self.overwrite:
@@ -243,7 +232,8 @@ class SaveJob:
             try:
                 directories.verify(self.final)
             except CorruptCheckpointError as error:
-                self.damage = str(error)
+                logger.warning("%s is damaged, and is replaced: %s", self.final, error)
+                self.replaces_damaged = True
                 return
         raise CheckpointError(storage.EXISTS.format(self.final))
 
@@ -268,10 +258,6 @@ class SaveJob:
         with self.ranks.together(), explained_os_errors(f"making {folder}"):
             if self.ranks.group_rank == 0:
                 storage.prepare_root(self.root)
-                if self.damage:
-                    with contextlib.suppress(FileNotFoundError):  # another process may have removed it
-                        became = storage.set_aside(self.final)
-                        logger.warning("%s is damaged, and %s: %s", self.final, became, self.damage)
                 if isinstance(folder, Path):
                     storage.make_directory(folder)
         return str(self.ranks.gather_json(tagged_json.dumps(token))[0])
@@ -301,12 +287,12 @@ class SaveJob:
             text = manifest.dump(made)
             _check_loadable(text, final / manifest.NAME)
             _check_files(folder, made)
-            replaces = self.overwrite or bool(self.damage)
+            replaces = self.overwrite or self.replaces_damaged
             if isinstance(final, RemotePath) and not replaces and directories.has_manifest(final):
                 raise CheckpointError(storage.EXISTS.format(final))  # another process has just saved it
             with storage.create(folder / manifest.NAME) as write:
                 write(text)
-            storage.commit(folder, final, self.overwrite)
+            storage.commit(folder, final, self.overwrite, self.replaces_damaged)
             self.committed = True
             if isinstance(final, RemotePath) and replaces:
                 storage.remove_files_except(final, [*made.files])

@@ -296,51 +296,39 @@ def file_name(folder: Location, group_rank: int, token: str) -> str:
     return f"rank-{group_rank:05d}{'' if isinstance(folder, Path) else f'-{token}'}.safetensors"
 
 
-def commit(folder: Location, final: Location, overwrite: bool) -> None:
+def commit(folder: Location, final: Location, overwrite: bool, replaces_damaged: bool) -> None:
     """Make a directory with all files and a manifest the checkpoint ``final``; if this raises, it is none.
 
-    With ``overwrite`` an older checkpoint of that name is renamed first, and removed at the end.
+    An older checkpoint of that name is renamed first. With ``overwrite`` it is removed at the end. Anything that is
+    damaged, or that no save has written, keeps a name that begins with ``damaged-``.
     """
     if isinstance(folder, RemotePath) or isinstance(final, RemotePath):
         return  # the manifest was the commit
-    hidden = _hidden_name(final)
-    replaces = overwrite and exists(final)
-    if replaces:
-        rename(final, hidden)
-    try:
-        _rename_durably(folder, final)
-    except BaseException:
-        if replaces:
-            rename(hidden, final)
-        raise
-    if replaces:
-        try:
-            remove(hidden)
-        except OSError as error:
-            logger.warning("%s, which was replaced, could not be removed: %s", hidden, error)
-
-
-def _rename_durably(folder: Path, final: Path) -> None:
+    aside, token = None, secrets.token_hex(4)
+    if overwrite and exists(final / NAME) and not replaces_damaged:
+        aside = final.with_name(f".{final.name}.{token}.tmp")
+    elif (overwrite or replaces_damaged) and exists(final):
+        aside = final.with_name(f"damaged-{final.name}.{token}")
+    if aside is not None:
+        rename(final, aside)
     try:
         rename(folder, final)
-    except OSError as error:
-        if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+        try:
+            flush_directory(final.parent)
+        except Exception:
+            rename(final, folder)  # all ranks raise, so the checkpoint must not exist
             raise
-        raise CheckpointError(EXISTS.format(final)) from None  # another process has just saved it
-    try:
-        flush_directory(final.parent)
-    except Exception:
-        rename(final, folder)  # all ranks raise, so the checkpoint must not exist
+    except BaseException as error:
+        if aside is not None:
+            rename(aside, final)
+        if isinstance(error, OSError) and error.errno in (errno.EEXIST, errno.ENOTEMPTY):
+            raise CheckpointError(EXISTS.format(final)) from None  # another process has just saved it
         raise
-
-
-def set_aside(final: Location) -> str:
-    """Make room for a checkpoint whose damaged predecessor is in its place; return what becomes of that."""
-    if isinstance(final, RemotePath):
-        return "is replaced"  # a rename would copy all of it
-    renamed = final.with_name(f"damaged-{final.name}.{secrets.token_hex(4)}")
-    rename(final, renamed)
-    return f"is now {renamed.name}"
+    if aside is not None and aside.name.startswith("."):
+        try:
+            remove(aside)
+        except OSError as error:
+            logger.warning("%s, which was replaced, could not be removed: %s", aside, error)
 
 
 def discard(folder: Location, token: str) -> None:
@@ -374,10 +362,6 @@ def remove_checkpoint(folder: Location) -> None:
     with contextlib.suppress(FileNotFoundError):
         rename(folder, hidden)
         remove(hidden)
-
-
-def _hidden_name(final: Path) -> Path:
-    return final.with_name(f".{final.name}.{secrets.token_hex(4)}.tmp")
 
 
 # fsspec

@@ -225,7 +225,7 @@ def test_a_rank_that_waits_inside_its_backward_pass_does_not_keep_others_from_ge
             return outputs
 
     with as_if_large(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(limits, "GRADIENT_BYTES_IN_FLIGHT", 1)
+        patch.setattr(limits, "BUCKET_BYTES", 1)
         model, optimizer = wrapped(Meets())
         for step in range(2):
             model(inputs_of(dist.get_rank(), step)).square().sum().backward()

@@ -27,7 +27,7 @@ import torch
 from onecopy.common import tagged_json
 from onecopy.common.flat_views import is_dense
 from onecopy.errors import CheckpointError, CorruptCheckpointError
-from onecopy.step.group_options import NOT_OPTIONS
+from onecopy.step.parameter_groups import NOT_OPTIONS
 
 FORMAT = "onecopy checkpoint"
 VERSION = 1

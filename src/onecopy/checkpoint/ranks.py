@@ -52,7 +52,10 @@ class Ranks:
         self._collectives: Collectives | None = None
         self.group_rank, self.world_size, self.global_ranks = 0, 1, [0]
         if dist.is_available() and dist.is_initialized():
-            collectives = self._collectives = Collectives(process_group).cpu_group("checkpoint", call)
+            collectives = Collectives(process_group)
+            with FailTogether(collectives, call):  # all ranks are in this call
+                pass
+            collectives = self._collectives = collectives.cpu_group("checkpoint", call)
             self.group_rank, self.world_size = collectives.group_rank, collectives.world_size
             self.global_ranks = dist.get_process_group_ranks(collectives.process_group)
         elif process_group is not None:

@@ -32,7 +32,7 @@ from onecopy.common.flat_views import dense_copy
 from onecopy.common.tensor_subclasses import leaves_of
 from onecopy.layout import CUT_MULTIPLE
 from onecopy.state_dict.shards import OptimizerView, WrittenState, unwrapped, written_states
-from onecopy.step.group_options import options_of
+from onecopy.step.parameter_groups import options_of
 
 KeyedTensors = list[tuple[str, Tensor]]
 """Tensors with the keys under which a checkpoint stores them."""

@@ -18,7 +18,6 @@ there, too).
 from __future__ import annotations
 
 import contextlib
-import functools
 import threading
 import weakref
 from collections import deque
@@ -29,30 +28,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onecopy.comm.agreement import FirstFailure, raise_together
-from onecopy.comm.bucket_reduce_scatter import InFlightReduction
-from onecopy.comm.buffer_pool import BufferPool
-from onecopy.comm.side_stream import UsedStreams
-from onecopy.comm.status_flags import DeferredFlags, flags_on
-from onecopy.comm.work import Work
+from onecopy.comm.agreement import FirstFailure, start_vote
+from onecopy.comm.buffers import BufferPool
+from onecopy.comm.reduce_scatter import Reduction
+from onecopy.comm.status_flags import DeferredFlags
+from onecopy.comm.streams import UsedStreams
 from onecopy.common.profiler_ranges import profile_range
 from onecopy.common.torch_private import backward_number, when_backward_ends, will_accumulate
 from onecopy.data_parallel.gradient_buckets import GradientBucket, GradState, ReductionPolicy
-from onecopy.data_parallel.pass_flags import PassFlags, check_row, frozen_on_some_ranks, local_flags
+from onecopy.data_parallel.pass_flags import CALL, PassVote
 from onecopy.data_parallel.sharded_gradients import ShardGrad
-
-
-@dataclass(frozen=True, slots=True)
-class _BucketInFlight:
-    """A bucket and its reduction, which reads the bucket's gradients until it has ended."""
-
-    bucket: GradientBucket
-    reduction: InFlightReduction
-
-    def end(self, pool: BufferPool) -> None:
-        """End the reduction and release the gradients."""
-        self.reduction.end()
-        self.bucket.release_gradients(pool)
 
 
 @dataclass(slots=True)
@@ -63,13 +48,13 @@ class _BackwardPass:
         number: autograd's number of the pass.
         failure: the first failure of this rank in the pass.
         next_bucket: the position of the bucket that is launched next.
-        in_flight: the buckets that are not added up yet, in the order of their launch.
+        in_flight: the buckets that are not added up yet, in the order of their launch, each with its reduction.
     """
 
     number: int
     failure: FirstFailure = field(default_factory=FirstFailure)
     next_bucket: int = 0
-    in_flight: deque[_BucketInFlight] = field(default_factory=deque)
+    in_flight: deque[tuple[GradientBucket, Reduction]] = field(default_factory=deque)
 
 
 class BackwardReducer:
@@ -130,7 +115,7 @@ class BackwardReducer:
         self._pass = _BackwardPass(number)
         self._no_sync_owners.clear()
         for bucket in self._buckets:
-            bucket.begin_pass(self._pool)
+            bucket.begin_pass()
         reducer = weakref.ref(self)
 
         def end() -> None:
@@ -185,7 +170,7 @@ class BackwardReducer:
             return
         with self._lock:
             try:  # not `with current.failure`, which takes longer: this runs for every parameter
-                bucket.put(position, param.grad, self._pool)
+                bucket.put(position, param.grad)
                 param.grad = None
                 while (
                     current.next_bucket < len(self._buckets) and self._buckets[current.next_bucket].pending_count == 0
@@ -213,15 +198,15 @@ class BackwardReducer:
         number = current.next_bucket
         bucket = self._buckets[number]
         current.next_bucket += 1
-        while sum(each.bucket.nbytes for each in current.in_flight) >= bucket.transport.gradient_bytes_in_flight:
+        most = 2 * self._policy.collectives.bucket_bytes(bucket.device)
+        while sum(each.nbytes for each, _ in current.in_flight) >= most:
             self._add_up_oldest(current)
         with current.failure:
             if not current.failure:  # after a failure nothing is reduced, and no_sync() gradients stay in param.grad
                 self._put_no_sync_grads(bucket)
         with profile_range("onecopy.reduce"):
             self._streams[bucket.device].note()
-            reduction = bucket.launch(self._pool, self._tags + number, is_last=number == len(self._buckets) - 1)
-        current.in_flight.append(_BucketInFlight(bucket, reduction))
+            current.in_flight.append((bucket, bucket.launch(self._pool, self._tags + number)))
 
     def _put_no_sync_grads(self, bucket: GradientBucket) -> None:
         """Put gradients of ``no_sync()`` passes into the bucket, for parameters that this pass does not use."""
@@ -230,15 +215,14 @@ class BackwardReducer:
                 continue
             if bucket.was_zeroed(position):
                 bucket.has_reduced_grad[position] = False
-            bucket.put(position, param.grad, self._pool)
+            bucket.put(position, param.grad)
             param.grad = None
 
     def _add_up_oldest(self, current: _BackwardPass) -> None:
         """Add up the bucket that has been in flight for the longest time."""
-        oldest = current.in_flight.popleft()
-        self._streams[oldest.bucket.device].note()
-        oldest.bucket.add_up(oldest.reduction)
-        oldest.end(self._pool)
+        bucket, reduction = current.in_flight.popleft()
+        self._streams[bucket.device].note()
+        bucket.add_up(reduction, self._pool)
 
     def end_pass(self) -> None:
         """End a backward pass: reduce the remaining buckets and set ``param.grad``."""
@@ -246,45 +230,31 @@ class BackwardReducer:
         assert current is not None
         self._set_shard_grads(self._reduce_remaining(current).present)
 
-    def _reduce_remaining(self, current: _BackwardPass) -> PassFlags:
-        """Launch the remaining buckets, add all buckets up, and return the flags that are set on any rank."""
-        collectives, replicas = self._policy.collectives, self._policy.replicas
-        with collectives.explained_errors("backward()"):
+    def _reduce_remaining(self, current: _BackwardPass) -> PassVote:
+        """Launch the remaining buckets, add all buckets up, and let the ranks vote on the pass."""
+        collectives = self._policy.collectives
+        with collectives.explained_errors(CALL):
             for streams in self._streams.values():
                 streams.join()
             while current.next_bucket < len(self._buckets):
                 self._launch(current)
-            mine = local_flags(self._buckets, bool(current.failure))
-            row = flags_on(collectives.control_device, mine.to_row(), torch.uint8)
-            work = collectives.all_reduce(row, largest=True)
+            failure = current.failure.error
+            vote = PassVote(self._buckets, failure)
+            work = start_vote(collectives, vote.row, CALL, self._policy.replicas)
             while current.in_flight:
                 self._add_up_oldest(current)
-            if replicas is not None:
-                work = replicas.all_reduce_after(work, row, largest=True)
             if not collectives.defers_host_reads:
                 work.wait()
-        if collectives.defers_host_reads:
-            return self._read_later(row, work, mine, current.failure.error)
-        flags = PassFlags.from_row(row.tolist(), mine.sizes)
-        if flags.failed:
-            raise_together(collectives, "backward()", current.failure.error)
-        disagreement = frozen_on_some_ranks(self._buckets, flags)
-        if disagreement is not None:
-            raise disagreement
-        return flags
-
-    def _read_later(self, row: Tensor, work: Work, mine: PassFlags, failure: Exception | None) -> PassFlags:
-        """Let the host read the flags of all ranks later; at once only where this rank's flags cannot replace them."""
-        found: list[PassFlags] = []
-        work = self._policy.collectives.explained_work(work, "backward()")
-        self._deferred_flags.put(row, work, functools.partial(check_row, self._buckets, found))
+        if not collectives.defers_host_reads:
+            vote.check(vote.row)
+            return vote
+        self._deferred_flags.put(vote.row, work, vote.check)
         if failure is not None:
             self._deferred_flags.clear()
             raise failure
-        if mine.replaces_others:
-            return mine
-        self._deferred_flags.check_all()
-        return found[0]
+        if not vote.knows_others:
+            self._deferred_flags.check_all()
+        return vote
 
     def _set_shard_grads(self, present: Sequence[Sequence[bool]]) -> None:
         """Set ``param.grad`` for every parameter that has a gradient on any rank."""

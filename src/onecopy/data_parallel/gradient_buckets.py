@@ -3,25 +3,26 @@
 In one backward pass a bucket goes through these calls:
 
 1. ``begin_pass`` resets it.
-2. ``put`` takes in one parameter's gradient, without a copy where possible.
-3. ``launch`` starts the reduction.
+2. ``put`` takes in one parameter's gradient, by reference.
+3. ``launch`` starts the reduction, which keeps what it still sends.
 4. ``add_up`` writes the reduced gradients into this rank's shard, or adds them to the shard.
-5. ``release_gradients`` frees the local gradients when the reduction has ended.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from onecopy.comm.bucket_reduce_scatter import BucketGradients, InFlightReduction
-from onecopy.comm.buffer_pool import BufferPool
+from onecopy.comm.buffers import BufferPool
 from onecopy.comm.collectives import Collectives
-from onecopy.comm.transports import transport_for
+from onecopy.comm.reduce_scatter import Piece, ReduceScatterPlan, Reduction
+from onecopy.comm.streams import UsedStreams
+from onecopy.common.flat_views import flat_like
 from onecopy.common.torch_private import version_of, zero_each
 from onecopy.data_parallel.sharded_gradients import ShardGrad
 from onecopy.layout import BucketPlan
@@ -40,11 +41,6 @@ class ReductionPolicy:
     collectives: Collectives
     replicas: Collectives | None
     reduce_dtype: torch.dtype | None
-
-    @property
-    def scale(self) -> float:
-        """The factor from the sum over all ranks to the mean."""
-        return 1.0 / (self.collectives.world_size * (self.replicas.world_size if self.replicas else 1))
 
 
 class GradState(Enum):
@@ -69,7 +65,6 @@ class GradientBucket:
         names: their names.
         policy: the process groups and the data type of the reduction.
         wire_dtype: the type in which gradients are sent.
-        transport: how the bucket's device sends to other ranks.
         nbytes: the size of the bucket's gradients as they are sent.
         shard: this rank's range of the reduced gradients. It is empty until :meth:`allocate_shard`.
         shard_grads: for each parameter, the ``param.grad`` that shows its range of the shard.
@@ -89,7 +84,6 @@ class GradientBucket:
         self.device = first.device
         self.wire_dtype = policy.reduce_dtype if policy.reduce_dtype and first.is_floating_point() else first.dtype
         self._shard_dtype = torch.promote_types(self.wire_dtype, first.dtype)
-        self.transport = transport_for(policy.collectives, self.device)
         self.nbytes = plan.numel * self.wire_dtype.itemsize
         self._shard_memory = torch.zeros(0)  # the shard, padded as the plan is
         self.shard = torch.zeros(0, dtype=self._shard_dtype, device=self.device)
@@ -101,20 +95,26 @@ class GradientBucket:
         self.pending_count = 0
         self.accumulates = False
         self._is_launched = False
-        self._reduce_scatter = self.transport.plan_reduce_scatter(
-            BucketGradients(plan, self.params, self.wire_dtype, policy.replicas, policy.scale)
+        self._gradients: list[Tensor | None] = [None] * len(self.params)  # of the current pass, flat, until the launch
+        self._streams = UsedStreams(self.device)  # on which they were computed
+        self._reduction_target = self.shard
+        self._reduce_scatter = ReduceScatterPlan(
+            policy.collectives,
+            list(_pieces(plan, self.params)),
+            first.dtype,
+            self.wire_dtype,
+            self.device,
+            [plan.padded_part(group_rank) for group_rank in range(policy.collectives.world_size)],
+            policy.replicas,
         )
 
-    def begin_pass(self, pool: BufferPool) -> None:
-        """Reset the bucket for a new backward pass."""
-        self.release_gradients(pool)
+    def begin_pass(self) -> None:
+        """Reset the bucket for a new backward pass; gradients of a pass that was interrupted are released."""
+        self._streams.release()
+        self._gradients = [None] * len(self.params)
         self.states = [GradState.PENDING] * len(self.params)
         self.pending_count = sum(param.requires_grad for param in self.params)
         self._is_launched = False
-
-    def release_gradients(self, pool: BufferPool) -> None:
-        """Release the local gradients of the pass."""
-        self._reduce_scatter.release(pool)
 
     def allocate_shard(self) -> None:
         """Allocate this rank's shard and the ``ShardGrad`` of each parameter, once."""
@@ -130,8 +130,8 @@ class GradientBucket:
             local = self.shard[low - start : high - start] if low < high else self.shard[:0]
             self.shard_grads.append(ShardGrad(local, param, self.policy.collectives))
 
-    def put(self, position: int, gradient: Tensor, pool: BufferPool) -> None:
-        """Take in one parameter's gradient."""
+    def put(self, position: int, gradient: Tensor) -> None:
+        """Take in one parameter's gradient. It is only read, because another parameter may have the same memory."""
         if gradient.layout is not torch.strided:
             raise ValueError(
                 f"parameter {self.names[position]!r} has a sparse gradient, which cannot be divided among ranks; "
@@ -144,17 +144,19 @@ class GradientBucket:
             )
         if gradient.requires_grad:
             gradient = gradient.detach()
-        self._reduce_scatter.put(position, gradient, pool)
+        if gradient.is_conj() or gradient.is_neg():
+            gradient = gradient.resolve_conj().resolve_neg()
+        self._gradients[position] = flat_like(gradient, self.params[position])
+        self._streams.note()
         self.pending_count -= 1
         self.states[position] = GradState.ARRIVED
 
-    def launch(self, pool: BufferPool, tag: int, is_last: bool) -> InFlightReduction:
+    def launch(self, pool: BufferPool, tag: int) -> Reduction:
         """Start the reduction of the pass's gradients; gradients that have not arrived count as zeros.
 
         Args:
             pool: the pool that gives buffers.
             tag: a message tag that no other bucket of the pass has.
-            is_last: whether this is the last bucket of the pass.
         """
         self._is_launched = True
         for position, state in enumerate(self.states):
@@ -165,13 +167,28 @@ class GradientBucket:
         self.accumulates = any(self.has_reduced_grad)
         self.allocate_shard()
         is_free = self.wire_dtype == self._shard_dtype and not self.accumulates
-        return self._reduce_scatter.start(pool, tag, is_last, self._shard_memory if is_free else None)
+        target = self._shard_memory
+        if not is_free:
+            target = pool.take(target.numel(), self.wire_dtype, self.device)
+        self._reduction_target = target
+        self._streams.join()
+        reduction = self._reduce_scatter.start(self._gradients, pool, tag, target)
+        self._streams.release()
+        self._gradients = [None] * len(self.params)
+        return reduction
 
-    def add_up(self, reduction: InFlightReduction) -> None:
+    def add_up(self, reduction: Reduction, pool: BufferPool) -> None:
         """Write the mean gradients over all ranks into the shard, or add them to the shard."""
+        reduction.wait()
+        target, self._reduction_target = self._reduction_target, self.shard
+        if target is self._shard_memory:
+            return
         if self.accumulates:
             self.zero_ranges(self.has_reduced_grad)
-        reduction.add_up(self.shard, self.accumulates)
+            self.shard.add_(target[: self.shard.numel()])
+        else:
+            self.shard.copy_(target[: self.shard.numel()])
+        pool.give_back(target)
 
     def zero_ranges(self, has_reduced_grad: Sequence[bool]) -> None:
         """Before the shard is added to: zero the ranges of parameters without a reduced gradient."""
@@ -197,3 +214,12 @@ class GradientBucket:
         if self._no_sync_grads.get(position) == (id(gradient), version_of(gradient)):
             return False
         return not torch.count_nonzero(gradient.coalesce().values() if gradient.is_sparse else gradient)
+
+
+def _pieces(plan: BucketPlan, params: Sequence[Tensor]) -> Iterator[Piece]:
+    """The pieces of the parameters' gradients, by owner, where the plan has them."""
+    for owner, (start, stop) in enumerate(pairwise(plan.bounds)):
+        for source, (param, offset) in enumerate(zip(params, plan.offsets, strict=True)):
+            low, high = max(offset, start), min(offset + param.numel(), stop)
+            if low < high:
+                yield Piece(source, low - offset, high - offset, owner, low - start)

@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from onecopy.comm.collectives import Collectives
-from onecopy.comm.parameter_sharing import ParameterSharing
-from onecopy.comm.transports import BucketSharing, SharedBucket
+from onecopy.comm.sharing import SharedBucket, Sharing
 from onecopy.layout import BucketPlan, Layout
-from onecopy.step.parameter_storage import InPlaceStorage
+from onecopy.step.storage import InPlaceStorage
 
 
 class ParameterBuckets(InPlaceStorage):
@@ -24,12 +23,19 @@ class ParameterBuckets(InPlaceStorage):
     convertible = False
 
     def __init__(self, params: Sequence[Tensor], layout: Layout, plans: Sequence[BucketPlan]) -> None:
-        self.buckets = [SharedBucket(_move_into_bucket(params, plan), plan.bounds, plan.params) for plan in plans]
+        self.buckets = [
+            SharedBucket(
+                _move_into_bucket(params, plan),
+                tuple(plan.padded_part(group_rank) for group_rank in range(layout.world_size)),
+                plan.params,
+            )
+            for plan in plans
+        ]
         super().__init__(params, layout)
 
-    def plan_sharing(self, collectives: Collectives) -> ParameterSharing:
+    def plan_sharing(self, collectives: Collectives) -> Sharing:
         """Plan to share bucket by bucket. The forward pass reads the last buckets first, so these are sent first."""
-        return BucketSharing(collectives, self.buckets[::-1])
+        return Sharing(collectives, buckets=self.buckets[::-1])
 
 
 def _move_into_bucket(params: Sequence[Tensor], plan: BucketPlan) -> Tensor:

@@ -14,7 +14,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from onecopy.comm.agreement import Fact, FailTogether
 from onecopy.comm.status_flags import DeferredFlags
-from onecopy.comm.transports import transport_for
 from onecopy.common.nested_tensors import cast_floating, tensors_in
 from onecopy.common.torch_private import accumulates_into_leaves, in_backward
 from onecopy.data_parallel.argument_checks import (
@@ -39,8 +38,7 @@ from onecopy.data_parallel.optimizer_takeover import (
 from onecopy.data_parallel.pipelined_step import PipelinedStep
 from onecopy.optimizer import ZeroRedundancyOptimizer
 from onecopy.state_dict.shards import WrapsModule
-from onecopy.step.debug_log import log_layout
-from onecopy.step.engine import Engine, collectives_of
+from onecopy.step.engine import Engine, collectives_of, log_layout
 from onecopy.step.gradient_norm import clip, total_norm
 from onecopy.step.join import JOIN_REFUSAL
 
@@ -111,7 +109,7 @@ class ShardedDataParallel(nn.Module, WrapsModule):
             check_mixed_precision(mixed_precision)
             check_module(module, optimizers)
             if bucket_bytes is None:
-                bucket_bytes = transport_for(collectives, next(module.parameters()).device).bucket_bytes
+                bucket_bytes = collectives.bucket_bytes(next(module.parameters()).device)
             plans = [plan_optimizer(module, each, bucket_bytes, mixed_precision) for each in optimizers]
             check_uses(module, uses, overlap_forward)
             arguments = {
@@ -159,8 +157,8 @@ class ShardedDataParallel(nn.Module, WrapsModule):
             for plan in plans:
                 engine = plan.optimizer.engine
                 gradient_sources.append(take_over(plan, to_convert, self.mixed_precision))
-                engine.share_flags(flags)
-                pipeline = PipelinedStep(engine, overlap_forward, len(plans) == 1, policy.replicas, flags)
+                engine.share_flags(flags, policy.replicas)
+                pipeline = PipelinedStep(engine, overlap_forward, len(plans) == 1, policy.replicas is not None)
                 self._pipelines.append((plan.optimizer, pipeline))
                 for bucket_plan in plan.buckets:
                     params = [engine.params[index] for index in bucket_plan.params]

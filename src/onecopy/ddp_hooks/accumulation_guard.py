@@ -33,13 +33,14 @@ class AccumulationGuard:
         self._defers = engine.collectives.defers_host_reads
         self._guarded: set[int] = set()  # identities of parameters
         self._flags = DeferredFlags()
+        self._put = self._last = 0  # numbers of flags in the queue
         self._pass: int | None = None
         # By identity of a parameter: the position of its norm, and the names of parameters that this pass adds to.
         self._unread: dict[int, tuple[dict[int, str], int]] = {}
 
     def begin_pass(self) -> None:
         """Raise if the last pass has added to reduced gradients, and guard parameters that are not guarded yet."""
-        self._flags.check_older()
+        self._flags.check_through(self._last)
         engine = self._engine()
         assert engine is not None
         for param, spec in zip(engine.params, engine.layout.params, strict=True):
@@ -49,7 +50,7 @@ class AccumulationGuard:
 
     def end_pass(self) -> None:
         """Note that all gradients of a pass have been reduced."""
-        self._flags.end_step()
+        self._last = self._put
 
     def _guard_of(self, param: Tensor, name: str) -> Callable[[Tensor], None]:
         param_reference = weakref.ref(param)
@@ -80,7 +81,7 @@ class AccumulationGuard:
             for gradients in by_type.values():
                 added: dict[int, str] = {}
                 norms = torch.stack(norms_of_each(list(gradients.values()), math.inf, None))
-                self._flags.put(norms, None, partial(_check, added))
+                self._put = self._flags.put(norms, None, partial(_check, added))
                 self._unread.update({param: (added, position) for position, param in enumerate(gradients)})
         names, position = self._unread[id(leaf)]
         names[position] = name

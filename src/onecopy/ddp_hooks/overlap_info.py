@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.futures import Future
 
 from onecopy.comm.agreement import FirstFailure
-from onecopy.comm.packing import InFlight
+from onecopy.comm.work import InFlight
 from onecopy.ddp_hooks.bucket_assignment import DDPBucketAssignment
-from onecopy.step.group_options import OptionsSnapshot
+from onecopy.step.parameter_groups import OptionsSnapshot
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,10 +36,9 @@ from onecopy.state_dict.load import finish_load, load_owned_state, restored_on_f
 from onecopy.state_dict.shards import OptimizerView, StateShard, optimizer_views, shown_kinds
 from onecopy.step import master_weights
 from onecopy.step.engine import Engine, sharded_collectives
-from onecopy.step.group_options import options_of
 from onecopy.step.inner_optimizer import InnerOptimizer
 from onecopy.step.owned_shards import OwnedShard
-from onecopy.step.parameter_groups import Group
+from onecopy.step.parameter_groups import Group, options_of
 
 StateDict = dict[str, Any]
 

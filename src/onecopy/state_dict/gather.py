@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from onecopy.comm.agreement import Fact, FailTogether
+from onecopy.comm.buffers import receive_ranges, send_ranges
 from onecopy.comm.collectives import Collectives
-from onecopy.comm.packing import receive_ranges, send_ranges
 from onecopy.common import nested_tensors, tagged_json
 from onecopy.common.flat_views import as_bytes, dense_copy, flat_view, to_bytes
 from onecopy.common.tensor_subclasses import check_not_cut, map_parts
@@ -31,10 +31,10 @@ from onecopy.layout import Layout, ParamSpec, Shard
 from onecopy.state_dict.forms import state_with_master
 from onecopy.state_dict.shards import checksum, owners_differ
 from onecopy.step import master_weights
+from onecopy.step.consistency import group_facts
 from onecopy.step.engine import Engine
 from onecopy.step.inner_optimizer import InnerOptimizer
 from onecopy.step.parameter_groups import Group
-from onecopy.step.rank_comparison import group_facts
 
 CALL = "consolidate_state_dict()"
 

@@ -8,7 +8,6 @@ import logging
 import os
 import random
 import re
-import shutil
 import threading
 import time
 import zlib
@@ -223,20 +222,6 @@ def test_every_flipped_bit_is_found_by_verify(tmp_path: Path) -> None:
 
 
 @distributed(2)
-def test_flipped_bits_are_found_by_load(world_size: int, tmp_path: Path) -> None:
-    _, path = saved(tmp_path)
-    side = make("parameter", 9)
-    push(side, [5])
-    before = contents_of(side)
-    for file, position, bit in list(flips(path, 21, seed=2)):
-        everyone_then(lambda: flip(file, position, bit))  # noqa: B023
-        refused(loads_into(path, side), file.name)
-        everyone_then(lambda: flip(file, position, bit))  # noqa: B023
-    assert_same_tree(contents_of(side), before, "after all errors")
-    load_side(path, side)
-
-
-@distributed(2)
 def test_the_newest_that_is_not_damaged_is_loaded(world_size: int, tmp_path: Path) -> None:
     side, first = saved(tmp_path, 1)
     before = model_of(side)
@@ -424,11 +409,3 @@ def test_at_most_one_save_is_in_progress(tmp_path: Path, monkeypatch: pytest.Mon
     assert not paths[2].exists()
     assert load(tmp_path).extra == {"a": 2}
     assert set(running) == {1}
-
-
-def test_a_root_in_a_directory_that_goes_away_is_no_surprise(tmp_path: Path) -> None:
-    save(tmp_path / "a" / "b", 1)
-    shutil.rmtree(tmp_path / "a")
-    assert latest(tmp_path / "a" / "b") is None
-    with pytest.raises(FileNotFoundError, match="not a checkpoint"):
-        load(tmp_path / "a" / "b")

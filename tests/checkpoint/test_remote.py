@@ -22,8 +22,8 @@ from onecopy.checkpoint.ranks import explained_os_errors
 from onecopy.cli.main import app
 from onecopy.errors import CheckpointError, CorruptCheckpointError, OnecopyError
 from tests.support import remote
-from tests.support.checkpoints import load_side, make, model_of, save_side, train
-from tests.support.harness import distributed, pools
+from tests.support.checkpoints import load_side, make, save_side
+from tests.support.harness import distributed
 from tests.support.hostile import ATTACKS, NAME, Pair, rename_file, reseal
 from tests.support.models import assert_same_tree
 from tests.support.remote import SharedFileSystem, file_in, steps_of, trained
@@ -80,12 +80,6 @@ def test_a_save_in_the_background(root: str) -> None:
     wait()
     assert str(path) == f"{root}/step-00000001"
     assert verify(root) == verify(path) > 0
-
-
-def test_nothing_to_load(root: str) -> None:
-    assert load(root, missing_ok=True) is None
-    with pytest.raises(FileNotFoundError, match=f"{re.escape(root)} is not a checkpoint"):
-        load(root)
 
 
 def test_a_reader_whose_checkpoint_is_removed_takes_the_newest(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,21 +238,6 @@ def test_a_converted_file_is_local(root: str) -> None:
 @distributed(1, 2)
 def test_ranks_save_and_load(world_size: int, tmp_path: Path) -> None:
     remote.check_ranks(f"shared://{tmp_path}/run")
-
-
-def save_sharded(root: str) -> None:
-    """Train and save, with a copy of the model beside it."""
-    side = make("element")
-    train(side, [0, 1])
-    save_side(root, 2, side, extra={"model": model_of(side)})
-
-
-def test_a_checkpoint_of_two_ranks_is_loaded_by_one_process(tmp_path: Path) -> None:
-    root = f"shared://{tmp_path}/run"
-    pools.run(2, __name__, "save_sharded", {"root": root})
-    side = make("plain", 9, wrap=False)
-    loaded = load_side(root, side)
-    assert_same_tree(dict(loaded.extra["model"]), model_of(side), "model")
 
 
 @distributed(2)

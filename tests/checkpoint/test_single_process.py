@@ -242,14 +242,6 @@ def test_a_tensor_learning_rate_comes_back_as_a_tensor(tmp_path: Path) -> None:
     assert torch.equal(fresh.param_groups[0]["lr"], torch.tensor(0.25))
 
 
-def test_a_state_dict_of_an_average_can_be_extra(tmp_path: Path) -> None:
-    average = torch.optim.swa_utils.AveragedModel(nn.Linear(2, 2))
-    save(tmp_path, 1, extra={"average": average.state_dict()})
-    found = load(tmp_path).extra["average"]
-    assert type(found) is OrderedDict
-    assert all(torch.equal(found[key], value) for key, value in average.state_dict().items())
-
-
 def test_a_class_that_has_moved_to_another_module_is_taken_for_the_same(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -30,8 +30,7 @@ from onecopy.checkpoint.saving import CALL, SaveJob, check_step
 from onecopy.checkpoint.storage import Location, RemotePath, location_of
 from onecopy.common import tagged_json
 from onecopy.errors import CheckpointError
-from onecopy.state_dict.forms import plain_state_dict
-from onecopy.state_dict.shards import POSITION_NAME
+from onecopy.state_dict.shards import POSITION_NAME, plain_state_dict
 from onecopy.step import master_weights
 from onecopy.step.parameter_groups import options_of
 

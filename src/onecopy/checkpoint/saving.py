@@ -247,8 +247,8 @@ class SaveJob:
             if self.ranks.group_rank == 0 and not self.committed:  # otherwise another rank died after the commit
                 storage.discard(folder, token)
             raise
-        if self.ranks.group_rank == 0 and self.keep is not None:
-            self._prune(self.keep)
+        if self.ranks.group_rank == 0:
+            self._prune(folder, token)
         return self.final
 
     def _begin(self) -> str:
@@ -294,15 +294,16 @@ class SaveJob:
                 write(text)
             storage.commit(folder, final, self.overwrite, self.replaces_damaged)
             self.committed = True
-            if isinstance(final, RemotePath) and replaces:
-                storage.remove_files_except(final, [*made.files])
 
-    def _prune(self, keep: int) -> None:
-        """Remove all but the newest ``keep`` checkpoints up to this step; checkpoints of later steps stay."""
+    def _prune(self, folder: Location, token: str) -> None:
+        """Remove what was replaced, and all but the newest ``keep`` checkpoints up to this step; later ones stay."""
         try:
-            found = [path for path in directories.committed(self.root) if directories.step_of(path) <= self.step]
-            for path in found[keep:]:
-                storage.remove_checkpoint(path)
+            if isinstance(folder, RemotePath) and (self.overwrite or self.replaces_damaged):
+                storage.remove_files(folder, lambda name: token not in name)
+            if self.keep is not None:
+                found = [path for path in directories.committed(self.root) if directories.step_of(path) <= self.step]
+                for path in found[self.keep :]:
+                    storage.remove_checkpoint(path)
         except (OSError, CheckpointError) as error:
             logger.warning("an older checkpoint could not be removed: %s", error)
 

@@ -340,15 +340,15 @@ def discard(folder: Location, token: str) -> None:
         with _store(folder) as (fs, path):
             if NAME in names_in(folder) and token.encode() in fs.cat_file(f"{path}/{NAME}"):
                 fs.rm_file(f"{path}/{NAME}")
-        remove_files_except(folder, [name for name in names_in(folder) if token not in name])
+        remove_files(folder, lambda name: token in name)
     except (OSError, CheckpointError) as error:
         logger.warning("files of a failed save could not be removed from %s: %s", folder, error)
 
 
-def remove_files_except(folder: RemotePath, names: list[str]) -> None:
-    """Remove the files of saves below a URL that have other names."""
+def remove_files(folder: RemotePath, wanted: Callable[[str], bool]) -> None:
+    """Remove those files of saves below a URL whose names are wanted."""
     for name in names_in(folder):
-        if FILE_NAME.fullmatch(name) and name not in names:
+        if FILE_NAME.fullmatch(name) and wanted(name):
             with _store(folder / name) as (fs, path), contextlib.suppress(FileNotFoundError):
                 fs.rm(path)
 
@@ -421,4 +421,4 @@ def _remove_remote(folder: RemotePath) -> None:
             with contextlib.suppress(FileNotFoundError):
                 fs.rm(path, recursive=True)
         else:
-            remove_files_except(folder, [])
+            remove_files(folder, lambda _: True)

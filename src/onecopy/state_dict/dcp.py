@@ -30,10 +30,17 @@ from onecopy.common.tensor_subclasses import is_composed
 from onecopy.common.torch_private import ALIASING, NEW_EMPTY, bare_step, no_torch_function, tensor_without_memory
 from onecopy.errors import CheckpointMismatchError
 from onecopy.layout import Layout, ParamSpec
-from onecopy.state_dict.forms import named_groups, plain_state_dict, state_with_master
 from onecopy.state_dict.gather import consolidate
 from onecopy.state_dict.load import finish_load, load_owned_state, restored_on_failure
-from onecopy.state_dict.shards import OptimizerView, StateShard, optimizer_views, shown_kinds
+from onecopy.state_dict.shards import (
+    OptimizerView,
+    StateShard,
+    named_groups,
+    optimizer_views,
+    plain_state_dict,
+    shown_kinds,
+    state_with_master,
+)
 from onecopy.step import master_weights
 from onecopy.step.engine import Engine, sharded_collectives
 from onecopy.step.inner_optimizer import InnerOptimizer

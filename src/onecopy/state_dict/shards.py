@@ -9,8 +9,8 @@ from __future__ import annotations
 import zlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
-from typing import Any
+from itertools import chain, islice
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -21,15 +21,17 @@ from onecopy.common import tagged_json
 from onecopy.common.flat_views import dense_copy, to_bytes
 from onecopy.common.tensor_subclasses import check_not_cut
 from onecopy.common.torch_private import uncompiled
-from onecopy.state_dict.forms import Item, split_by_group, state_with_master
 from onecopy.state_dict.load import finish_load, keep_as_saved, load_owned_state
+from onecopy.step import master_weights
 from onecopy.step.engine import Engine
-from onecopy.step.parameter_groups import first_places
+from onecopy.step.parameter_groups import Group, first_places, options_of
 
 POSITION_NAME = "group{}[{}]"
 """The name of a parameter without a model: the number of its group, and its position in the group."""
 
 Optimizers = Optimizer | Sequence[Optimizer] | None
+
+Item = TypeVar("Item")
 
 
 class WrapsModule:
@@ -284,3 +286,43 @@ def shown_kinds(views: Sequence[OptimizerView]) -> str:
     """Return the classes of the optimizers as text; all ranks must have the same."""
     kinds = [f"{view.kind}{'' if view.engine is None else ' (sharded)'}" for view in views]
     return f"{len(kinds)} of them: {', '.join(kinds)}" if kinds else "None"
+
+
+# Forms: parameters by name or by position
+
+
+def split_by_group(groups: Sequence[Group], items: Sequence[Item]) -> list[list[Item]]:
+    """Divide a list with one item per parameter into one list per parameter group.
+
+    A parameter that is several times in its group counts once.
+    """
+    remaining = iter(items)
+    return [list(islice(remaining, len(first_places(group["params"])))) for group in groups]
+
+
+def named_groups(groups: Sequence[Group], names: Sequence[str]) -> list[Group]:
+    """Return the options of each parameter group, with the names of its parameters under ``params``."""
+    members = split_by_group(groups, names)
+    return [{**options_of(group), "params": part} for group, part in zip(groups, members, strict=True)]
+
+
+def plain_state_dict(state: Mapping[str, Mapping[Any, Any]], groups: Sequence[Group]) -> dict[str, Any]:
+    """Return a plain optimizer's state dict, with parameters by position, from state and groups by name."""
+    names = chain.from_iterable(group["params"] for group in groups)
+    position_of = {name: position for position, name in enumerate(names)}
+    by_position = dict(sorted((position_of[name], dict(values)) for name, values in state.items()))
+    by_position, masters = master_weights.split_master_weights(by_position)
+    numbered = [{**group, "params": [position_of[name] for name in group["params"]]} for group in groups]
+    form: dict[str, Any] = {"state": by_position, "param_groups": numbered}
+    return {**form, master_weights.STATE_DICT_KEY: masters} if masters else form
+
+
+def state_with_master(state: Mapping[Any, Any], tensor: Tensor, param_view: Tensor | None) -> dict[Any, Any]:
+    """Return the state of one parameter, with its master weight as one more entry if it has one.
+
+    Args:
+        state: the inner optimizer's state of the parameter.
+        tensor: the tensor that the inner optimizer steps.
+        param_view: the parameter's own memory if ``tensor`` is a master weight, else None.
+    """
+    return {**state, master_weights.STATE_KEY: tensor.detach()} if param_view is not None else dict(state)

@@ -338,7 +338,7 @@ class ZeroRedundancyOptimizer(OwnedStateOptimizer, Joinable):
         Args:
             to_load: also return memory for parameters that have no state yet, without changing the optimizer.
         """
-        from onecopy.state_dict.dcp_tensor import sharded_state_dict  # needs torch.distributed.checkpoint
+        from onecopy.state_dict.dcp import sharded_state_dict  # needs torch.distributed.checkpoint
 
         names = [spec.name for spec in self.layout.params]
         return sharded_state_dict(self.engine.inner, self.layout, self.param_groups, names, to_load)

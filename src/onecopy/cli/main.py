@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from enum import Enum
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -13,9 +12,9 @@ from rich.console import Console
 from rich.table import Column, Table
 from typer.core import TyperGroup
 
-from onecopy.checkpoint import conversion, directories
+from onecopy.checkpoint import convert as conversion
+from onecopy.checkpoint import directories
 from onecopy.checkpoint.manifest import Manifest
-from onecopy.checkpoint.signing import SigningKey
 from onecopy.checkpoint.storage import Location
 from onecopy.cli import plan
 from onecopy.errors import OnecopyError
@@ -78,21 +77,14 @@ def inspect(path: Source, as_json: AsJson = False) -> None:
 
 
 @checkpoint.command(epilog="Example: onecopy checkpoint verify runs/first/step-00000120")
-def verify(
-    path: Source,
-    key_file: Annotated[
-        Path | None, typer.Option(help="A file with the key with which the checkpoint must have been signed.")
-    ] = None,
-    as_json: AsJson = False,
-) -> None:
+def verify(path: Source, as_json: AsJson = False) -> None:
     """Read all files of a checkpoint and compare them with their checksums."""
-    key = SigningKey.from_file(key_file) if key_file else None
-    folder, size = directories.with_newest(path, lambda folder: (folder, directories.verify(folder, key=key)))
+    folder, size = directories.with_newest(path, lambda folder: (folder, directories.verify(folder)))
     if as_json:
-        typer.echo(json.dumps({"checkpoint": str(folder), "bytes": size, "signed": key is not None}))
+        typer.echo(json.dumps({"checkpoint": str(folder), "bytes": size}))
     else:
         console = Console()
-        console.print(f"{folder}: {_size(size)}, all as {'signed' if key else 'written'}")
+        console.print(f"{folder}: {_size(size)}, all as written")
         if older := len(directories.candidates_in(path)) - 1:
             console.print(f"{older} other checkpoint{'s' * (older > 1)} in {path}: not read")
 
@@ -134,7 +126,6 @@ def _as_json(folder: Location, found: Manifest) -> dict[str, object]:
         "step": found.step,
         "ranks": found.world_size,
         "written_by": found.written_by,
-        "fingerprint": found.fingerprint,
         "files": {name: file.size for name, file in found.files.items()},
         "optimizers": [{"class": each.kind, "params": list(each.params)} for each in found.optimizers],
         "tensors": {
@@ -155,7 +146,6 @@ def _show(console: Console, folder: Location, found: Manifest) -> None:
     versions = ", ".join(f"{name} {version}" for name, version in found.written_by.items())
     ranks = f"{found.world_size} rank{'s' * (found.world_size > 1)}"
     console.print(f"{folder}: step {found.step}, {_size(total)}, written by {ranks} ({versions})")
-    console.print(f"fingerprint {found.fingerprint}")
     if found.base is not None:
         console.print(f"saved with trainable_only: the values of {len(found.base)} frozen parameters are not in it")
     files = Table("file", "bytes", "pieces", title="files")

@@ -37,6 +37,7 @@ from onecopy.data_parallel.forward_wait import ForwardWaitHooks
 from onecopy.data_parallel.module_sync import ModuleSync
 from onecopy.data_parallel.step import PipelinedStep
 from onecopy.optimizer import ZeroRedundancyOptimizer
+from onecopy.state_dict.shards import WrapsModule
 from onecopy.step.engine import Engine, collectives_of, log_layout
 from onecopy.step.gradient_norm import clip, total_norm
 from onecopy.step.join import JOIN_REFUSAL
@@ -44,7 +45,7 @@ from onecopy.step.join import JOIN_REFUSAL
 _CONSTRUCTING = "constructing ShardedDataParallel"
 
 
-class ShardedDataParallel(nn.Module):
+class ShardedDataParallel(nn.Module, WrapsModule):
     r"""Trains a replica of ``module`` on every rank, and keeps 1/N of gradients and optimizer state on each.
 
     It replaces DistributedDataParallel. Parameters stay plain tensors in flat buckets. The backward pass reduces each

@@ -45,7 +45,7 @@ class _BackwardPass:
 
 
 _interrupted: weakref.WeakKeyDictionary[dist.ProcessGroup, list[Reduction]] = weakref.WeakKeyDictionary()
-"""Reductions of deleted reducers, which other ranks may never end: a backend may use their memory as long as a group."""
+"""Reductions of deleted reducers, which other ranks may never end: a backend may still use their memory."""
 
 
 class _PassVote:
@@ -340,29 +340,25 @@ class BackwardReducer:
     def _agree(self, current: _BackwardPass) -> _PassVote:
         """Launch the remaining buckets, add all buckets up, and let the ranks vote on the pass."""
         collectives, failure = self._policy.collectives, current.failure
-        with collectives.explained_errors(CALL):
-            for streams in self._streams.values():
-                streams.join()
-            while current.next_bucket < len(current.buckets):
-                self._launch(current)
-            present = {
-                id(param): has
-                for bucket in self._buckets
-                for param, has in zip(bucket.params, bucket.present, strict=True)
-            }
-            has_gradient = [present.get(id(param), param.grad is not None) for param in self._params]
-            # A frozen parameter may have a gradient of a no_sync() pass in which it was trainable: it needs a bucket.
-            trainable = [
-                param.requires_grad or (has and id(param) not in present)
-                for param, has in zip(self._params, has_gradient, strict=True)
-            ]
-            vote = _PassVote(collectives, self._names, has_gradient, trainable, failure.error)
-            work = start_vote(collectives, vote.row, CALL, self._policy.replicas)
-            while current.in_flight:
-                self._add_up_oldest(current)
-            if not collectives.defers_host_reads:
-                work.wait()
+        for streams in self._streams.values():
+            streams.join()
+        while current.next_bucket < len(current.buckets):
+            self._launch(current)
+        present = {
+            id(param): has for bucket in self._buckets for param, has in zip(bucket.params, bucket.present, strict=True)
+        }
+        has_gradient = [present.get(id(param), param.grad is not None) for param in self._params]
+        # A frozen parameter may have a gradient of a no_sync() pass in which it was trainable: it needs a bucket.
+        trainable = [
+            param.requires_grad or (has and id(param) not in present)
+            for param, has in zip(self._params, has_gradient, strict=True)
+        ]
+        vote = _PassVote(collectives, self._names, has_gradient, trainable, failure.error)
+        work = start_vote(collectives, vote.row, CALL, self._policy.replicas)
+        while current.in_flight:
+            self._add_up_oldest(current)
         if not collectives.defers_host_reads:
+            work.wait()
             vote.check(vote.row)
             return vote
         self._deferred_flags.put(vote.row, work, vote.check)
@@ -391,11 +387,10 @@ class BackwardReducer:
                 bucket.put_no_sync_grads()
         self._add_buckets(buckets)
         late = _BackwardPass(-1, [bucket for bucket in self._buckets if bucket in buckets])
-        with collectives.explained_errors(CALL):
-            while late.next_bucket < len(late.buckets):
-                self._launch(late)
-            while late.in_flight:
-                self._add_up_oldest(late)
+        while late.next_bucket < len(late.buckets):
+            self._launch(late)
+        while late.in_flight:
+            self._add_up_oldest(late)
         for streams in self._streams.values():
             streams.release()
 

@@ -493,8 +493,7 @@ def _broadcast(collectives: Collectives, state_dict: StateDict) -> StateDict:
             tensors = [tagged_json.empty_from(description) for description in described]
     for tensor in tensors:
         buffer = tensor.to(collectives.control_device)
-        with collectives.explained_errors(call):
-            collectives.broadcast(buffer, 0).wait()
+        collectives.broadcast(buffer, 0, call).wait()
         if buffer is not tensor:
             tensor.copy_(buffer)
     decoded: StateDict = tagged_json.decode(tree, tensors)

@@ -311,8 +311,7 @@ class Engine:
         everything = (
             has_gradient is None or self.inner.updates_without_gradient or self.status.is_deferred or all(has_gradient)
         )
-        with self.collectives.explained_errors(CALL):
-            self.sharing.start(None if everything else has_gradient).drain()
+        self.sharing.start(CALL, None if everything else has_gradient).drain()
         # Autograd does not see received values, writes through views, and the writes of fused optimizers. The version
         # counter makes a backward pass that still needs the old values raise, on all ranks alike.
         changed = (

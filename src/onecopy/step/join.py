@@ -190,9 +190,9 @@ def _send_to_joined(
         header = write_handover(groups, has_gradient, engine.gradients.is_reduce_scattered)
     collectives.broadcast_bytes(header, collectives.group_rank, CALL)
     if not failure:
-        with collectives.explained_errors(CALL):
-            for group_rank, pieces in ranges.items():
-                send_ranges(pieces, partial(collectives.send, destination=group_rank), collectives.control_device)
+        for group_rank, pieces in ranges.items():
+            start = partial(collectives.send, destination=group_rank, call=CALL)
+            send_ranges(pieces, start, collectives.control_device)
 
 
 def _allocate_gradients(engine: Engine) -> dict[int, Tensor]:
@@ -226,12 +226,8 @@ def _receive_from_active(
     else:
         room = room or _allocate_gradients(engine)
         gradient_shards = {shard.param: room[shard.param] for shard in shards}
-        with collectives.explained_errors(CALL):
-            receive_ranges(
-                [as_bytes(flat) for flat in gradient_shards.values()],
-                partial(collectives.receive, source=source),
-                collectives.control_device,
-            )
+        start = partial(collectives.receive, source=source, call=CALL)
+        receive_ranges([as_bytes(flat) for flat in gradient_shards.values()], start, collectives.control_device)
     handover.apply_options(groups)
     return has_gradient, gradient_shards
 

@@ -23,18 +23,6 @@ class Work(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class WorkWithBuffer:
-    """Work and the buffer that it reads: the buffer must not be freed before the work has ended."""
-
-    work: Work
-    buffer: Tensor
-
-    def wait(self) -> object:
-        """Wait for the work."""
-        return self.work.wait()
-
-
-@dataclass(frozen=True, slots=True)
 class WorkAfter:
     """Work, and another one that starts when it has been waited for."""
 

@@ -18,7 +18,6 @@ def as_on_accelerators() -> Iterator[None]:
     """Use the collectives that all backends have, defer the host's reads of status flags, and start no thread."""
     with (
         mock.patch.object(Collectives, "defers_host_reads", True),
-        mock.patch.object(Collectives, "uses_pairwise", return_value=False),
         mock.patch.object(limits, "PADDING_BYTES_PER_RANK", 0),  # small parts are treated as large ones
         mock.patch.object(onecopy.ddp_hooks.hooks, "make_worker", StreamWorker),
         as_if_large(),

@@ -28,10 +28,10 @@ from onecopy import PeerFailedError, ShardedDataParallel, ZeroRedundancyOptimize
 from onecopy.checkpoint import loading
 from onecopy.checkpoint.saving import SaveJob
 from onecopy.comm import process_groups
-from onecopy.comm.backend_errors import is_backend_error
+from onecopy.comm.work import is_backend_error
 from onecopy.data_parallel.backward import BackwardReducer
 from onecopy.data_parallel.module_sync import ModuleSync
-from onecopy.data_parallel.pipelined_step import PipelinedStep
+from onecopy.data_parallel.step import PipelinedStep
 from onecopy.ddp_hooks.overlapped_step import OverlappedStep
 from onecopy.ddp_hooks.reduce_scatter import GradientReducer
 from onecopy.state_dict import gather

@@ -6,13 +6,13 @@ DDP decides which parameters are in a bucket, and may rebuild its buckets. The l
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Protocol
 
 from torch import Tensor
 
-from onecopy.comm.range_reduction import GradientRange
+from onecopy.comm.reduce_scatter import Piece
 from onecopy.layout import Layout, Shard
 
 
@@ -52,7 +52,8 @@ class DDPBucketAssignment:
 
     Attributes:
         segments: all segments, in the order of the buffer.
-        ranges: the ranges of the buffer that have an owner. Neighbours with one owner and layout are one range.
+        pieces: the ranges of the buffer that have an owner. Neighbours with one owner and layout are one piece. The
+            position of the layout is the group of a piece.
     """
 
     def __init__(self, segments: Sequence[BucketSegment], group_rank: int) -> None:
@@ -65,14 +66,18 @@ class DDPBucketAssignment:
         ]
         self._without_optimizer = [position for position, segment in enumerate(segments) if segment.shard is None]
         self._group_rank = group_rank
-        self.ranges: list[GradientRange] = []
+        joined: list[tuple[int, int, int, int]] = []  # owner, layout, start, stop
         for segment, start in zip(segments, self._starts(), strict=True):
             if segment.shard is not None and segment.numel:
-                made = GradientRange(start, start + segment.numel, segment.shard.owner, segment.layout_index)
-                last = self.ranges[-1] if self.ranges else None
-                if last is not None and (last.stop, last.owner, last.optimizer) == (start, made.owner, made.optimizer):
-                    made = replace(self.ranges.pop(), stop=made.stop)
-                self.ranges.append(made)
+                key = (segment.shard.owner, segment.layout_index)
+                joins = joined and (*joined[-1][:2], joined[-1][3]) == (*key, start)
+                joined.append((*key, joined.pop()[2] if joins else start, start + segment.numel))
+        ends: dict[int, int] = {}
+        self.pieces: list[Piece] = []
+        for owner, layout_index, start, stop in sorted(joined):
+            offset = ends.get(owner, 0)
+            self.pieces.append(Piece(0, start, stop, owner, offset, layout_index))
+            ends[owner] = offset + stop - start
 
     def _starts(self) -> list[int]:
         """Return the start of each segment in the buffer."""

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from onecopy.comm.agreement import FirstFailure
-from onecopy.comm.packing import InFlight
+from onecopy.comm.work import InFlight
 from onecopy.ddp_hooks.bucket_assignment import DDPBucketAssignment
 from onecopy.step.parameter_groups import OptionsSnapshot
 

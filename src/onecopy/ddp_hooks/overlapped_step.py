@@ -26,13 +26,12 @@ from typing import Any
 from torch import Tensor
 from torch.futures import Future
 
-from onecopy.comm import limits
 from onecopy.comm.agreement import FirstFailure
-from onecopy.comm.backend_errors import is_backend_error
+from onecopy.comm.buffers import BufferPool
 from onecopy.comm.collectives import Collectives
-from onecopy.comm.parameter_sharing import PackBuffers, ParameterSharing
+from onecopy.comm.sharing import Sharing
 from onecopy.comm.status_flags import flags_on
-from onecopy.comm.transports import SharingByDevice
+from onecopy.comm.work import is_backend_error
 from onecopy.common.profiler_ranges import profiled
 from onecopy.common.torch_private import after_backward, version_of
 from onecopy.ddp_hooks.bucket_assignment import DDPBucketAssignment, DDPBucketAssignmentCache, GradBucket
@@ -75,8 +74,8 @@ class OverlappedStep:
         self._settings = settings
         self._passes = 0
         self._info: OverlapInfo | None = None
-        self._sharings: dict[int, tuple[DDPBucketAssignment, ParameterSharing]] = {}
-        self._pack_buffers = PackBuffers()
+        self._sharings: dict[int, tuple[DDPBucketAssignment, Sharing]] = {}
+        self._pool = BufferPool()
         self._assignments = self._make_assignments()
         self._params_in_buckets: set[int] = set()
         self._gradient_versions: list[int | None] | None = None
@@ -263,7 +262,7 @@ class OverlappedStep:
         cached = self._sharings.get(update.index)
         if cached is None or cached[0] is not update.assignment:
             ranges = [each for each in engine.storage.ranges if not has_gradient.keys().isdisjoint(each.params)]
-            sharing = SharingByDevice(self._collectives, ranges, limits.DIRECT_BYTES, self._pack_buffers)
+            sharing = Sharing(self._collectives, ranges, pool=self._pool)
             cached = self._sharings[update.index] = (update.assignment, sharing)
         changed = (
             None

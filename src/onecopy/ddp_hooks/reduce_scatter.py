@@ -23,11 +23,10 @@ from torch import Tensor
 from torch.futures import Future
 
 from onecopy.comm import limits
-from onecopy.comm.buffer_pool import BufferPool
-from onecopy.comm.range_reduction import FinishReduction, RangeReduction
-from onecopy.comm.side_stream import SideStream
+from onecopy.comm.buffers import BufferPool
+from onecopy.comm.reduce_scatter import ReduceScatterPlan, Reduction
 from onecopy.comm.status_flags import flags_on
-from onecopy.comm.transports import transport_for
+from onecopy.comm.streams import SideStream
 from onecopy.comm.work import Work
 from onecopy.ddp_hooks.accumulation_guard import AccumulationGuard
 from onecopy.ddp_hooks.bucket_assignment import DDPBucketAssignment, DDPBucketAssignmentCache, GradBucket
@@ -41,14 +40,14 @@ class _BucketPlan:
     Attributes:
         assignment: which rank owns which range of the bucket.
         dtype: the type of the bucket.
-        reduction: the messages that reduce it.
+        reduce_scatter: reduces it.
         starts_not_owned: the start of each segment that another rank owns, on the device of the bucket.
         optimizers: the position of the optimizer of each of these segments.
     """
 
     assignment: DDPBucketAssignment
     dtype: torch.dtype
-    reduction: RangeReduction
+    reduce_scatter: ReduceScatterPlan
     starts_not_owned: Tensor
     optimizers: Tensor
 
@@ -60,13 +59,13 @@ class _BucketInFlight:
     Attributes:
         plan: its plan.
         buffer: the bucket's gradients.
-        finish: finishes the reduction.
+        reduction: its reduction.
         all_reduce: the all-reduce of the gradients that belong to no optimizer, and its buffer.
     """
 
     plan: _BucketPlan
     buffer: Tensor
-    finish: FinishReduction
+    reduction: Reduction
     all_reduce: tuple[Work, Tensor] | None
 
 
@@ -103,7 +102,7 @@ class GradientReducer:
             while len(self._in_flight) >= limits.DDP_BUCKETS_IN_FLIGHT:
                 self._finish_bucket(self._in_flight.popleft())
             plan = self._plan_of(bucket, buffer)
-            self._in_flight.append(self._start_bucket(plan, buffer, self._tag(bucket.index()), bucket.is_last()))
+            self._in_flight.append(self._start_bucket(plan, buffer, self._tag(bucket.index())))
             self._reduced.append((plan, buffer, future))
             if bucket.is_last():
                 self._finish_pass()
@@ -124,15 +123,18 @@ class GradientReducer:
         assignment = self._assignments.get(bucket.index(), bucket.parameters())
         plan = self._plans.get(bucket.index())
         if plan is None or plan.assignment is not assignment or plan.dtype is not buffer.dtype:
-            transport = transport_for(self._collectives, buffer.device)
-            reduction = transport.plan_range_reduction(
-                assignment.ranges, buffer.dtype, self._reduce_dtype or buffer.dtype, self._pool
+            reduce_scatter = ReduceScatterPlan(
+                self._collectives,
+                assignment.pieces,
+                buffer.dtype,
+                self._reduce_dtype or buffer.dtype,
+                buffer.device,
             )
             starts = assignment.starts_not_owned()
             plan = self._plans[bucket.index()] = _BucketPlan(
                 assignment,
                 buffer.dtype,
-                reduction,
+                reduce_scatter,
                 flags_on(buffer.device, [start for start, _ in starts]),
                 flags_on(buffer.device, [optimizer for _, optimizer in starts]),
             )
@@ -158,15 +160,15 @@ class GradientReducer:
         for engine in self._engines:
             engine.reduced_shards.clear()
 
-    def _start_bucket(self, plan: _BucketPlan, buffer: Tensor, tag: int, is_last: bool) -> _BucketInFlight:
+    def _start_bucket(self, plan: _BucketPlan, buffer: Tensor, tag: int) -> _BucketInFlight:
         """Start the reduction of one bucket."""
-        finish = plan.reduction.start(buffer, tag, is_last)
+        reduction = plan.reduce_scatter.start([buffer], self._pool, tag, None)
         views = plan.assignment.views_without_optimizer(buffer)
         all_reduce = None
         if views:
             packed_views = torch.cat(views).mul_(1.0 / self._collectives.world_size)
             all_reduce = (self._collectives.all_reduce(packed_views), packed_views)
-        return _BucketInFlight(plan, buffer, finish, all_reduce)
+        return _BucketInFlight(plan, buffer, reduction, all_reduce)
 
     def _finish_pass(self) -> None:
         """Finish all buckets in flight, exchange whether gradients are finite, and complete the futures."""
@@ -182,7 +184,7 @@ class GradientReducer:
 
     def _finish_bucket(self, bucket: _BucketInFlight) -> None:
         """Finish the reduction of a bucket and note its reduced gradients."""
-        for optimizer, values in bucket.finish():
+        for optimizer, values in bucket.reduction.wait():
             # A NaN or an infinity shows in the minimum or maximum, which one read of the gradients computes. A value
             # may become an infinity only in the bucket's own type.
             real = torch.view_as_real(values) if values.is_complex() else values

@@ -12,7 +12,7 @@ import torch
 from torch.futures import Future
 
 from onecopy.comm.collectives import Collectives
-from onecopy.comm.side_stream import SideStream
+from onecopy.comm.streams import SideStream
 
 Task = Callable[[], None]
 

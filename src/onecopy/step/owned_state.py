@@ -221,7 +221,7 @@ def memory_report(engine: Engine) -> MemoryReport:
     is_sharded = engine.gradients.are_sharded
     # A backward pass with the reduce-scatter hook leaves these notes until the gradients are zeroed.
     way = Way.SHARDED if is_sharded else Way.REDUCE_SCATTER if engine.params_with_reduced_grad else Way.LEVEL_ONE
-    pairwise = collectives.uses_pairwise(engine.params[0].device)
+    pairwise = collectives.sends_in_place(engine.params[0].device)
     owned = layout.owned_by(collectives.group_rank)
     masters = [entry.tensor for entry in inner.owned if entry.param_view is not None]
     return MemoryReport(

@@ -21,11 +21,12 @@ from onecopy.layout import ShardBy, extend
 from onecopy.state_dict.gather import Consolidated, StateElsewhere, consolidated
 from onecopy.state_dict.load import load
 from onecopy.step.consistency import optimizer_facts, sharding_facts
-from onecopy.step.engine import Engine, StepGuards, StepSchedule, change_and_share, log_layout
+from onecopy.step.engine import Engine, StepSchedule, change_and_share, log_layout, sequential_step
 from onecopy.step.gradient_norm import clip, total_norm
 from onecopy.step.inner_optimizer import InnerOptimizer
 from onecopy.step.join import JOIN_REFUSAL, ZeROJoinHook, active_step, joined_step
 from onecopy.step.master_weights import STATE_DICT_KEY, MasterWeightPolicy
+from onecopy.step.nonfinite import NonfiniteGuard, check_guards
 from onecopy.step.optimizer_classes import check_class, is_elementwise
 from onecopy.step.owned_shards import param_or_view, separate_view
 from onecopy.step.owned_state import OwnedState, OwnedStateOptimizer
@@ -107,7 +108,7 @@ class ZeroRedundancyOptimizer(OwnedStateOptimizer, Joinable):
         with FailTogether(collectives, "constructing the optimizer") as together:
             given.raise_if_any()
             check_class(optimizer_class, ZeroRedundancyOptimizer)
-            guards = StepGuards.of_arguments(nonfinite, check_replicas_every, overlap_with_ddp)
+            check_guards(nonfinite, check_replicas_every, overlap_with_ddp)
             tensors, specs = plan_params(groups)
             Optimizer.__init__(self, groups, defaults)
             Joinable.__init__(self)
@@ -130,7 +131,8 @@ class ZeroRedundancyOptimizer(OwnedStateOptimizer, Joinable):
                 overlap_with_ddp=overlap_with_ddp,
                 master_weights=master_weights,
                 offload=offload,
-                guards=guards,
+                nonfinite=nonfinite,
+                check_replicas_every=check_replicas_every,
             )
         # Until here no parameter was changed.
         inner.has_state = together.any_flag
@@ -138,11 +140,14 @@ class ZeroRedundancyOptimizer(OwnedStateOptimizer, Joinable):
         storage_class = storage_class_for(parameters_as_bucket_view, overlap_with_ddp)
         with FailTogether(collectives, "constructing the optimizer"):
             self.engine = Engine(collectives, tensors, layout, inner, storage_class)
-        self._set_attributes(self.engine, guards)
+        self.engine.check_replicas_every = check_replicas_every
+        if nonfinite is not None:
+            self.engine.guard = NonfiniteGuard(nonfinite == "skip", collectives)
+        self._set_attributes(self.engine)
 
-    def _set_attributes(self, engine: Engine, guards: StepGuards) -> None:
+    def _set_attributes(self, engine: Engine) -> None:
         """Set the attributes of a new optimizer that depend on its engine."""
-        self.step_schedule: StepSchedule = guards.install(engine)
+        self.step_schedule: StepSchedule = sequential_step
         self.wait_for_transfers: Callable[[], None] | None = None
         self.overlap: OverlappedStep | None = None
         # With this set, a GradScaler passes its scale to step(), which then refuses it instead of training wrongly.

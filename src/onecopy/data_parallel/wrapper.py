@@ -166,8 +166,6 @@ class ShardedDataParallel(nn.Module):
             convert_params(module.parameters(), to_convert, self.mixed_precision)  # parameters that no optimizer has
         for optimizer, pipeline in self._pipelines:
             optimizer.step_schedule, optimizer.wait_for_transfers = pipeline.step, pipeline.wait
-            if optimizer.engine.replica_check is not None:
-                optimizer.engine.replica_check.replicas = policy.replicas
             log_layout(optimizer.engine)
         buckets.sort(key=lambda entry: entry[0])
         reducer = BackwardReducer([bucket for _, bucket in buckets], policy, flags)

@@ -22,8 +22,8 @@ from onecopy.comm.collectives import Collectives
 from onecopy.comm.status_flags import DeferredFlags, DeferredRead
 from onecopy.comm.streams import SideStream, UsedStreams
 from onecopy.comm.work import InFlight
-from onecopy.data_parallel import pipelined_step
-from onecopy.data_parallel.pipelined_step import PipelinedStep
+from onecopy.data_parallel import step as level_3_step
+from onecopy.data_parallel.step import PipelinedStep
 from onecopy.ddp_hooks.overlapped_step import OverlappedStep
 from onecopy.step import batched_copies, owned_shards
 from tests.accelerator import device
@@ -150,7 +150,7 @@ def _flags_copied_too_early(patch: Patch) -> None:
 
 
 def _first_stream_waits_for_all(patch: Patch) -> None:
-    patch.setattr(pipelined_step._Transfers, "for_all_streams", True)
+    patch.setattr(level_3_step._Transfers, "for_all_streams", True)
 
 
 def _sum_read_too_early(patch: Patch) -> None:

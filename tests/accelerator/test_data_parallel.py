@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from onecopy import MixedPrecision, PeerFailedError, RanksDisagreeError, ShardedDataParallel, ZeroRedundancyOptimizer
 from onecopy.comm import collectives, limits
 from onecopy.comm.buffers import BufferPool
-from onecopy.data_parallel.gradient_buckets import GradientBucket, ReductionPolicy
+from onecopy.data_parallel.bucket import GradientBucket, ReductionPolicy
 from onecopy.layout import ParamSpec, plan_buckets
 from tests.accelerator import device
 from tests.accelerator.counters import Step

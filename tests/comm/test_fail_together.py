@@ -94,11 +94,7 @@ def test_a_rank_without_memory_when_a_group_is_added(world_size: int, place: str
     zero = trained(parameters_as_bucket_view=True)
     reference = trained()
     new = parameter(7, 9)
-    with (
-        failing(storage, "_fill_bucket", culprit)
-        if place == "buckets"
-        else failing(sharing, "_plan_rounds", culprit)
-    ):
+    with failing(storage, "_fill_bucket", culprit) if place == "buckets" else failing(sharing, "_plan_rounds", culprit):
         expect_no_memory(culprit, lambda: zero.add_param_group({"params": [new]}))
     assert len(zero.param_groups) == len(zero.optim.param_groups) == 1
     assert len(zero.layout.params) == 3

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from onecopy.data_parallel.pipelined_step import divide_into_segments
+from onecopy.data_parallel.step import divide_into_segments
 
 MB = 1 << 20
 

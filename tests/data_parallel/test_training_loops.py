@@ -16,16 +16,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import StepLR
 
 from onecopy import ShardedDataParallel, ZeroRedundancyOptimizer
-from tests.support.data_parallel import ROUNDING, SGD, Layers, Side, as_if_large, different_layers, inputs_of
+from tests.support.data_parallel import ROUNDING, SGD, Layers, Side, as_if_large, inputs_of
 from tests.support.data_parallel_use import Batched, Checkpointed, closure, loss_of
 from tests.support.ddp_training import Branching
 from tests.support.harness import distributed
-from tests.support.models import assert_equal, assert_replicas_equal, small_model, values
+from tests.support.models import assert_equal, assert_replicas_equal, values
 
 STEPS = 5
 
@@ -307,22 +306,6 @@ def test_use_equals_plain_ddp(world_size: int, use: Use) -> None:
     assert_replicas_equal(ours.params)
 
 
-@distributed(2)
-def test_without_looking_for_unused_parameters_ddp_cannot_go_on_after_one_was_frozen(world_size: int) -> None:
-    """So the reference of ``frozen_after_no_sync`` looks for them."""
-    plain = Side(False, Layers)
-    weight = next(plain.module.parameters())
-    with plain.model.no_sync():
-        loss_of(plain, 0).backward()
-    weight.requires_grad_(False)
-    alone = values([weight.grad] if weight.grad is not None else [])
-    loss_of(plain, 1).backward()
-    assert weight.grad is not None
-    assert torch.equal(weight.grad, alone[0]), "not reduced"
-    with pytest.raises(RuntimeError, match="Expected to have finished reduction"):
-        loss_of(plain, 2)
-
-
 @distributed(2, 3)
 def test_gradients_that_share_memory_are_accumulated_apart(world_size: int) -> None:
     """torch itself adds to such memory once for each parameter, so the reference is computed by hand."""
@@ -459,14 +442,6 @@ def test_a_backward_pass_that_fails_leaves_the_gradients_it_did_not_reach(world_
 
 
 @distributed(2, 3)
-def test_everything_begins_with_the_values_of_the_first_rank(world_size: int) -> None:
-    ours = Side(True, different_layers)
-    expected = [param.detach() - dist.get_rank() for param in different_layers().parameters()]
-    assert [param.shape for param in ours.params] == [tensor.shape for tensor in expected]
-    assert_replicas_equal(ours.params)
-
-
-@distributed(2, 3)
 def test_a_pass_that_keeps_a_graph_of_itself_gives_the_same_gradients(world_size: int) -> None:
     """Reduced gradients have no graph; torch warns that a caller who asks for one must release the gradients."""
     with as_if_large():
@@ -506,19 +481,6 @@ def test_a_gradient_shows_this_ranks_range(world_size: int) -> None:
         assert "ShardGrad(" in repr(mine.grad)
     dist.all_reduce(seen)
     assert int(seen) == sum(param.numel() for param in ours.params)
-
-
-@distributed(2, 3)
-@pytest.mark.parametrize("own_group", [False, True])
-def test_it_has_the_attributes_of_ddp(world_size: int, own_group: bool) -> None:
-    group = dist.new_group(list(range(world_size))) if own_group else None
-    model = small_model()
-    plain = DistributedDataParallel(small_model(), process_group=group)
-    zero = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, process_group=group, lr=0.1)
-    ours = ShardedDataParallel(model, zero)
-    assert ours.process_group is plain.process_group
-    assert (ours.device, ours.device_type) == (plain.device, plain.device_type) == (torch.device("cpu"), "cpu")
-    assert ours.is_multi_device_module is plain.is_multi_device_module is False
 
 
 @distributed(2)

@@ -61,11 +61,14 @@ class Side:
         optimizer: type[Optimizer] = torch.optim.SGD,
         options: dict[str, Any] | None = None,
         group: Any = None,
+        frozen: Sequence[str] = (),
         **wrap: Any,
     ) -> None:
         torch.manual_seed(5)
         self.ours = ours
         self.module = make()
+        if ours:
+            self.freeze(*frozen)
         self.noted: list[Tensor] = []
         self.scaler: torch.amp.GradScaler | None = None
         self.scheduler: LRScheduler | None = None
@@ -80,6 +83,12 @@ class Side:
             unused = any("never" in name for name, _ in self.module.named_modules())
             self.model = DistributedDataParallel(self.module, process_group=group, find_unused_parameters=unused)
             self.optimizer = optimizer(self.module.parameters(), **(options or SGD))
+            self.freeze(*frozen)  # DDP never reduces what was frozen when it was constructed
+
+    def freeze(self, *names: str, frozen: bool = True) -> None:
+        """Freeze or unfreeze parameters, by name."""
+        for name in names:
+            self.module.get_parameter(name).requires_grad_(not frozen)
 
     @property
     def sharded(self) -> ShardedDataParallel:

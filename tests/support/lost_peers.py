@@ -31,7 +31,7 @@ from onecopy.comm import process_groups
 from onecopy.comm.work import is_backend_error
 from onecopy.data_parallel.backward import BackwardReducer
 from onecopy.data_parallel.module_sync import ModuleSync
-from onecopy.data_parallel.pipelined_step import PipelinedStep
+from onecopy.data_parallel.step import PipelinedStep
 from onecopy.ddp_hooks.overlapped_step import OverlappedStep
 from onecopy.ddp_hooks.reduce_scatter import GradientReducer
 from onecopy.state_dict import gather

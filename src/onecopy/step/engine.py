@@ -2,7 +2,7 @@
 
 "Share" means a broadcast or all-gather of updated parameters. ``Engine`` has the three phases. A *step schedule* calls
 them in its own order: ``sequential_step`` here, ``step/join.py`` for uneven inputs, ``ddp_hooks/overlapped_step.py``
-inside the backward pass, ``data_parallel/pipelined_step.py`` bucket by bucket.
+inside the backward pass, ``data_parallel/step.py`` bucket by bucket.
 """
 
 from __future__ import annotations
@@ -127,17 +127,10 @@ class Engine:
         self.storage, self.sharing = storage, sharing
         self.inner.repoint(storage.flats)
 
-    def take_over(
-        self, layout: Layout, inner: InnerOptimizer, storage_class: StorageClass, gradients: Gradients
-    ) -> None:
+    def attach(self, layout: Layout, inner: InnerOptimizer, storage_class: StorageClass, gradients: Gradients) -> None:
         """Replace the layout of the same parameters, and everything that depends on it."""
         self.inner, self._storage_class, self.gradients = inner, storage_class, gradients
         self.set_layout(list(self.params), layout)
-
-    def restore_function(self) -> Callable[[], None]:
-        """Return a function that undoes a later :meth:`take_over`; the caller puts the parameters' memory back."""
-        attributes = dict(vars(self))
-        return lambda: vars(self).update(attributes)
 
     def follow_moved_params(self) -> None:
         """Follow parameters whose memory was moved since the last step; raise if their state cannot follow."""

@@ -1,11 +1,6 @@
-"""Gradient buckets: each collects the gradients of its parameters in a backward pass, and reduces them to their owners.
+"""Buckets: parameters that are shared in place, and their gradients, which are reduced to their owners.
 
-In one backward pass a bucket goes through these calls:
-
-1. ``begin_pass`` resets it.
-2. ``put`` takes in one parameter's gradient, by reference.
-3. ``launch`` starts the reduction, which keeps what it still sends.
-4. ``add_up`` writes the reduced gradients into this rank's shard, or adds them to the shard.
+Both kinds of buckets follow the same :class:`~onecopy.layout.BucketPlan`: each rank owns one contiguous range.
 """
 
 from __future__ import annotations
@@ -21,11 +16,52 @@ from torch import Tensor
 from onecopy.comm.buffers import BufferPool
 from onecopy.comm.collectives import Collectives
 from onecopy.comm.reduce_scatter import Piece, ReduceScatterPlan, Reduction
+from onecopy.comm.sharing import SharedBucket, Sharing
 from onecopy.comm.streams import UsedStreams
 from onecopy.common.flat_views import flat_like
 from onecopy.common.torch_private import version_of, zero_each
-from onecopy.data_parallel.sharded_gradients import ShardGrad
-from onecopy.layout import BucketPlan
+from onecopy.layout import BucketPlan, Layout
+from onecopy.step.sharded_gradient import ShardGrad
+from onecopy.step.storage import InPlaceStorage
+
+
+class ParameterBuckets(InPlaceStorage):
+    """Parameters are views into the flat buckets of their plans; a rank's range of a bucket is sent in place.
+
+    A parameter of no plan stays where it is and is never sent: it is frozen.
+
+    Attributes:
+        buckets: the buckets, in the order in which the backward pass computes their gradients.
+    """
+
+    convertible = False
+
+    def __init__(self, params: Sequence[Tensor], layout: Layout, plans: Sequence[BucketPlan]) -> None:
+        self.buckets = [SharedBucket(_flat_bucket(params, plan), plan.padded_parts, plan.params) for plan in plans]
+        super().__init__(params, layout)
+
+    def plan_sharing(self, collectives: Collectives) -> Sharing:
+        """Plan to share bucket by bucket. The forward pass reads the last buckets first, so these are sent first."""
+        return Sharing(collectives, buckets=self.buckets[::-1])
+
+
+def _flat_bucket(params: Sequence[Tensor], plan: BucketPlan) -> Tensor:
+    """The flat memory of a bucket. Its parameters are moved there, unless they are there already."""
+    members = [(params[index], offset) for index, offset in zip(plan.params, plan.offsets, strict=True)]
+    first = members[0][0]
+    memory = first.untyped_storage()
+    if memory.nbytes() == plan.padded_numel * first.element_size() and all(
+        param.untyped_storage().data_ptr() == memory.data_ptr() and param.storage_offset() == offset
+        for param, offset in members
+    ):
+        return first.detach().as_strided((plan.padded_numel,), (1,), 0)
+    # Zeroed, because gaps between parameters and padding are sent, too.
+    flat = torch.zeros(plan.padded_numel, dtype=first.dtype, device=first.device)
+    for param, offset in members:
+        view = flat.as_strided(param.shape, param.stride(), offset)
+        view.copy_(param.detach())
+        param.data = view
+    return flat
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +95,13 @@ class GradState(Enum):
 class GradientBucket:
     """The gradients of one bucket of parameters: whole and local during a pass, then this rank's reduced shard.
 
+    In one backward pass a bucket goes through these calls:
+
+    1. ``begin_pass`` resets it.
+    2. ``put`` takes in one parameter's gradient, without a copy.
+    3. ``launch`` starts the reduction, and releases the gradients when it has ended.
+    4. ``add_up`` writes the mean into this rank's shard, or adds it to the shard.
+
     Attributes:
         plan: the parameters and the range of each rank.
         params: the parameters.
@@ -66,7 +109,7 @@ class GradientBucket:
         policy: the process groups and the data type of the reduction.
         wire_dtype: the type in which gradients are sent.
         nbytes: the size of the bucket's gradients as they are sent.
-        shard: this rank's range of the reduced gradients. It is empty until :meth:`allocate_shard`.
+        shard: this rank's range of the reduced gradients. It is empty until the first reduction.
         shard_grads: for each parameter, the ``param.grad`` that shows its range of the shard.
         has_reduced_grad: for each parameter, whether the shard holds a reduced gradient of earlier passes, to which
             the current pass adds.
@@ -95,16 +138,16 @@ class GradientBucket:
         self.pending_count = 0
         self.accumulates = False
         self._is_launched = False
-        self._gradients: list[Tensor | None] = [None] * len(self.params)  # of the current pass, flat, until the launch
+        self._gradients: list[Tensor | None] = [None] * len(self.params)  # of the current pass, until the launch
         self._streams = UsedStreams(self.device)  # on which they were computed
-        self._reduction_target = self.shard
+        self._mean = self.shard  # the memory in which the mean arrives
         self._reduce_scatter = ReduceScatterPlan(
             policy.collectives,
             list(_pieces(plan, self.params)),
             first.dtype,
             self.wire_dtype,
             self.device,
-            [plan.padded_part(group_rank) for group_rank in range(policy.collectives.world_size)],
+            plan.padded_parts,
             policy.replicas,
         )
 
@@ -115,20 +158,6 @@ class GradientBucket:
         self.states = [GradState.PENDING] * len(self.params)
         self.pending_count = sum(param.requires_grad for param in self.params)
         self._is_launched = False
-
-    def allocate_shard(self) -> None:
-        """Allocate this rank's shard and the ``ShardGrad`` of each parameter, once."""
-        if self.shard_grads:
-            return
-        group_rank = self.policy.collectives.group_rank
-        start, stop = self.plan.range_of(group_rank)
-        padded = self.plan.padded_part(group_rank)
-        self._shard_memory = torch.zeros(padded, dtype=self._shard_dtype, device=self.device)
-        self.shard = self._shard_memory[: stop - start]
-        for param, offset in zip(self.params, self.plan.offsets, strict=True):
-            low, high = max(offset, start), min(offset + param.numel(), stop)
-            local = self.shard[low - start : high - start] if low < high else self.shard[:0]
-            self.shard_grads.append(ShardGrad(local, param, self.policy.collectives))
 
     def put(self, position: int, gradient: Tensor) -> None:
         """Take in one parameter's gradient. It is only read, because another parameter may have the same memory."""
@@ -144,19 +173,26 @@ class GradientBucket:
             )
         if gradient.requires_grad:
             gradient = gradient.detach()
-        if gradient.is_conj() or gradient.is_neg():
-            gradient = gradient.resolve_conj().resolve_neg()
-        self._gradients[position] = flat_like(gradient, self.params[position])
-        self._streams.note()
+        self._gradients[position] = gradient
+        if not gradient.is_cpu:  # the CPU has no streams
+            self._streams.note()
         self.pending_count -= 1
         self.states[position] = GradState.ARRIVED
+
+    def put_no_sync_grads(self) -> None:
+        """Take in the gradients that ``no_sync()`` passes have left, of parameters that this pass does not use."""
+        for position, param in enumerate(self.params):
+            if self.states[position] is GradState.ARRIVED or param.grad is None or isinstance(param.grad, ShardGrad):
+                continue
+            if self.was_zeroed(position):
+                self.has_reduced_grad[position] = False
+            self.put(position, param.grad)
+            param.grad = None
 
     def launch(self, pool: BufferPool, tag: int) -> Reduction:
         """Start the reduction of the pass's gradients; gradients that have not arrived count as zeros.
 
-        Args:
-            pool: the pool that gives buffers.
-            tag: a message tag that no other bucket of the pass has.
+        No other bucket of the pass has the same message tag.
         """
         self._is_launched = True
         for position, state in enumerate(self.states):
@@ -165,36 +201,54 @@ class GradientBucket:
                     self.params[position].grad, ShardGrad
                 )
         self.accumulates = any(self.has_reduced_grad)
-        self.allocate_shard()
+        if not self.shard_grads:
+            self._allocate_shard()
         is_free = self.wire_dtype == self._shard_dtype and not self.accumulates
-        target = self._shard_memory
-        if not is_free:
-            target = pool.take(target.numel(), self.wire_dtype, self.device)
-        self._reduction_target = target
+        shard = self._shard_memory
+        self._mean = shard if is_free else pool.take(shard.numel(), self.wire_dtype, self.device)
         self._streams.join()
-        reduction = self._reduce_scatter.start(self._gradients, pool, tag, target)
+        flats = [
+            None if gradient is None else flat_like(gradient.resolve_conj().resolve_neg(), param)
+            for gradient, param in zip(self._gradients, self.params, strict=True)
+        ]
+        reduction = self._reduce_scatter.start(flats, pool, tag, self._mean)
         self._streams.release()
         self._gradients = [None] * len(self.params)
         return reduction
 
+    def _allocate_shard(self) -> None:
+        """Allocate this rank's shard and the ``ShardGrad`` of each parameter."""
+        group_rank = self.policy.collectives.group_rank
+        start, stop = self.plan.range_of(group_rank)
+        padded = self.plan.padded_parts[group_rank]
+        self._shard_memory = torch.zeros(padded, dtype=self._shard_dtype, device=self.device)
+        self.shard = self._shard_memory[: stop - start]
+        for param, offset in zip(self.params, self.plan.offsets, strict=True):
+            low, high = max(offset, start), min(offset + param.numel(), stop)
+            local = self.shard[low - start : high - start] if low < high else self.shard[:0]
+            self.shard_grads.append(ShardGrad(local, param, self.policy.collectives))
+
     def add_up(self, reduction: Reduction, pool: BufferPool) -> None:
         """Write the mean gradients over all ranks into the shard, or add them to the shard."""
         reduction.wait()
-        target, self._reduction_target = self._reduction_target, self.shard
-        if target is self._shard_memory:
+        mean, self._mean = self._mean, self.shard
+        if mean is self._shard_memory:
             return
         if self.accumulates:
-            self.zero_ranges(self.has_reduced_grad)
-            self.shard.add_(target[: self.shard.numel()])
+            pairs = zip(self.shard_grads, self.has_reduced_grad, strict=True)
+            unused = [gradient.local for gradient, has in pairs if not has]
+            if unused:
+                zero_each(unused)
+            self.shard.add_(mean[: self.shard.numel()])
         else:
-            self.shard.copy_(target[: self.shard.numel()])
-        pool.give_back(target)
+            self.shard.copy_(mean[: self.shard.numel()])
+        pool.give_back(mean)
 
-    def zero_ranges(self, has_reduced_grad: Sequence[bool]) -> None:
-        """Before the shard is added to: zero the ranges of parameters without a reduced gradient."""
-        unused = [gradient.local for gradient, has in zip(self.shard_grads, has_reduced_grad, strict=True) if not has]
-        if unused:
-            zero_each(unused)
+    @property
+    def present(self) -> list[bool]:
+        """For each parameter, whether it has a gradient of this pass or of an earlier one."""
+        arrived = GradState.ARRIVED
+        return [state is arrived or has for state, has in zip(self.states, self.has_reduced_grad, strict=True)]
 
     def clear_accumulated(self) -> None:
         """Note that all gradients were zeroed: the next pass adds to none."""

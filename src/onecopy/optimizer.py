@@ -21,7 +21,7 @@ from onecopy.layout import ShardBy, extend
 from onecopy.state_dict.gather import Consolidated, StateElsewhere, consolidated
 from onecopy.state_dict.load import load
 from onecopy.step.consistency import optimizer_facts, sharding_facts
-from onecopy.step.engine import Engine, StepSchedule, change_and_share, log_layout, sequential_step
+from onecopy.step.engine import Engine, StepSchedule, change_and_share, log_layout, restored_on_failure, sequential_step
 from onecopy.step.gradient_norm import clip, total_norm
 from onecopy.step.inner_optimizer import InnerOptimizer
 from onecopy.step.join import JOIN_REFUSAL, ZeROJoinHook, active_step, joined_step
@@ -253,11 +253,10 @@ class ZeroRedundancyOptimizer(OwnedStateOptimizer, Joinable):
             return
         if self.wait_for_transfers is not None:
             raise RuntimeError("a group cannot be added to an optimizer that ShardedDataParallel has taken over")
-        engine, known = self.engine, len(self.param_groups)
-        old_params, old_layout = list(engine.params), engine.layout
-        try:
+        engine = self.engine
+        with restored_on_failure([engine], lists=[self.param_groups]):
             with FailTogether(engine.collectives, "add_param_group()") as together:
-                group = normalise_group(param_group, known)
+                group = normalise_group(param_group, len(self.param_groups))
                 tensors, specs = plan_params([*self.param_groups, group])
                 new_specs = specs[len(engine.params) :]
                 layout = extend(engine.layout, new_specs, self.world_size, self._shard_by, self.splittable)
@@ -266,14 +265,8 @@ class ZeroRedundancyOptimizer(OwnedStateOptimizer, Joinable):
                 engine.inner.add_group(group, layout, tensors, flat_views(tensors))
                 together.flag = bool(self.optim.state)
                 together.facts = sharding_facts(layout, self._shard_by, self.param_groups, self.optim.param_groups)
-            with FailTogether(engine.collectives, "add_param_group()"):
+            with restored_on_failure([], tensors), FailTogether(engine.collectives, "add_param_group()"):
                 engine.set_layout(tensors, layout)
-        except Exception:
-            del self.param_groups[known:]
-            engine.inner.keep_groups(known, old_layout)
-            if engine.layout is not old_layout:
-                engine.set_layout(old_params, old_layout)
-            raise
         engine.inner.pull_options(self.param_groups)
         engine.inner.has_state = engine.inner.has_state or together.any_flag
         self._consolidated = None

@@ -7,9 +7,10 @@ inside the backward pass, ``data_parallel/step.py`` bucket by bucket.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain, count
 from operator import is_
@@ -389,6 +390,40 @@ def change_and_share(engine: Engine, groups: Sequence[Group], change: Callable[[
             change()
         engine.inner.master_weights.write_to_params(everything=True)
     engine.confirm_and_share(groups, None, failure.error)
+
+
+@contextlib.contextmanager
+def restored_on_failure(
+    engines: Sequence[Engine],
+    params: Iterable[Tensor] = (),
+    others: Sequence[object] = (),
+    lists: Iterable[list[Any]] = (),
+) -> Iterator[None]:
+    """If the block raises, put back what it may have changed, without allocating memory.
+
+    Args:
+        engines: engines, with their inner optimizers, groups and layouts. The values of state are not copied.
+        params: parameters, with their memory and gradients.
+        others: objects whose attributes are put back.
+        lists: lists whose content is put back.
+    """
+    tensors = [(param, param.data, param.grad) for param in params]
+    inner = [engine.inner for engine in engines]
+    attributes = [(each, dict(vars(each))) for each in [*others, *engines, *inner, *(each.optim for each in inner)]]
+    of_engines = [(each.params, each.inner.params_by_group, each.inner.optim.param_groups) for each in engines]
+    contents = [(each, list(each)) for each in chain(lists, *of_engines)]
+    try:
+        yield
+    except BaseException:
+        for param, data, gradient in tensors:
+            param.data, param.grad = data, gradient
+        for each, before in attributes:
+            vars(each).update(before)
+        for changed, content in contents:
+            changed[:] = content
+        for engine in engines:
+            engine.inner.repoint(engine.storage.flats)
+        raise
 
 
 def sharded_collectives(optimizers: Sequence[object]) -> Collectives | None:

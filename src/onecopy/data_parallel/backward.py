@@ -24,8 +24,9 @@ from onecopy.comm.streams import UsedStreams
 from onecopy.common.profiler_ranges import profile_range
 from onecopy.common.torch_private import backward_number, when_backward_ends, will_accumulate
 from onecopy.data_parallel.bucket import GradientBucket, GradState, ReductionPolicy
-from onecopy.data_parallel.construction import AttachedOptimizer, restored_on_failure
+from onecopy.data_parallel.construction import AttachedOptimizer
 from onecopy.errors import RanksDisagreeError
+from onecopy.step.engine import restored_on_failure
 from onecopy.step.sharded_gradient import ShardGrad
 
 CALL = "backward()"
@@ -114,9 +115,9 @@ class BackwardReducer:
     7. **Show.** ``param.grad`` of every parameter with a gradient on any rank becomes a ``ShardGrad``.
 
     Hooks do not raise, because the other ranks wait for every reduction. The first failure is kept, and phase 5 tells
-    all ranks. On an accelerator the host reads the vote when it has arrived, at the latest in the second ``step()`` after
-    the pass. A rank reads it at once if it may change what the rank does: if a parameter is trainable and has no gradient
-    here (DDP with ``find_unused_parameters`` waits there, too), or has no bucket.
+    all ranks. On an accelerator the host reads the vote when it has arrived, at the latest in the second ``step()``
+    after the pass. A rank reads it at once if it may change what the rank does: if a parameter is trainable and has no
+    gradient here (DDP with ``find_unused_parameters`` waits there, too), or has no bucket.
 
     Args:
         optimizers: the attached optimizers.
@@ -379,7 +380,7 @@ class BackwardReducer:
         """Give parameters that all ranks have unfrozen their buckets, and reduce their gradients."""
         collectives, replicas = self._policy.collectives, self._policy.replicas
         identities = set(map(id, params))
-        restored = restored_on_failure(params, self._optimizers)
+        restored = restored_on_failure([each.engine for each in self._optimizers], params, self._optimizers)
         with restored, FailTogether(replicas, CALL), FailTogether(collectives, CALL):
             buckets = [bucket for each in self._optimizers for bucket in each.unfreeze(identities)]
             for bucket in buckets:

@@ -16,8 +16,8 @@ import fsspec
 import pytest
 import torch
 
-from onecopy.checkpoint import latest, load, save, verify
-from onecopy.checkpoint.remote_storage import RemotePath, RemoteStorage
+from onecopy.checkpoint import latest, load, save, storage, verify
+from onecopy.checkpoint.storage import RemotePath
 from onecopy.errors import CheckpointError
 from tests.support import remote
 from tests.support.harness import distributed
@@ -97,7 +97,7 @@ def test_an_object_of_several_parts(root: str) -> None:
 
 
 def fail_half_way(path: RemotePath) -> None:
-    with RemoteStorage().create(path) as write:
+    with storage.create(path) as write:
         write(b"half")
         raise ZeroDivisionError
 
@@ -107,7 +107,7 @@ def test_an_upload_that_failed_is_not_completed_later(root: str) -> None:
     folder = RemotePath(root)
     with pytest.raises(ZeroDivisionError):
         fail_half_way(folder / "it")
-    RemoteStorage().remove(folder)
+    storage.remove_checkpoint(folder)
     gc.collect()
     assert remote.objects(root) == {}
 

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.nn.parallel import DistributedDataParallel
 
 from onecopy import CheckpointMismatchError, PeerFailedError, ShardedDataParallel, ZeroRedundancyOptimizer, checkpoint
-from onecopy.checkpoint.conversion import from_torch, to_torch
+from onecopy.checkpoint.convert import from_torch, to_torch
 from onecopy.common import tagged_json
 from onecopy.step.parameter_groups import check_tensor
 from tests.support.harness import distributed

@@ -175,7 +175,7 @@ class PipelinedStep:
             with profile_range("onecopy.confirm"):
                 status.exchange(compared_later, failure, guard=engine.guard, at_once=not self._defers_vote)
             if failure is not None:
-                status.clear()
+                status.queue.clear()
                 raise failure
         except Exception:
             self.wait()
@@ -194,7 +194,7 @@ class PipelinedStep:
         self._end_transfers(list(self._transfers))
         if not self._confirms_later:
             # The vote has arrived then, but the next forward pass reads it.
-            self._engine.status.wait()
+            self._engine.status.queue.wait()
 
     @property
     def in_flight(self) -> bool:

@@ -28,8 +28,7 @@ from onecopy.common import nested_tensors, tagged_json
 from onecopy.common.flat_views import as_bytes, dense_copy, flat_view, to_bytes
 from onecopy.common.tensor_subclasses import check_not_cut, map_parts
 from onecopy.layout import Layout, ParamSpec, Shard
-from onecopy.state_dict.forms import state_with_master
-from onecopy.state_dict.owner_comparison import checksum, owners_differ
+from onecopy.state_dict.shards import checksum, owners_differ, state_with_master
 from onecopy.step import master_weights
 from onecopy.step.consistency import group_facts
 from onecopy.step.engine import Engine

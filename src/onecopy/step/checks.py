@@ -123,36 +123,16 @@ REPLICA_REMEDY = (
 )
 
 
-class ReplicaCheck:
-    """Compares checksums of all parameters before the first step, and then every few steps.
+def compare_replicas(
+    collectives: Collectives, replicas: Collectives | None, params: Sequence[Tensor], layout: Layout
+) -> None:
+    """Raise on all ranks if a parameter differs bit by bit. The host waits for an accelerator.
 
-    The comparison comes before the update: after it the owners send their values to all ranks, which hides a
-    difference.
-
-    Args:
-        every: the number of steps from one comparison to the next.
-        collectives: the ranks that share the state.
-
-    Attributes:
-        replicas: with a mesh, the ranks that have the same shards in other replicas.
+    This comes before an update: after it the owners send their values to all ranks, which hides a difference.
     """
-
-    def __init__(self, every: int, collectives: Collectives) -> None:
-        self._every = every
-        self._collectives = collectives
-        self._steps = 0
-        self.replicas: Collectives | None = None
-
-    def begin_step(self) -> bool:
-        """Count a step, and return whether the parameters must be compared before it."""
-        self._steps += 1
-        return (self._steps - 1) % self._every == 0
-
-    def compare(self, params: Sequence[Tensor], layout: Layout) -> None:
-        """Raise on all ranks if a parameter differs. The host waits for an accelerator."""
-        across = FailTogether(self.replicas, f"{REPLICA_CALL}, between replicas of the mesh", remedy=REPLICA_REMEDY)
-        with across, FailTogether(self._collectives, REPLICA_CALL, remedy=REPLICA_REMEDY) as together:
-            together.facts = across.facts = [
-                Fact(f"parameter {spec.name!r}", f"checksum {checksum}")
-                for spec, checksum in zip(layout.params, tensor_checksums(flat_views(params)), strict=True)
-            ]
+    across = FailTogether(replicas, f"{REPLICA_CALL}, between replicas of the mesh", remedy=REPLICA_REMEDY)
+    with across, FailTogether(collectives, REPLICA_CALL, remedy=REPLICA_REMEDY) as together:
+        together.facts = across.facts = [
+            Fact(f"parameter {spec.name!r}", f"checksum {checksum}")
+            for spec, checksum in zip(layout.params, tensor_checksums(flat_views(params)), strict=True)
+        ]

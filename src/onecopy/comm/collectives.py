@@ -81,6 +81,19 @@ class Collectives:
         """The default size of a bucket, and the most bytes of a packed all-gather, on a device."""
         return limits.bucket_bytes(self.world_size, pairwise=self.sends_in_place(device))
 
+    def segment_bytes(self, device: torch.device, before: int, total: int) -> int:
+        """The size from which a segment of buckets, which are updated and sent together, is full.
+
+        Args:
+            device: the device.
+            before: the bytes of all segments before it, which are sent first.
+            total: the bytes of all segments.
+        """
+        largest = self.bucket_bytes(device)
+        if not self.sends_in_place(device):
+            largest = max(largest, total // limits.LARGEST_SEGMENTS)  # few all-gathers, and few updates
+        return min(largest, limits.SEGMENT_GROWTH * before)
+
     @property
     def averages(self) -> bool:
         """Whether the backend of the control device can average in a reduction."""

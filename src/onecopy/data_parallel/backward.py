@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from onecopy.comm.agreement import FailTogether, FirstFailure, Vote, check_vote, start_vote, vote_row
@@ -42,6 +43,10 @@ class _BackwardPass:
     failure: FirstFailure = field(default_factory=FirstFailure)  # of this rank
     next_bucket: int = 0  # the position of the bucket that is launched next
     in_flight: deque[tuple[GradientBucket, Reduction]] = field(default_factory=deque)  # launched, and not added up yet
+
+
+_interrupted: weakref.WeakKeyDictionary[dist.ProcessGroup, list[Reduction]] = weakref.WeakKeyDictionary()
+"""Reductions of deleted reducers, which other ranks may never end: a backend may use their memory as long as a group."""
 
 
 class _PassVote:
@@ -155,6 +160,12 @@ class BackwardReducer:
         self._accumulators: dict[int, Any] = {}
         self._lock = threading.RLock()  # a module on several devices has several autograd threads
         self.attach_hooks()
+
+    def __del__(self) -> None:
+        current = getattr(self, "_pass", None)
+        if current is not None and current.in_flight:
+            group = self._policy.collectives.process_group
+            _interrupted.setdefault(group, []).extend(reduction for _, reduction in current.in_flight)
 
     def _add_buckets(self, buckets: Sequence[GradientBucket]) -> None:
         self._buckets += buckets

@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from onecopy.comm import limits
 from onecopy.comm.agreement import FirstFailure
 from onecopy.comm.collectives import Collectives
 from onecopy.comm.sharing import Sharing
@@ -227,8 +227,8 @@ class PipelinedStep:
         buckets_of_segment: list[Sequence[int]] = [range(len(sizes))[::-1]]
         # An unknown class may change parameters that have no gradient, so it steps once only.
         if sizes and not engine.inner.updates_without_gradient:
-            bucket_bytes = engine.collectives.bucket_bytes(storage.buckets[0].memory.device)
-            buckets_of_segment = divide_into_segments(sizes, bucket_bytes)
+            device = storage.buckets[0].memory.device
+            buckets_of_segment = divide_into_segments(sizes, partial(engine.collectives.segment_bytes, device))
         segments = []
         for numbers in buckets_of_segment:
             buckets = [storage.buckets[number] for number in numbers]
@@ -241,12 +241,17 @@ class PipelinedStep:
         self._segment_of = {param: number for number, each in enumerate(self._segments) for param in each.params}
 
 
-def divide_into_segments(sizes: Sequence[int], bucket_bytes: int) -> list[Sequence[int]]:
-    """The buckets of each segment, by their sizes in bytes. A forward pass reads the last buckets first."""
+def divide_into_segments(sizes: Sequence[int], full: Callable[[int, int], int]) -> list[Sequence[int]]:
+    """The buckets of each segment, by their sizes in bytes. A forward pass reads the last buckets first.
+
+    Args:
+        sizes: the sizes of the buckets.
+        full: returns the size from which a segment is full, by the bytes of the segments before it, and of all.
+    """
     segments: list[list[int]] = [[]]
     size = size_before = 0
     for number in reversed(range(len(sizes))):
-        if segments[-1] and size >= limits.segment_bytes(bucket_bytes, size_before, sum(sizes)):
+        if segments[-1] and size >= full(size_before, sum(sizes)):
             segments.append([])
             size_before += size
             size = 0

@@ -45,7 +45,7 @@ class _BackwardPass:
 
 
 _interrupted: weakref.WeakKeyDictionary[dist.ProcessGroup, list[Reduction]] = weakref.WeakKeyDictionary()
-"""Reductions of deleted reducers, which other ranks may never end: a backend may use their memory as long as a group."""
+"""Reductions of deleted reducers that other ranks may never end: a backend may use their memory until its group ends."""
 
 
 class _PassVote:
@@ -114,9 +114,9 @@ class BackwardReducer:
     7. **Show.** ``param.grad`` of every parameter with a gradient on any rank becomes a ``ShardGrad``.
 
     Hooks do not raise, because the other ranks wait for every reduction. The first failure is kept, and phase 5 tells
-    all ranks. On an accelerator the host reads the vote when it has arrived, at the latest in the second ``step()`` after
-    the pass. A rank reads it at once if it may change what the rank does: if a parameter is trainable and has no gradient
-    here (DDP with ``find_unused_parameters`` waits there, too), or has no bucket.
+    all ranks. On an accelerator the host reads the vote when it has arrived, at the latest in the second ``step()``
+    after the pass. A rank reads it at once if it may change what the rank does: if a parameter is trainable and has no
+    gradient here (DDP with ``find_unused_parameters`` waits there, too), or has no bucket.
 
     Args:
         optimizers: the attached optimizers.

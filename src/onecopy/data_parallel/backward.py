@@ -45,7 +45,7 @@ class _BackwardPass:
 
 
 _interrupted: weakref.WeakKeyDictionary[dist.ProcessGroup, list[Reduction]] = weakref.WeakKeyDictionary()
-"""Reductions of deleted reducers that other ranks may never end: a backend may use their memory until its group ends."""
+"""Reductions of deleted reducers that other ranks may never end: their memory may be used until the group ends."""
 
 
 class _PassVote:

@@ -45,7 +45,7 @@ class _BackwardPass:
 
 
 _interrupted: weakref.WeakKeyDictionary[dist.ProcessGroup, list[Reduction]] = weakref.WeakKeyDictionary()
-"""Reductions of deleted reducers, which other ranks may never end: a backend may use their memory as long as a group."""
+"""Reductions of deleted reducers, which may never end: a backend may use their memory as long as a group."""
 
 
 class _PassVote:

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import StepLR
 
 from onecopy import ShardedDataParallel, ZeroRedundancyOptimizer
-from tests.support.data_parallel import ROUNDING, SGD, Layers, Side, as_if_large, inputs_of
+from tests.support.data_parallel import ROUNDING, SGD, Layers, Side, inputs_of
 from tests.support.data_parallel_use import Batched, Checkpointed, closure, loss_of
 from tests.support.ddp_training import Branching
 from tests.support.harness import distributed
@@ -214,6 +214,57 @@ def gradient_of_an_input(side: Side, step: int) -> None:
     side.optimizer.step()
 
 
+def gradients_that_one_rank_asks_for(side: Side, step: int) -> None:
+    """``torch.autograd.grad`` through the model reduces nothing, so that other ranks need not know of it."""
+    inputs = inputs_of(dist.get_rank(), step).requires_grad_()
+    outputs = side.model(inputs)
+    if dist.get_rank() == step % dist.get_world_size():
+        for wanted in ([inputs], [outputs], side.params[:2], [inputs, *side.params]):
+            side.noted += values(torch.autograd.grad(outputs.square().sum(), wanted, retain_graph=True))
+    outputs.square().mean().backward()
+    side.optimizer.step()
+
+
+def two_graphs(side: Side, step: int) -> None:
+    """Two forward passes, then their two backward passes: the same as one of the sum."""
+    losses = [loss_of(side, 10 * step), loss_of(side, 10 * step + 1)]
+    for loss in losses if side.ours else [losses[0] + losses[1]]:
+        loss.backward()
+    side.optimizer.step()
+
+
+def loss_without_parameters(side: Side, step: int) -> None:
+    """On one rank; DDP needs a loss of 0 there."""
+    skip = dist.get_rank() == step % dist.get_world_size()
+    inputs = inputs_of(dist.get_rank(), step).requires_grad_()
+    loss = side.model(inputs, skip if side.ours else False).square().mean()
+    (loss * 0.0 if skip and not side.ours else loss).backward()
+    side.optimizer.step()
+
+
+def graph_of_the_pass(side: Side, step: int) -> None:
+    """Reduced gradients have no graph; torch warns that a caller who asks for one must release the gradients."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Using backward\\(\\) with create_graph=True")
+        loss_of(side, step).backward(create_graph=side.ours)
+    assert not any(param.grad is not None and param.grad.requires_grad for param in side.params)
+    side.optimizer.step()
+
+
+def hook_that_is_registered_late(side: Side, step: int) -> None:
+    """It sees the local gradient, and changes it."""
+
+    def clamp(param: Tensor) -> None:
+        assert param.grad is not None
+        side.noted.append(param.grad.detach().clone())
+        param.grad.clamp_(-1e-3, 1e-3)
+
+    if step == 1:
+        side.params[2].register_post_accumulate_grad_hook(clamp)
+    loss_of(side, step).backward()
+    side.optimizer.step()
+
+
 def scaled_by_hand(side: Side, step: int) -> None:
     loss_of(side, step).backward()
     for param in side.params:
@@ -282,6 +333,11 @@ USES = (
     Use(forward_twice),
     Use(evaluate_between),
     Use(gradient_of_an_input),
+    Use(gradients_that_one_rank_asks_for, Layers),
+    Use(two_graphs, Layers, exact=False),
+    Use(loss_without_parameters, Skipping),
+    Use(graph_of_the_pass, Layers),
+    Use(hook_that_is_registered_late, Layers),
     Use(scaled_by_hand),
     Use(interrupted),
     Use(no_sync_then_sync, Batched, exact=False),
@@ -326,64 +382,6 @@ def test_gradients_that_share_memory_are_accumulated_apart(world_size: int) -> N
             dist.all_reduce(total)
             param.data.sub_(total, alpha=0.1 / world_size)
         assert_equal(ours.params, params, f"step {step}", ROUNDING)
-
-
-@distributed(2, 3)
-def test_two_graphs_one_after_the_other(world_size: int) -> None:
-    """Two forward passes, then their two backward passes: the same as one of the sum."""
-    plain, ours = Side(False, Layers), Side(True, Layers)
-    for step in range(4):
-        for side in (plain, ours):
-            side.optimizer.zero_grad()
-            losses = [loss_of(side, 10 * step), loss_of(side, 10 * step + 1)]
-            for loss in losses if side.ours else [losses[0] + losses[1]]:
-                loss.backward()
-            side.optimizer.step()
-        assert_equal(ours.params, plain.params, f"step {step}", ROUNDING)
-
-
-@distributed(2, 3)
-def test_a_rank_whose_loss_touches_no_parameter(world_size: int) -> None:
-    plain, ours = Side(False, Skipping), Side(True, Skipping)
-    for step in range(4):
-        skip = dist.get_rank() == step % world_size
-        for side in (plain, ours):
-            side.optimizer.zero_grad()
-            inputs = inputs_of(dist.get_rank(), step).requires_grad_()
-            loss = side.model(inputs, skip if side.ours else False).square().mean()
-            (loss * 0.0 if skip and not side.ours else loss).backward()
-            side.optimizer.step()
-        assert_equal(ours.params, plain.params, f"step {step}", 0.0 if world_size == 2 else ROUNDING)
-
-
-GRADIENTS_OF: dict[str, Callable[[Side, Tensor, Tensor], Any]] = {
-    "the inputs": lambda _, inputs, __: inputs,
-    "the outputs": lambda _, __, outputs: outputs,
-    "parameters": lambda side, _, __: side.params[:2],
-    "everything": lambda side, inputs, _: [inputs, *side.params],
-}
-
-
-@pytest.mark.parametrize("of", GRADIENTS_OF)
-@distributed(2, 3)
-def test_gradients_that_only_one_rank_asks_for(world_size: int, of: str) -> None:
-    """``torch.autograd.grad`` through the model reduces nothing, so that other ranks need not know of it."""
-    plain, ours = Side(False, Layers), Side(True, Layers)
-    for step in range(3):
-        asked = []
-        for side in (plain, ours):
-            side.optimizer.zero_grad()
-            inputs = inputs_of(dist.get_rank(), step).requires_grad_()
-            outputs = side.model(inputs)
-            if dist.get_rank() == step % world_size:
-                wanted = GRADIENTS_OF[of](side, inputs, outputs)
-                found = torch.autograd.grad(outputs.square().sum(), wanted, retain_graph=True)
-                asked.append(values(found))
-            outputs.square().mean().backward()
-            side.optimizer.step()
-        if asked:
-            assert_equal(asked[1], asked[0], "gradients", ROUNDING)
-        assert_equal(ours.params, plain.params, f"step {step}", 0.0 if world_size == 2 else ROUNDING)
 
 
 class Marked(torch.autograd.Function):
@@ -439,22 +437,6 @@ def test_a_backward_pass_that_fails_leaves_the_gradients_it_did_not_reach(world_
         side.model.zero_grad()
     side.model(inputs_of(dist.get_rank(), 2))  # ends the interrupted pass
     assert side.model.grad_norm() == (0.0 if zeroed else before)
-
-
-@distributed(2, 3)
-def test_a_pass_that_keeps_a_graph_of_itself_gives_the_same_gradients(world_size: int) -> None:
-    """Reduced gradients have no graph; torch warns that a caller who asks for one must release the gradients."""
-    with as_if_large():
-        usual, kept = Side(True, Layers), Side(True, Layers)
-    for step in range(3):
-        for side in (usual, kept):
-            side.optimizer.zero_grad()
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message="Using backward\\(\\) with create_graph=True")
-                loss_of(side, step).backward(create_graph=side is kept)
-            assert not any(param.grad is not None and param.grad.requires_grad for param in side.params)
-            side.optimizer.step()
-    assert_equal(kept.params, usual.params, "three steps")
 
 
 @distributed(2, 3)

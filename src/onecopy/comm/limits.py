@@ -76,8 +76,11 @@ So few segments are enough, each of which is one step of the inner optimizer, an
 forward pass reads first, go alone.
 """
 
-LARGEST_SEGMENTS = 8
-"""A segment has at most one of this many parts of all bytes, so that the update of the last one hides behind others."""
+LARGEST_SEGMENTS = 3
+"""With the backend's collectives a segment has at most one of this many parts of all bytes.
+
+So the update of the last one hides behind others. Between pairs of ranks a segment has the size of a bucket.
+"""
 
 ROUNDS_IN_FLIGHT = 1
 """Number of packed all-gathers that may be in flight while the next one is packed."""
@@ -95,17 +98,6 @@ def bucket_bytes(ranks: int, pairwise: bool) -> int:
         return BUCKET_BYTES
     growing = max(COLLECTIVE_BUCKET_BYTES, ranks * COLLECTIVE_BUCKET_BYTES_PER_RANK)
     return min(growing, MOST_COLLECTIVE_BUCKET_BYTES)
-
-
-def segment_bytes(bucket: int, before: int, total: int) -> int:
-    """The size from which a segment of buckets, which are updated and sent together, is full.
-
-    Args:
-        bucket: the default size of a bucket.
-        before: the bytes of all segments before it, which are sent first.
-        total: the bytes of all segments.
-    """
-    return min(max(bucket, total // LARGEST_SEGMENTS), SEGMENT_GROWTH * before)
 
 
 def padded(sizes: Sequence[int], itemsize: int) -> list[int]:

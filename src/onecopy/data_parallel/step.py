@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from onecopy.comm import limits
 from onecopy.comm.agreement import FirstFailure
-from onecopy.comm.collectives import Collectives
 from onecopy.comm.sharing import Sharing
 from onecopy.comm.streams import current_stream
 from onecopy.comm.work import Work
@@ -42,7 +41,6 @@ class _Transfers:
     On an accelerator they are kept until the next step, because every stream that reads the parameters must wait.
     """
 
-    collectives: Collectives
     works: list[Work]
     devices: tuple[torch.device, ...]
     changed: list[Tensor]  # the parameters that the transfers change
@@ -59,9 +57,8 @@ class _Transfers:
         current = tuple(stream.stream_id for stream in map(current_stream, self.devices) if stream is not None)
         if current in self.waiting:
             return
-        with self.collectives.explained_errors(CALL):
-            for work in self.works:
-                work.wait()
+        for work in self.works:
+            work.wait()
         if self.changed and not self.waiting:
             # The values were written without autograd's knowledge. The version counter lets a backward pass that needs
             # the old values raise.
@@ -164,10 +161,10 @@ class PipelinedStep:
         # Which buckets are sent may depend on the gradients only if the ranks have compared them.
         sends_all = engine.inner.updates_without_gradient or self._confirms_later
         changed = [engine.params[index] for index in segment.params if sends_all or has_gradient[index]]
-        with profile_range("onecopy.share"), engine.collectives.explained_errors(CALL):
-            works = segment.sharing.start_in_place(None if sends_all else has_gradient)
+        with profile_range("onecopy.share"):
+            works = segment.sharing.start_in_place(CALL, None if sends_all else has_gradient)
             self._transfers[number] = _Transfers(
-                engine.collectives, works, segment.devices, changed, engine.inner.master_weights.increment_versions
+                works, segment.devices, changed, engine.inner.master_weights.increment_versions
             )
 
     def _finish_step(self, groups: Sequence[Group], has_gradient: Sequence[bool], failure: Exception | None) -> None:
@@ -178,7 +175,7 @@ class PipelinedStep:
             with profile_range("onecopy.confirm"):
                 status.exchange(compared_later, failure, guard=engine.guard, at_once=not self._defers_vote)
             if failure is not None:
-                status.clear()
+                status.queue.clear()
                 raise failure
         except Exception:
             self.wait()
@@ -197,7 +194,7 @@ class PipelinedStep:
         self._end_transfers(list(self._transfers))
         if not self._confirms_later:
             # The vote has arrived then, but the next forward pass reads it.
-            self._engine.status.wait()
+            self._engine.status.queue.wait()
 
     @property
     def in_flight(self) -> bool:
@@ -227,8 +224,8 @@ class PipelinedStep:
         buckets_of_segment: list[Sequence[int]] = [range(len(sizes))[::-1]]
         # An unknown class may change parameters that have no gradient, so it steps once only.
         if sizes and not engine.inner.updates_without_gradient:
-            bucket_bytes = engine.collectives.bucket_bytes(storage.buckets[0].memory.device)
-            buckets_of_segment = divide_into_segments(sizes, bucket_bytes)
+            device = storage.buckets[0].memory.device
+            buckets_of_segment = divide_into_segments(sizes, partial(engine.collectives.segment_bytes, device))
         segments = []
         for numbers in buckets_of_segment:
             buckets = [storage.buckets[number] for number in numbers]
@@ -241,12 +238,17 @@ class PipelinedStep:
         self._segment_of = {param: number for number, each in enumerate(self._segments) for param in each.params}
 
 
-def divide_into_segments(sizes: Sequence[int], bucket_bytes: int) -> list[Sequence[int]]:
-    """The buckets of each segment, by their sizes in bytes. A forward pass reads the last buckets first."""
+def divide_into_segments(sizes: Sequence[int], full: Callable[[int, int], int]) -> list[Sequence[int]]:
+    """The buckets of each segment, by their sizes in bytes. A forward pass reads the last buckets first.
+
+    Args:
+        sizes: the sizes of the buckets.
+        full: returns the size from which a segment is full, by the bytes of the segments before it, and of all.
+    """
     segments: list[list[int]] = [[]]
     size = size_before = 0
     for number in reversed(range(len(sizes))):
-        if segments[-1] and size >= limits.segment_bytes(bucket_bytes, size_before, sum(sizes)):
+        if segments[-1] and size >= full(size_before, sum(sizes)):
             segments.append([])
             size_before += size
             size = 0

@@ -15,18 +15,18 @@ from onecopy.comm.collectives import Collectives
 from onecopy.common.flat_views import flat_views
 from onecopy.common.nested_tensors import copy_tree
 from onecopy.common.torch_private import has_state_dict_hooks, in_join_context, not_compiled, register_as_torch_zero
-from onecopy.ddp_hooks.overlapped_step import OverlappedStep, check_step_arguments
+from onecopy.ddp_hooks.overlap import OverlappedStep, check_step_arguments
 from onecopy.layout import ShardBy, extend
 from onecopy.state_dict.gather import Consolidated, consolidated
 from onecopy.state_dict.load import load
 from onecopy.state_dict.serving import StateDictServer
 from onecopy.step.debug_log import log_layout
 from onecopy.step.engine import Engine, StepSchedule, change_and_share
-from onecopy.step.gradient_norm import clip, total_norm
 from onecopy.step.guarded_step import StepGuards
 from onecopy.step.inner_optimizer import InnerOptimizer
 from onecopy.step.join import ZeROJoinHook, active_step, joined_step
 from onecopy.step.master_weights import STATE_DICT_KEY, MasterWeightPolicy
+from onecopy.step.norms import clip, total_norm
 from onecopy.step.optimizer_classes import check_class, is_elementwise
 from onecopy.step.owned_shards import param_or_view, separate_view
 from onecopy.step.owned_state import OwnedState, OwnedStateOptimizer

@@ -25,7 +25,7 @@ from onecopy.comm.side_stream import SideStream, UsedStreams
 from onecopy.comm.status_flags import DeferredFlags, DeferredRead
 from onecopy.data_parallel import pipelined_step
 from onecopy.data_parallel.pipelined_step import PipelinedStep
-from onecopy.ddp_hooks.overlapped_step import OverlappedStep
+from onecopy.ddp_hooks.overlap import OverlappedStep
 from onecopy.step import batched_copies, owned_shards
 from tests.accelerator import device
 

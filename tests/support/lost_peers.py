@@ -32,7 +32,7 @@ from onecopy.comm.backend_errors import is_backend_error
 from onecopy.data_parallel.backward import BackwardReducer
 from onecopy.data_parallel.module_sync import ModuleSync
 from onecopy.data_parallel.pipelined_step import PipelinedStep
-from onecopy.ddp_hooks.overlapped_step import OverlappedStep
+from onecopy.ddp_hooks.overlap import OverlappedStep
 from onecopy.ddp_hooks.reduce_scatter import GradientReducer
 from onecopy.state_dict import gather
 from onecopy.step import gradient_norm, join

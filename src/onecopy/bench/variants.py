@@ -16,7 +16,7 @@ from torch.optim import AdamW, Optimizer
 from onecopy.bench.models import GPT, loss_of
 from onecopy.data_parallel.mixed_precision import MixedPrecision
 from onecopy.data_parallel.wrapper import ShardedDataParallel
-from onecopy.ddp_hooks.hooks import hook_with_zero_step, hook_with_zero_step_interleaved, reduce_scatter_hook
+from onecopy.ddp_hooks import hook_with_zero_step, hook_with_zero_step_interleaved, reduce_scatter_hook
 from onecopy.optimizer import ZeroRedundancyOptimizer
 
 LR = 3e-4

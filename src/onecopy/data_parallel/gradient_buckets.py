@@ -24,7 +24,7 @@ from onecopy.comm.collectives import Collectives
 from onecopy.comm.transports import transport_for
 from onecopy.common.torch_private import version_of, zero_each
 from onecopy.layout import BucketPlan
-from onecopy.step.sharded_gradient import ShardGrad
+from onecopy.step.sharded_gradient import GradientGroup, ShardGrad
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,14 +32,19 @@ class ReductionPolicy:
     """The process groups and the data type of all reductions.
 
     Attributes:
-        collectives: the ranks among which gradients are sharded.
+        gradients: the gradients of all buckets, with the ranks among which they are sharded.
         replicas: the ranks that own the same shards in other replicas (with a mesh), or None.
         reduce_dtype: the type in which gradients are sent; None for the type of the parameters.
     """
 
-    collectives: Collectives
+    gradients: GradientGroup
     replicas: Collectives | None
     reduce_dtype: torch.dtype | None
+
+    @property
+    def collectives(self) -> Collectives:
+        """The ranks among which gradients are sharded."""
+        return self.gradients.collectives
 
     @property
     def scale(self) -> float:
@@ -132,7 +137,7 @@ class GradientBucket:
         for param, offset in zip(self.params, self.plan.offsets, strict=True):
             low, high = max(offset, start), min(offset + param.numel(), stop)
             local = self.shard[low - start : high - start] if low < high else self.shard[:0]
-            self.shard_grads.append(ShardGrad(local, param, self.policy.collectives))
+            self.shard_grads.append(ShardGrad(local, param, self.policy.gradients))
 
     def put(self, position: int, gradient: Tensor, pool: BufferPool) -> None:
         """Take in one parameter's gradient."""
@@ -189,6 +194,7 @@ class GradientBucket:
         if self.accumulates:
             self.zero_ranges(self.has_reduced_grad)
         reduction.add_up(self.shard, self.accumulates)
+        self.policy.gradients.forget_norms()
 
     def zero_ranges(self, has_reduced_grad: Sequence[bool]) -> None:
         """Before the shard is added to: zero the ranges of parameters without a reduced gradient."""

@@ -18,10 +18,10 @@ from onecopy.data_parallel.mixed_precision import MixedPrecision, convert_params
 from onecopy.data_parallel.parameter_buckets import ParameterBuckets
 from onecopy.layout import BucketPlan, Layout, plan_buckets
 from onecopy.optimizer import ZeroRedundancyOptimizer
+from onecopy.step.gradients import Gradients
 from onecopy.step.master_weights import MasterWeightPolicy
 from onecopy.step.optimizer_classes import check_dtypes
 from onecopy.step.rank_comparison import layout_facts
-from onecopy.step.sharded_gradient import ShardedGradients
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +117,7 @@ def restored_on_failure(module: nn.Module, plans: Sequence[OptimizerPlan]) -> It
         raise
 
 
-def take_over(plan: OptimizerPlan, to_convert: set[int], mixed_precision: MixedPrecision) -> ShardedGradients:
+def take_over(plan: OptimizerPlan, to_convert: set[int], mixed_precision: MixedPrecision) -> Gradients:
     """Convert the parameters, move them into buckets, and rebuild the inner optimizer for this rank's shards.
 
     Returns the source of gradients from which the optimizer steps from now on.
@@ -131,7 +131,7 @@ def take_over(plan: OptimizerPlan, to_convert: set[int], mixed_precision: MixedP
         if owned.param_view is not None and id(owned.param) in old_values:
             values = flat_view(old_values[id(owned.param)])[owned.shard.start : owned.shard.stop]
             owned.tensor.copy_(values.as_strided(owned.tensor.shape, owned.tensor.stride()))
-    gradients = ShardedGradients(engine.params, plan.layout)
+    gradients = Gradients(engine.params, plan.layout, are_sharded=True)
     engine.take_over(
         plan.layout, inner, lambda params, layout: ParameterBuckets(params, layout, plan.buckets), gradients
     )

@@ -150,7 +150,7 @@ class PipelinedStep:
             inner.push_options(groups)
             inner.clock.begin()
             inner.master_weights.refresh_from_params()
-            gradient_shards = dict(gradients.owned_shards() or {})
+            gradient_shards = gradients.owned(inner.owned)
             if engine.guard is not None:
                 engine.guard.look(gradient_shards, engine.layout)
         has_gradient = gradients.has_gradient()

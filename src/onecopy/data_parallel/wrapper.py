@@ -43,7 +43,8 @@ from onecopy.data_parallel.sparse_rows import RowBucket, embeddings_to_send_by_r
 from onecopy.optimizer import ZeroRedundancyOptimizer
 from onecopy.step.debug_log import log_layout
 from onecopy.step.engine import Engine, collectives_of
-from onecopy.step.gradient_norm import clip, total_norm
+from onecopy.step.norms import clip, total_norm
+from onecopy.step.sharded_gradient import GradientGroup
 
 _CONSTRUCTING = "constructing ShardedDataParallel"
 
@@ -136,7 +137,9 @@ class ShardedDataParallel(nn.Module, Joinable):
         self.mixed_precision = mixed_precision
         self._collectives = collectives
         self._set_ddp_attributes()
-        self._reduction_policy = ReductionPolicy(collectives, replicas, mixed_precision.reduce_dtype)
+        self._reduction_policy = ReductionPolicy(
+            GradientGroup(collectives, module.parameters()), replicas, mixed_precision.reduce_dtype
+        )
         self._module_sync = ModuleSync(module, broadcast_buffers, collectives, replicas)
         self._module_sync.broadcast_all()
         self._pipelines: list[tuple[ZeroRedundancyOptimizer, PipelinedStep]] = []

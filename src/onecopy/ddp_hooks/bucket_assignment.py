@@ -53,10 +53,14 @@ class DDPBucketAssignment:
     Attributes:
         segments: all segments, in the order of the buffer.
         ranges: the ranges of the buffer that have an owner. Neighbours with one owner and layout are one range.
+        owned_params: the parameters that belong to an optimizer, each with this rank's shard, or None if it has none.
     """
 
-    def __init__(self, segments: Sequence[BucketSegment], group_rank: int) -> None:
+    def __init__(
+        self, segments: Sequence[BucketSegment], owned_params: Sequence[tuple[Tensor, Shard | None]], group_rank: int
+    ) -> None:
         self.segments = tuple(segments)
+        self.owned_params = tuple(owned_params)
         self._sizes = [segment.numel for segment in segments]
         self._owned_here = [
             position
@@ -64,7 +68,6 @@ class DDPBucketAssignment:
             if each.shard is not None and each.shard.owner == group_rank
         ]
         self._without_optimizer = [position for position, segment in enumerate(segments) if segment.shard is None]
-        self._group_rank = group_rank
         self.ranges: list[GradientRange] = []
         for segment, start in zip(segments, self._starts(), strict=True):
             if segment.shard is not None and segment.numel:
@@ -77,14 +80,6 @@ class DDPBucketAssignment:
     def _starts(self) -> list[int]:
         """Return the start of each segment in the buffer."""
         return [0, *accumulate(self._sizes)][:-1]
-
-    def starts_not_owned(self) -> list[tuple[int, int]]:
-        """Return the start of each segment that another rank owns, with the position of its layout."""
-        return [
-            (start, segment.layout_index)
-            for segment, start in zip(self.segments, self._starts(), strict=True)
-            if segment.shard is not None and segment.shard.owner != self._group_rank and segment.numel
-        ]
 
     def owned_views(self, buffer: Tensor) -> list[tuple[BucketSegment, Tensor]]:
         """Return the segments that this rank owns, each with its view of the buffer."""
@@ -126,10 +121,13 @@ class DDPBucketAssignmentCache:
         identities = list(map(id, params))
         cached = self._cached.get(bucket_index)
         if cached is None or cached[0] != identities:
-            segments = [
-                segment
-                for param in params
-                for segment in self._segments_of.get(id(param), [BucketSegment(param.numel(), -1, None)])
-            ]
-            cached = self._cached[bucket_index] = (identities, DDPBucketAssignment(segments, self._group_rank))
+            segments, owned_params = [], []
+            for param in params:
+                found = self._segments_of.get(id(param))
+                segments += found or [BucketSegment(param.numel(), -1, None)]
+                if found:
+                    shards = [each.shard for each in found if each.shard is not None]
+                    owned_params.append((param, next((s for s in shards if s.owner == self._group_rank), None)))
+            cached = (identities, DDPBucketAssignment(segments, owned_params, self._group_rank))
+            self._cached[bucket_index] = cached
         return cached[1]

@@ -1,7 +1,7 @@
 """One step on one layout: update the owned shards, confirm that all ranks did, share the updated parameters.
 
 "Share" means a broadcast or all-gather of updated parameters. ``Engine`` has the three phases. A *step schedule* calls
-them in its own order: ``sequential_step`` here, ``step/join.py`` for uneven inputs, ``ddp_hooks/overlapped_step.py``
+them in its own order: ``sequential_step`` here, ``step/join.py`` for uneven inputs, ``ddp_hooks/overlap.py``
 inside the backward pass, ``data_parallel/pipelined_step.py`` bucket by bucket.
 """
 
@@ -23,11 +23,9 @@ from onecopy.comm.collectives import Collectives
 from onecopy.comm.status_flags import DeferredFlags
 from onecopy.common.flat_views import is_dense
 from onecopy.common.profiler_ranges import profiled
-from onecopy.common.torch_private import after_backward, in_backward
 from onecopy.layout import Layout, ParamSpec
 from onecopy.step.gradient_probe import GradientProbe
-from onecopy.step.gradient_scale_check import GradientScaleCheck
-from onecopy.step.gradients import FullGradients, Gradients
+from onecopy.step.gradients import Gradients
 from onecopy.step.inner_optimizer import InnerOptimizer
 from onecopy.step.nonfinite import NonfiniteGuard
 from onecopy.step.owned_shards import gradient_range
@@ -71,9 +69,6 @@ class Engine:
         status: exchanges the status flags of a step.
         guard: notices gradients that are not finite, or None.
         replica_check: compares the parameters of all ranks every few steps, or None.
-        reduced_shards: after the reduce-scatter hook, this rank's reduced gradients by parameter. DDP does not fill
-            ``param.grad`` on a rank that has run out of inputs.
-        params_with_reduced_grad: ``id()`` of parameters whose gradient was reduced, also after a step has used it.
         step_refusal: after a load that failed half way, the exception that ``step()`` raises.
     """
 
@@ -92,37 +87,11 @@ class Engine:
         self.status = make_status(collectives)
         self.guard: NonfiniteGuard | None = None
         self.replica_check: ReplicaCheck | None = None
-        self.reduced_shards: dict[int, Tensor] = {}
-        self.params_with_reduced_grad: set[int] = set()
         self.step_refusal: Exception | None = None
         self.gradient_probe = GradientProbe(collectives.control_device, collectives.group_rank, collectives.world_size)
         self.params: list[Tensor] = []
-        self.gradients: Gradients = FullGradients(self.params)
+        self.gradients = Gradients(self.params, layout)
         self.set_layout(params, layout)
-
-    def clear_gradients(self) -> None:
-        """Note that a step has used the gradients, or that they were zeroed."""
-        self.gradients.clear()
-        self.reduced_shards.clear()
-        self._scale_check.clear()
-
-    def clear_accumulated(self) -> None:
-        """Note that the gradients were zeroed, so that a later backward pass starts from nothing."""
-        self.clear_gradients()
-        self.gradients.clear_accumulated()
-        self.params_with_reduced_grad.clear()
-
-    def note_reduce_scattered(self) -> None:
-        """Note that a hook has reduced the gradients to their owners, into ``reduced_shards``."""
-        self.gradients.is_reduce_scattered = True
-        self.params_with_reduced_grad = {id(param) for param in self.params}
-        self._scale_check.clear()
-        if self._scale_check.takes_samples and in_backward():
-            after_backward(self._scale_check.take_samples)  # when DDP has put the gradients into param.grad
-
-    def note_scaled(self) -> None:
-        """Note that the gradients were scaled by a factor that is equal on all ranks."""
-        self._scale_check.clear()
 
     def set_layout(self, params: Sequence[Tensor], layout: Layout) -> None:
         """Take over these parameters and this layout, and plan storage and messages for them."""
@@ -130,9 +99,8 @@ class Engine:
         storage = self._storage_class(params, layout)
         sharing = storage.plan_sharing(self.collectives)
         self.params[:] = params
-        self.layout = layout
+        self.layout = self.gradients.layout = layout
         self._layout_digest = layout.digest()
-        self._scale_check = GradientScaleCheck(self.params, layout)
         self.storage, self.sharing = storage, sharing
         self.inner.repoint(storage.flats)
 
@@ -249,8 +217,8 @@ class Engine:
         if gradient_shards is None:
             if self.gradients.is_reduce_scattered:
                 self.gradient_probe.end()
+                gradient_shards = self.gradients.owned(self.inner.owned)
             self.gradient_probe.sample(self.params)
-            gradient_shards = self.gradients.owned_shards()
         self.inner.bind_gradients(self.layout, gradient_shards)
 
     def update_some(self, chosen: Sequence[bool]) -> None:
@@ -292,11 +260,11 @@ class Engine:
         Returns:
             Whether all ranks skip the step, because a gradient is not finite.
         """
-        factor, status = self._scale_check.common_factor(), self.status
+        status = self.status
         if at_once and status.is_deferred:
             status.check_previous()  # a rank that has failed takes part in no exchange
             status = ImmediateStatus(self.collectives, DeferredFlags())
-        status.exchange(self.facts(groups, has_gradient), factor, failure, probe=self.gradient_probe, guard=self.guard)
+        status.exchange(self.facts(groups, has_gradient), 0, failure, probe=self.gradient_probe, guard=self.guard)
         return self.guard is not None and self.guard.take_skip()
 
     def check_replicas(self, wait: Callable[[], None]) -> None:
@@ -366,7 +334,6 @@ def sequential_step(
     if isinstance(failure.error, ClosureError):
         raise failure.error.original from None
     engine.confirm_and_share(groups, engine.gradients.has_gradient(), failure.error)
-    engine.clear_gradients()
     engine.gradient_probe.warn_if_not_reduced()
     return loss
 

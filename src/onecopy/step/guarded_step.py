@@ -75,7 +75,7 @@ def guarded_step(
     engine.inner.clock.begin()  # no rank ends a step before all ranks have begun it, also one that is skipped
     with failure:
         engine.follow_moved_params()
-        guard.look(engine.inner.gradients(engine.layout), engine.layout)
+        guard.look(engine.gradients.owned(engine.inner.owned), engine.layout)
     has_gradient = engine.gradients.has_gradient()
     if guard.agrees_first:
         if engine.confirm(groups, has_gradient, failure.error, at_once=True):

@@ -45,8 +45,7 @@ def memory_report(engine: Engine) -> MemoryReport:
         trained=[param.requires_grad for param in engine.params],
     )
     is_sharded = engine.gradients.are_sharded
-    # A backward pass with the reduce-scatter hook leaves these notes until the gradients are zeroed.
-    way = Way.SHARDED if is_sharded else Way.REDUCE_SCATTER if engine.params_with_reduced_grad else Way.LEVEL_ONE
+    way = Way.SHARDED if is_sharded else Way.REDUCE_SCATTER if engine.gradients.is_reduce_scattered else Way.LEVEL_ONE
     pairwise = collectives.uses_pairwise(engine.params[0].device)
     owned = layout.owned_by(collectives.group_rank)
     masters = [entry.tensor for entry in inner.owned if entry.param_view is not None]

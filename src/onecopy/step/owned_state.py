@@ -127,7 +127,7 @@ class OwnedStateOptimizer(Optimizer):
         Args:
             set_to_none: set gradients to None instead of zero.
         """
-        self.engine.clear_accumulated()
+        self.engine.gradients.on_zero()
         super().zero_grad(set_to_none)
 
     def refresh_master_weights(self) -> None:

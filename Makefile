@@ -9,7 +9,7 @@ STAMP := $(VENV)/.installed
 DEMO_STAMP := $(VENV)/.installed-demo
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 # Before a command that trains: torch's bf16 matmul dies on some processors if a variable is not set.
-SAFELY := $(BIN)/python src/onecopy/bench/bf16_probe.py
+SAFELY := $(BIN)/python tests/support/bf16_probe.py
 RANKS ?= 2
 ROUNDS ?= 20
 COUNT ?= 500
@@ -23,7 +23,7 @@ ONLY ?=
 OUT ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test accelerator test-all test-newest bench bench-setup bench-check bench-checkpoints bench-consolidation clients clusters soak flat elastic namespaces faults remote fuzz fuzz-manifests docs docs-check notebook lint types clean
+.PHONY: help setup demo test accelerator test-all test-newest bench bench-setup bench-check bench-checkpoints bench-consolidation clients clusters soak flat elastic namespaces faults remote fuzz fuzz-manifests golden size walk docs docs-check notebook lint types clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -44,7 +44,7 @@ $(DEMO_STAMP): pyproject.toml constraints.txt
 	@touch $(DEMO_STAMP)
 
 demo: $(DEMO_STAMP) ## train a small GPT with plain DDP and at every level, and compare memory and losses: RANKS=2
-	$(SAFELY) $(BIN)/onecopy train --compare --ranks $(RANKS)
+	OMP_NUM_THREADS=1 $(SAFELY) $(BIN)/torchrun --standalone --nproc-per-node $(RANKS) examples/compare_levels.py --plot compare.png
 
 test: setup ## run the test suite
 	$(BIN)/python -m pytest
@@ -71,6 +71,15 @@ fuzz-manifests: COUNT = 100000
 fuzz-manifests: setup ## COUNT random manifests, guided by coverage (installs atheris)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check atheris
 	$(SAFELY) $(BIN)/python benchmarks/fuzz_manifests.py $(COUNT) --seed $(SEED)
+
+golden: setup ## compare what training gives with tests/golden/recorded.json: ONLY= (a regular expression for programs)
+	$(SAFELY) $(BIN)/python -m tests.golden compare tests/golden/recorded.json --only '$(ONLY)'
+
+size: ## count files, lines and statements of the package, lines of the tests and words of the documentation
+	@$(PYTHON) benchmarks/size.py
+
+walk: setup ## count the files of the package that a step, a backward pass and a save enter, and how often they change folder
+	@OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 benchmarks/walk.py
 
 test-all: setup ## the test suite with every case of its tables on every number of ranks; those of the simulated accelerator are in make accelerator
 	ONECOPY_ALL_CASES=1 $(BIN)/python -m pytest --ignore tests/accelerator
@@ -99,14 +108,14 @@ clusters: $(CLUSTERS)/.installed ## Ray Train on several local Ray nodes, submit
 	$(CLUSTERS)/bin/python -m pytest tests/project/test_clusters.py
 
 bench: setup ## compare with every peer in one run (30 minutes and more): RANKS_LIST=2,4 LINK=loopback,4gbit VARIANTS= ROUNDS=20
-	$(BIN)/onecopy bench --ranks $(RANKS_LIST) --link $(LINK) --variants '$(VARIANTS)' --rounds $(ROUNDS) --out bench.jsonl
+	$(SAFELY) $(BIN)/python benchmarks/compare.py run --ranks $(RANKS_LIST) --link $(LINK) --variants '$(VARIANTS)' --rounds $(ROUNDS)
 
 bench-setup: setup ## install the peers that the benchmark can compare with
 	$(INSTALL) deepspeed fairscale
 
 bench-check: setup ## fail if a ratio to DDP is worse than the recorded one, beyond noise: RANKS=2 ROUNDS=20
-	$(BIN)/onecopy bench --ranks $(RANKS) --parts time --variants 'onecopy' --rounds $(ROUNDS) --out bench-check.jsonl
-	$(BIN)/onecopy bench check bench-check.jsonl benchmarks/recorded.json
+	$(SAFELY) $(BIN)/python benchmarks/compare.py run --ranks $(RANKS) --parts time --variants onecopy --rounds $(ROUNDS) --out bench-check.jsonl
+	$(SAFELY) $(BIN)/python benchmarks/compare.py check bench-check.jsonl
 
 soak: setup ## train with every hook at random speeds, COUNT iterations each, beside plain DDP
 	$(SAFELY) $(BIN)/python benchmarks/soak.py $(COUNT)
@@ -119,8 +128,8 @@ elastic: COUNT = 3
 elastic: setup ## COUNT rounds of examples/elastic.py with torchrun: kill ranks and a machine at random moments, change the number of ranks
 	$(SAFELY) $(BIN)/python benchmarks/restarts.py $(COUNT) --seed $(SEED)
 
-namespaces: setup ## train at every level on two network namespaces as machines, cut the link, kill one machine, write the table of docs/clusters.md (needs root or user namespaces; 20 minutes)
-	$(SAFELY) $(BIN)/python benchmarks/namespaces.py --write
+namespaces: setup ## train at every level on two network namespaces as machines, cut the link, kill one machine (needs root or user namespaces; 20 minutes)
+	$(SAFELY) $(BIN)/python benchmarks/namespaces.py
 
 fuzz: COUNT = 200
 fuzz: setup ## run COUNT random training programs, from SEED on, with plain DDP and with onecopy

@@ -35,16 +35,16 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
+from variants import Sizes
 
 from onecopy import ZeroRedundancyOptimizer, checkpoint
-from onecopy.bench.models import GPT
 
 with warnings.catch_warnings():
     # Importing torch's class compiles TorchScript, which warns that TorchScript is deprecated.
     warnings.simplefilter("ignore", DeprecationWarning)
     from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
 
-SIZES: dict[str, dict[str, int]] = {"25M": {}, "200M": {"width": 1024, "depth": 13}}
+SIZES = {"25M": Sizes(), "200M": Sizes(width=1024, depth=13)}
 
 
 class Timer:
@@ -65,8 +65,7 @@ class Timer:
 
 def model_with_gradients(size: str) -> nn.Module:
     """Return a model that is the same on all ranks, with a gradient for every parameter."""
-    torch.manual_seed(0)
-    model = GPT(**SIZES[size])
+    model = SIZES[size].make()
     for param in model.parameters():
         param.grad = param.detach() * 0.01
     return model

@@ -157,8 +157,11 @@ def work(mode: str, count: int, root: Path) -> None:
                 training.module[1].requires_grad_(number // FREEZE_EVERY % 2 == 0)
             if number == length // 3 and mode != "3":
                 add_group(training.module, training.optimizer)
-            if number % STATE_DICT_EVERY == 0 and dist.get_rank() == 0:
-                training.optimizer.state_dict()
+            if number % STATE_DICT_EVERY == 0:
+                if isinstance(training.optimizer, ZeroRedundancyOptimizer):
+                    training.optimizer.consolidate_state_dict()
+                if dist.get_rank() == 0:
+                    training.optimizer.state_dict()
             if number % SAVE_EVERY == 0:
                 save_and_load(mode, training, root, first + number)
             if number % (length // SAMPLES) == 0:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import re
 import signal
@@ -18,6 +19,25 @@ from onecopy import checkpoint
 
 ATTEMPT = re.compile(r"from step (\d+) on (\d+) ranks")
 """The line that rank 0 of a training prints when it has loaded the newest checkpoint."""
+
+
+@functools.cache
+def has_namespaces() -> bool:
+    """Return whether this machine allows us to create a network namespace."""
+    probe = ["unshare", "--net", "--map-root-user", "sh", "-c", "ip link set lo up"]
+    try:
+        return subprocess.run(probe, capture_output=True, check=False).returncode == 0
+    except FileNotFoundError:
+        return False
+
+
+def sent_bytes(interface: str) -> int:
+    """Return the number of bytes sent over an interface of this network namespace so far, headers included."""
+    for line in Path("/proc/net/dev").read_text().splitlines():
+        name, _, numbers = line.partition(":")
+        if name.strip() == interface:
+            return int(numbers.split()[8])
+    return 0
 
 
 class Local:

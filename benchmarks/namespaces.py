@@ -29,15 +29,14 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from machines import Namespaces, Run
+from machines import Namespaces, Run, has_namespaces, sent_bytes
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Optimizer
 from torch.utils.data import DataLoader, TensorDataset
 
-from onecopy import ShardedDataParallel, ZeroRedundancyOptimizer, checkpoint, fail_together, reduce_scatter_hook
-from onecopy.bench.launching import has_namespaces, sent_bytes
+from onecopy import ShardedDataParallel, ZeroRedundancyOptimizer, checkpoint, reduce_scatter_hook
 
 LEVELS = {
     "ddp": "plain DDP",
@@ -56,7 +55,7 @@ COUNTED_FROM = 5
 """The steps of an attempt before traffic is counted: DDP rebuilds its buckets in them."""
 
 TIMEOUT = 20.0
-SHORT, LONG = 8.0, 2 * TIMEOUT  # a rank counts as blocked after 5 seconds, which must not end a short cut
+SHORT, LONG = 8.0, 2 * TIMEOUT
 CUTS = 3
 """The number of short cuts in a run."""
 
@@ -65,9 +64,6 @@ NOTICED = TIMEOUT + 10.0
 
 LIMIT = 400.0
 """The seconds after which a run counts as hanging."""
-
-PAGE = Path(__file__).parents[1] / "docs/clusters.md"
-MARKS = "<!-- two machines: made by make namespaces -->", "<!-- end of two machines -->"
 
 
 # One rank
@@ -128,26 +124,25 @@ def train(level: str, root: Path, pause: float) -> None:
     begin, sent = sampler.position // BATCH, 0
     if is_first:
         print(f"from step {begin} on {world_size} ranks", flush=True)
-    with fail_together():
-        for (inputs,) in DataLoader(TensorDataset(data), batch_sampler=sampler):
-            optimizer.zero_grad()
-            losses = nn.functional.mse_loss(model(inputs), inputs.sin(), reduction="sum")
-            (losses * world_size / (BATCH * WIDTH)).backward()
-            optimizer.step()
-            sampler.advance()
-            time.sleep(pause)
-            step = sampler.position // BATCH
-            if step - begin == COUNTED_FROM:
-                dist.barrier()
-                sent = sent_bytes(Namespaces.link)
-            if step == STEPS:  # before the last save, which is not part of a step
-                dist.barrier()
-                if is_first:
-                    per_step = (sent_bytes(Namespaces.link) - sent) / (STEPS - begin - COUNTED_FROM)
-                    (root / "traffic").write_text(json.dumps(per_step))
-            if step % SAVE_EVERY == 0:
-                extra = checkpoint.capture(sampler=sampler)
-                checkpoint.save(root, step, model=model, optimizer=optimizer, extra=extra)
+    for (inputs,) in DataLoader(TensorDataset(data), batch_sampler=sampler):
+        optimizer.zero_grad()
+        losses = nn.functional.mse_loss(model(inputs), inputs.sin(), reduction="sum")
+        (losses * world_size / (BATCH * WIDTH)).backward()
+        optimizer.step()
+        sampler.advance()
+        time.sleep(pause)
+        step = sampler.position // BATCH
+        if step - begin == COUNTED_FROM:
+            dist.barrier()
+            sent = sent_bytes(Namespaces.link)
+        if step == STEPS:  # before the last save, which is not part of a step
+            dist.barrier()
+            if is_first:
+                per_step = (sent_bytes(Namespaces.link) - sent) / (STEPS - begin - COUNTED_FROM)
+                (root / "traffic").write_text(json.dumps(per_step))
+        if step % SAVE_EVERY == 0:
+            extra = checkpoint.capture(sampler=sampler)
+            checkpoint.save(root, step, model=model, optimizer=optimizer, extra=extra)
 
 
 # The disturbances
@@ -282,20 +277,11 @@ def drive(levels: list[str], names: list[str], folder: Path) -> tuple[str, bool]
     return "\n".join(f"| {' | '.join(row)} |" for row in rows), right
 
 
-def write(text: str) -> None:
-    """Replace the table on the docs page."""
-    page = PAGE.read_text()
-    before, rest = page.split(MARKS[0])
-    after = rest.split(MARKS[1])[1]
-    PAGE.write_text(f"{before}{MARKS[0]}\n\n{text}\n\n{MARKS[1]}{after}")
-
-
 def main() -> int:
     """Return 1 if a run was not right."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--levels", default=",".join(LEVELS), help="levels, separated by commas")
     parser.add_argument("--runs", default=",".join(DISTURBANCES), help="further runs beside 'undisturbed'")
-    parser.add_argument("--write", action="store_true", help=f"write the table to {PAGE.name}")
     parser.add_argument("--work", choices=LEVELS, help="train one rank: for torchrun")
     parser.add_argument("--inside", action="store_true", help="this process is in a new network namespace")
     parser.add_argument("--root", type=Path)
@@ -313,8 +299,6 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         text, is_right = drive(arguments.levels.split(","), names, Path(folder))
     print(text)
-    if arguments.write:
-        write(text)
     return int(not is_right)
 
 

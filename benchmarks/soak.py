@@ -48,7 +48,6 @@ from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 import onecopy
-from onecopy.bench.bf16_probe import ending
 
 TOLERANCE = 1e-4
 BLOCK = 10
@@ -335,7 +334,7 @@ def collect(pipes: dict[Any, int], processes: list[Any], limit: float) -> tuple[
                 answer = pipe.recv()
             except (EOFError, ConnectionError):
                 processes[rank].join(timeout=5.0)
-                answer = f"the process {ending(processes[rank].exitcode)}"
+                answer = f"the process has ended with the exit code {processes[rank].exitcode}"
             if isinstance(answer, Outcome):
                 outcomes.append(answer)
             else:

@@ -1,4 +1,4 @@
-"""Accelerate: ``save_state`` and ``load_state``, with and without consolidation before."""
+"""Accelerate: ``save_state`` and ``load_state``, with a hook that consolidates or a call before."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 
 def main() -> None:
-    run = Run("save_state", "consolidate")
+    run = Run("hook", "consolidate")
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     set_seed(3)
     net = make_model()
@@ -21,6 +21,9 @@ def main() -> None:
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
     loader: Any = DataLoader(make_samples(), batch_size=BATCH)
     model, optimizer, loader, scheduler = accelerator.prepare(net, optimizer, loader, scheduler)
+    is_sharded = hasattr(optimizer.optimizer, "consolidate_state_dict")
+    if run.variant == "hook" and is_sharded:
+        accelerator.register_save_state_pre_hook(lambda *_: optimizer.optimizer.consolidate_state_dict())
     folder, first = run.checkpoints / "state", 0
     if run.is_resumed:
         accelerator.load_state(str(folder))
@@ -33,7 +36,7 @@ def main() -> None:
                 optimizer.step()
                 scheduler.step()
                 optimizer.zero_grad()
-        if run.variant == "consolidate" and hasattr(optimizer.optimizer, "consolidate_state_dict"):
+        if run.variant == "consolidate" and is_sharded:
             optimizer.optimizer.consolidate_state_dict()
         accelerator.save_state(str(folder))
         if run.is_first_half:

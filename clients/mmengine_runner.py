@@ -20,6 +20,7 @@ from mmengine.runner import Runner
 from torch import Tensor, nn
 
 import onecopy
+from onecopy.integrations.mmengine import ConsolidatedCheckpoints
 
 
 class Model(BaseModel):
@@ -68,6 +69,12 @@ def optimizer_of(run: Run) -> dict[str, Any]:
     return {"type": name, "optimizer_type": "AdamW", "lr": 1e-2}
 
 
+def hooks_of(run: Run) -> list[Hook]:
+    if run.variant == "hook":
+        return [Consolidate()]
+    return [ConsolidatedCheckpoints()] if run.optimizer == "onecopy" else []
+
+
 def main() -> None:
     run = Run("class", "hook", "name")
     # mmengine reads its checkpoints with torch.load, whose default refuses the objects that mmengine saves in them.
@@ -87,7 +94,7 @@ def main() -> None:
         optim_wrapper={"type": "OptimWrapper", "optimizer": optimizer_of(run), "clip_grad": {"max_norm": 0.5}},
         param_scheduler={"type": "StepLR", "step_size": 1, "gamma": 0.5},
         default_hooks={"checkpoint": {"type": "CheckpointHook", "interval": 1}},
-        custom_hooks=[Die(run)] * run.is_first_half + [Consolidate()] * (run.variant == "hook"),
+        custom_hooks=[Die(run)] * run.is_first_half + hooks_of(run),
         randomness={"seed": 0},
         resume=run.is_resumed,
         log_level="ERROR",

@@ -1,4 +1,4 @@
-"""A script as nanoGPT is one: rank 0 alone calls ``optimizer.state_dict()`` and ``torch.save``."""
+"""A script as nanoGPT is one, with a line that consolidates: rank 0 alone calls ``state_dict()`` and ``torch.save``."""
 
 from __future__ import annotations
 
@@ -28,6 +28,8 @@ def main() -> None:
     ddp = DistributedDataParallel(model)
     for epoch in range(first, EPOCHS):
         train_epoch(ddp, optimizer, epoch)
+        if hasattr(optimizer, "consolidate_state_dict"):
+            optimizer.consolidate_state_dict()
         if master_process:
             checkpoint = {"model": ddp.module.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch + 1}
             torch.save(checkpoint, file)

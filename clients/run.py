@@ -35,7 +35,7 @@ class Client:
 
 
 CLIENTS = [
-    Client("script as nanoGPT: rank 0 alone saves", "nanogpt.py"),
+    Client("script as nanoGPT, consolidated", "nanogpt.py"),
     Client("script that consolidates", "script.py", "adamw"),
     Client("script, bitsandbytes AdamW8bit", "script.py", "bitsandbytes"),
     Client("script, torchao AdamW8bit", "script.py", "torchao"),
@@ -43,15 +43,15 @@ CLIENTS = [
     Client("Lightning Trainer, our strategy", "lightning_trainer.py", "strategy", ("onecopy",)),
     Client("Lightning Trainer, our strategy, sharded gradients", "lightning_trainer.py", "sharded", ("onecopy",)),
     Client("Lightning Fabric", "fabric.py"),
-    Client("Accelerate", "accelerate_script.py", "save_state"),
+    Client("Accelerate, a hook that consolidates", "accelerate_script.py", "hook"),
     Client("Accelerate, consolidated before save_state", "accelerate_script.py", "consolidate"),
     Client("Trainer, optimizers=", "transformers_trainer.py", "full"),
     Client("Trainer, optimizer_cls_and_kwargs=", "transformers_trainer.py", "full-class"),
     Client("Trainer, LoRA, optimizers=", "transformers_trainer.py", "lora"),
     Client("Trainer, LoRA, optimizer_cls_and_kwargs=", "transformers_trainer.py", "lora-class"),
-    Client("Trainer, our callback", "transformers_trainer.py", "callback", ("onecopy",)),
+    Client("Trainer, our callback that gathers nothing", "transformers_trainer.py", "callback", ("onecopy",)),
     Client("Ignite", "ignite_trainer.py"),
-    Client("mmengine Runner, type= a class", "mmengine_runner.py", "class"),
+    Client("mmengine Runner, our hook", "mmengine_runner.py", "class"),
     Client("mmengine Runner, a hook that consolidates", "mmengine_runner.py", "hook"),
     Client("mmengine Runner, type= a registered name", "mmengine_runner.py", "name"),
 ]

@@ -68,6 +68,10 @@ def main() -> None:
         from onecopy.integrations.transformers import ShardedCheckpoints
 
         trainer.add_callback(ShardedCheckpoints())
+    elif run.optimizer == "onecopy":
+        from onecopy.integrations.transformers import ConsolidatedCheckpoints
+
+        trainer.add_callback(ConsolidatedCheckpoints())
     if run.is_first_half:
         trainer.add_callback(Die(run))
     trainer.train(resume_from_checkpoint=run.is_resumed or None)

@@ -30,6 +30,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from gpt import GPT, Sizes
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.device_mesh import init_device_mesh
@@ -44,7 +45,6 @@ from torch.utils._pytree import tree_leaves
 
 import onecopy
 from onecopy import MixedPrecision, ShardedDataParallel, ZeroRedundancyOptimizer, checkpoint
-from onecopy.bench.models import GPT, Sizes
 
 STEPS, HALFWAY = 6, 3
 ADAMW: dict[str, Any] = {"lr": 5e-3, "weight_decay": 0.1, "foreach": True, "eps": 1e-4}

@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 from torch.utils.data import DataLoader, TensorDataset
 
-from onecopy import ZeroRedundancyOptimizer, checkpoint, fail_together
+from onecopy import ZeroRedundancyOptimizer, checkpoint
 
 SAMPLES, BATCH = 100, 12  # samples of the data set, and of a batch of all ranks together
 
@@ -61,22 +61,21 @@ def train(root: Path, epochs: int = 3, save_every: int = 5, pause: float = 0.0) 
     if rank == 0:
         print(f"from step {first_step} on {world_size} ranks", flush=True)
 
-    with fail_together():  # a failure of one rank ends all of them at once
-        for _ in range(sampler.epoch, epochs):
-            for numbers, inputs, targets in DataLoader(dataset, batch_sampler=sampler):
-                optimizer.zero_grad()
-                losses = nn.functional.mse_loss(model(inputs), targets, reduction="sum")
-                (losses * world_size / BATCH).backward()  # DDP divides by world_size: the mean over the batch
-                optimizer.step()
-                sampler.advance()
-                used = torch.bincount(numbers, minlength=SAMPLES).float()
-                dist.all_reduce(used)
-                counts += used
-                step = sampler.position // BATCH
-                if step % save_every == 0:
-                    extra = {**checkpoint.capture(sampler=sampler), "counts": counts}
-                    checkpoint.save(root, step, model=model, optimizer=optimizer, extra=extra, keep=2)
-                time.sleep(pause)
+    for _ in range(sampler.epoch, epochs):
+        for numbers, inputs, targets in DataLoader(dataset, batch_sampler=sampler):
+            optimizer.zero_grad()
+            losses = nn.functional.mse_loss(model(inputs), targets, reduction="sum")
+            (losses * world_size / BATCH).backward()  # DDP divides by world_size: the mean over the batch
+            optimizer.step()
+            sampler.advance()
+            used = torch.bincount(numbers, minlength=SAMPLES).float()
+            dist.all_reduce(used)
+            counts += used
+            step = sampler.position // BATCH
+            if step % save_every == 0:
+                extra = {**checkpoint.capture(sampler=sampler), "counts": counts}
+                checkpoint.save(root, step, model=model, optimizer=optimizer, extra=extra, keep=2)
+            time.sleep(pause)
     if rank == 0:
         print(f"to step {sampler.position // BATCH}: samples were used {counts.min():.0f} to {counts.max():.0f} times")
     return first_step

@@ -22,7 +22,7 @@ def train(device: torch.device, steps: int = 30) -> list[float]:
     model = DistributedDataParallel(module)
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3)
     losses = []
-    with Join([model, optimizer]):
+    with Join([model, optimizer], model=model):
         for step in range(steps + 5 * dist.get_rank()):
             optimizer.zero_grad()
             loss = loss_of(model, step, device)

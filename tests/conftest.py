@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import settings
 
-from onecopy.bench import bf16_probe
+from tests.support import bf16_probe
 from tests.support.covering import covering
 from tests.support.harness import EVERYTHING, pools
 

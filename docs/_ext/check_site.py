@@ -24,7 +24,6 @@ SEARCHED = (
     "_DDPBucketAssignment",
     "RanksDisagreeError",
     "ResumableSampler",
-    "fail_together",
     "nonfinite",
 )
 """Names that a reader searches for: public ones, arguments, and private ones of torch's class."""

@@ -27,7 +27,6 @@ PUBLIC = {
     "Sharded data parallel": ["ShardedDataParallel", "MixedPrecision"],
     "Gradient norm": ["grad_norm", "clip_grad_norm_"],
     "Layouts": ["Layout", "ParamSpec", "Shard"],
-    "Failures": ["fail_together"],
     "Errors and warnings": [
         "OnecopyError",
         "RanksDisagreeError",

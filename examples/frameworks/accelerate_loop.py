@@ -14,6 +14,7 @@ layer = nn.Linear(16, 1)
 optimizer = ZeroRedundancyOptimizer(layer.parameters(), torch.optim.AdamW, lr=1e-2)
 loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(64, 16)), batch_size=8, shuffle=True)
 model, optimizer, loader = accelerator.prepare(layer, optimizer, loader)
+accelerator.register_save_state_pre_hook(lambda *_: optimizer.optimizer.consolidate_state_dict())
 folder = Path(sys.argv[1]) / "state"
 if folder.is_dir():
     accelerator.load_state(str(folder))
@@ -22,6 +23,5 @@ for (inputs,) in loader:
     accelerator.backward((model(inputs) - inputs.sum(1, keepdim=True)).square().mean())
     optimizer.step()
 accelerator.save_state(str(folder))
-accelerator.wait_for_everyone()  # the other ranks must not end before rank 0 has gathered their state
 accelerator.print("saved")
 accelerator.end_training()

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from onecopy import ZeroRedundancyOptimizer
+from onecopy.integrations.mmengine import ConsolidatedCheckpoints
 
 
 class Model(BaseModel):
@@ -38,6 +39,7 @@ runner = Runner(
     train_dataloader=DataLoader(samples, batch_size=8, sampler=DistributedSampler(samples)),
     train_cfg={"by_epoch": True, "max_epochs": 2 if resumes else 1},
     optim_wrapper={"type": "OptimWrapper", "optimizer": optimizer},
+    custom_hooks=[ConsolidatedCheckpoints()],
     resume=resumes,
 )
 runner.train()

@@ -8,6 +8,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
 from onecopy import ZeroRedundancyOptimizer
+from onecopy.integrations.transformers import ConsolidatedCheckpoints
 
 resumes = any(Path(sys.argv[1]).glob("checkpoint-*"))
 arguments = TrainingArguments(  # first: the optimizer needs the process group that this makes
@@ -24,5 +25,11 @@ model = get_peft_model(base, LoraConfig(r=4, target_modules=["c_attn"], fan_in_f
 trainable = [param for param in model.parameters() if param.requires_grad]
 optimizer = ZeroRedundancyOptimizer(trainable, torch.optim.AdamW, lr=1e-3)
 samples = [{"input_ids": row, "labels": row} for row in torch.randint(64, (32, 12))]
-trainer = Trainer(model=model, args=arguments, train_dataset=samples, optimizers=(optimizer, None))
+trainer = Trainer(
+    model=model,
+    args=arguments,
+    train_dataset=samples,
+    optimizers=(optimizer, None),
+    callbacks=[ConsolidatedCheckpoints()],
+)
 trainer.train(resume_from_checkpoint=resumes or None)

@@ -26,8 +26,8 @@ for step in range(first, first + 10):
     optimizer.zero_grad()
     (model(inputs) - inputs.sum(1, keepdim=True)).square().mean().backward()
     optimizer.step()
+optimizer.consolidate_state_dict()  # on all ranks, before state_dict()
 if dist.get_rank() == 0:
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": first + 10}, file)
     print(f"steps {first} to {first + 10}")
-dist.barrier()  # the other ranks must not end before rank 0 has gathered their state
 dist.destroy_process_group()

@@ -1,6 +1,5 @@
 """onecopy shards the optimizer state, so that the data-parallel ranks hold one copy of it together."""
 
-from onecopy.comm.loop_watch import fail_together
 from onecopy.data_parallel import MixedPrecision, ShardedDataParallel
 from onecopy.ddp_hooks import (
     ReduceScatter,
@@ -41,7 +40,6 @@ __all__ = [
     "ShardedDataParallel",
     "ZeroRedundancyOptimizer",
     "clip_grad_norm_",
-    "fail_together",
     "grad_norm",
     "hook_with_zero_step",
     "hook_with_zero_step_interleaved",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any, overload
 
@@ -14,17 +15,16 @@ from onecopy.comm.agreement import FailTogether, FirstFailure
 from onecopy.comm.collectives import Collectives
 from onecopy.common.flat_views import flat_views
 from onecopy.common.nested_tensors import copy_tree
-from onecopy.common.torch_private import has_state_dict_hooks, in_join_context, not_compiled, register_as_torch_zero
+from onecopy.common.torch_private import in_join_context, not_compiled, register_as_torch_zero
 from onecopy.ddp_hooks.overlap import OverlappedStep, check_step_arguments
 from onecopy.layout import ShardBy, extend
-from onecopy.state_dict.gather import Consolidated, consolidated
+from onecopy.state_dict.gather import Consolidated, StateElsewhere, consolidated
 from onecopy.state_dict.load import load
-from onecopy.state_dict.serving import StateDictServer
 from onecopy.step.debug_log import log_layout
 from onecopy.step.engine import Engine, StepSchedule, change_and_share
 from onecopy.step.guarded_step import StepGuards
 from onecopy.step.inner_optimizer import InnerOptimizer
-from onecopy.step.join import ZeROJoinHook, active_step, joined_step
+from onecopy.step.join import JOIN_REFUSAL, ZeROJoinHook, active_step, joined_step
 from onecopy.step.master_weights import STATE_DICT_KEY, MasterWeightPolicy
 from onecopy.step.norms import clip, total_norm
 from onecopy.step.optimizer_classes import check_class, is_elementwise
@@ -45,7 +45,7 @@ class ZeroRedundancyOptimizer(OwnedStateOptimizer, Joinable):
     All ranks of the process group make these calls together, with the same arguments: constructing, ``step()``,
     ``grad_norm()``, ``clip_grad_norm_()``, ``add_param_group()``, ``load_state_dict()``, ``consolidate_state_dict()``,
     and ``train()`` and ``eval()`` if ``optimizer_class`` has them. If a call fails on one rank, it raises on all ranks.
-    On the CPU one rank may call ``state_dict()`` alone. Elsewhere it needs ``consolidate_state_dict()`` first.
+    One rank calls ``state_dict()`` alone, after ``consolidate_state_dict()`` on all ranks.
 
     Example::
 
@@ -67,8 +67,6 @@ class ZeroRedundancyOptimizer(OwnedStateOptimizer, Joinable):
             Parameters of an unknown class are not cut unless this is True.
         master_weights: update fp32 copies of bf16 and fp16 parameters. Only the owner has a copy.
         offload: ``"cpu"`` stores the state of parameters on other devices in CPU memory, and updates them there.
-        serve_state_dict: let :meth:`state_dict` gather the state from the other ranks, whose background threads answer
-            (parameters on the CPU only).
         nonfinite: if a gradient has an infinity or a NaN, ``step()`` raises on all ranks (``"raise"``) or does nothing
             on any (``"skip"``). By default it updates.
         check_replicas_every: compare the parameters of all ranks bit by bit before every so many steps.
@@ -98,7 +96,6 @@ class ZeroRedundancyOptimizer(OwnedStateOptimizer, Joinable):
         elementwise: bool | None = None,
         master_weights: bool = False,
         offload: str | None = None,
-        serve_state_dict: bool = True,
         nonfinite: str | None = None,
         check_replicas_every: int | None = None,
         **defaults: Any,
@@ -135,7 +132,6 @@ class ZeroRedundancyOptimizer(OwnedStateOptimizer, Joinable):
                 overlap_with_ddp=overlap_with_ddp,
                 master_weights=master_weights,
                 offload=offload,
-                serve_state_dict=serve_state_dict,
                 guards=guards,
             )
         # Until here no parameter was changed.
@@ -144,7 +140,6 @@ class ZeroRedundancyOptimizer(OwnedStateOptimizer, Joinable):
         storage_class = storage_class_for(parameters_as_bucket_view, overlap_with_ddp)
         with FailTogether(collectives, "constructing the optimizer"):
             self.engine = Engine(collectives, tensors, layout, inner, storage_class)
-        self._server = StateDictServer(self.engine, serve_state_dict)
         self._set_attributes(self.engine, guards)
 
     def _set_attributes(self, engine: Engine, guards: StepGuards) -> None:
@@ -155,6 +150,7 @@ class ZeroRedundancyOptimizer(OwnedStateOptimizer, Joinable):
         # With this set, a GradScaler passes its scale to step(), which then refuses it instead of training wrongly.
         self._step_supports_amp_scaling = self.overlap_with_ddp
         self._consolidated: Consolidated | None = None
+        self._join_hook: weakref.ref[ZeROJoinHook] | None = None  # of the last join context
         self._all_params: list[Tensor] = engine.params
         self.defaults = engine.inner.optim.defaults
         self._shown_state = OwnedState(lambda: engine.inner)
@@ -193,7 +189,9 @@ class ZeroRedundancyOptimizer(OwnedStateOptimizer, Joinable):
             check_step_arguments(self.__dict__, closure, kwargs)
         in_join = in_join_context(self)
         if in_join:
-            self.wait()
+            hook = None if self._join_hook is None else self._join_hook()
+            if hook is not None:
+                hook.check_step()
             with self.engine.collectives.explained_errors("step() in a join context"):
                 Join.notify_join_context(self)
         self.engine.check_replicas(self.wait)
@@ -202,10 +200,7 @@ class ZeroRedundancyOptimizer(OwnedStateOptimizer, Joinable):
             if self.overlap.finish_step(self.param_groups):
                 return None
         step_schedule = active_step if in_join else self.step_schedule
-        try:
-            loss: float | None = step_schedule(self.engine, self.param_groups, closure, kwargs)
-        finally:
-            self.engine.inner.clock.end()
+        loss: float | None = step_schedule(self.engine, self.param_groups, closure, kwargs)
         return loss
 
     def wait(self) -> None:
@@ -257,7 +252,6 @@ class ZeroRedundancyOptimizer(OwnedStateOptimizer, Joinable):
             raise RuntimeError("a group cannot be added to an optimizer that ShardedDataParallel has taken over")
         engine, known = self.engine, len(self.param_groups)
         old_params, old_layout = list(engine.params), engine.layout
-        engine.inner.clock.begin()
         try:
             with FailTogether(engine.collectives, "add_param_group()") as together:
                 group = normalise_group(param_group, known)
@@ -277,8 +271,6 @@ class ZeroRedundancyOptimizer(OwnedStateOptimizer, Joinable):
             if engine.layout is not old_layout:
                 engine.set_layout(old_params, old_layout)
             raise
-        finally:
-            engine.inner.clock.end()
         engine.inner.pull_options(self.param_groups)
         engine.inner.has_state = engine.inner.has_state or together.any_flag
         self._consolidated = None
@@ -303,27 +295,33 @@ class ZeroRedundancyOptimizer(OwnedStateOptimizer, Joinable):
     def state_dict(self) -> dict[str, Any]:
         """Return the state of all ranks, in the format of the plain optimizer's state dict.
 
-        One rank may call this alone, or several, or all: the background threads of the other ranks answer, and need
-        no call there. After :meth:`consolidate_state_dict` this call does not communicate. Before the first step the
-        state is empty. On other ranks than group rank 0, ``state`` is a mapping that is gathered when it is first
-        read, copied or pickled, which must happen before the next step or load. Master weights are in an entry
-        ``master_weights``, by position of the parameter.
+        This call does not communicate: :meth:`consolidate_state_dict` has gathered the state on this rank. On the other
+        ranks ``state`` raises when it is read. Before the first step the state is empty, on every rank. Master weights
+        are in an entry ``master_weights``, by position of the parameter.
 
         Raises:
-            RuntimeError: if the state was not consolidated since it last changed, and is not served: on an accelerator,
-                or with ``serve_state_dict=False``. If it was, ``state`` raises on the others when it is first read.
-            RanksDisagreeError: if another rank has made another number of steps.
-            PeerFailedError: if another rank cannot answer; for example it has deleted this optimizer.
+            RuntimeError: if the state was not gathered since the last step, load or edit of the state.
         """
-        inner, gathered = self.engine.inner, self._consolidated or Consolidated({}, {}, -1)
-        is_current = gathered.version == inner.version
-        if not (is_current and gathered.is_here) and (inner.has_state or inner.uses_master_weights):
-            self.wait()
-            if self.rank != 0 and not has_state_dict_hooks(self):
-                return self._server.pending(self._plain_form({}), self.param_groups, may_be_refused=is_current)
-            gathered = self._server.gather()
+        inner, gathered = self.engine.inner, self._consolidated
+        if not (inner.has_state or inner.uses_master_weights):
+            return self._plain_form({})
+        if gathered is None or gathered.version != inner.version:
+            raise RuntimeError(
+                self._not_gathered("was not gathered" if gathered is None else "has changed since it was gathered")
+            )
+        if not gathered.is_here:
+            return self._plain_form({}) | {"state": StateElsewhere(self._not_gathered("was gathered on another rank"))}
         masters = {STATE_DICT_KEY: copy_tree(gathered.masters)} if gathered.masters else {}
         return self._plain_form(gathered.by_param) | masters
+
+    def _not_gathered(self, reason: str) -> str:
+        """The text of the error of ``state_dict()``: the line to write, and where."""
+        return (
+            f"rank {self.rank}: the optimizer state of all ranks {reason}. Add this line, which gathers it on rank 0 "
+            "(on another one with to=): `optimizer.consolidate_state_dict()  # on all ranks, before state_dict()`. Or "
+            "save with onecopy.checkpoint.save, which gathers nothing (with torch.distributed.checkpoint: "
+            "onecopy.checkpoint.get_optimizer_state_dict)"
+        )
 
     def _plain_form(self, by_param: dict[Any, Any]) -> dict[str, Any]:
         """Return torch's state dict of some state, with parameters by position."""
@@ -360,21 +358,23 @@ class ZeroRedundancyOptimizer(OwnedStateOptimizer, Joinable):
         load(self.engine, self, state_dict, self.splittable)
         self._consolidated = None
 
-    def join_hook(self, **kwargs: Any) -> JoinHook:  # noqa: ARG002 - torch passes arguments of other joinables
+    def join_hook(self, **kwargs: Any) -> JoinHook:
         """Return the hook with which a rank that has run out of inputs goes on updating its shards.
 
         Args:
-            **kwargs: not used; arguments of other joinables.
+            **kwargs: ``model``, the DDP model, so that no step follows its passes under ``no_sync()``; arguments of
+                other joinables are not used.
         """
+        if self.overlap_with_ddp or self.wait_for_transfers is not None:
+            raise RuntimeError(JOIN_REFUSAL)
 
         def step_without_inputs() -> None:
-            self.wait()
             self.engine.check_replicas(self.wait)
-            if self.overlap is None or not self.overlap.finish_step(self.param_groups):
-                with self.engine.inner.clock.change():
-                    joined_step(self.engine, self.param_groups)
+            joined_step(self.engine, self.param_groups)
 
-        return ZeROJoinHook(step_without_inputs, self.engine, lambda: self.param_groups)
+        hook = ZeROJoinHook(step_without_inputs, self.engine, lambda: self.param_groups, kwargs.get("model"))
+        self._join_hook = weakref.ref(hook)
+        return hook
 
     @property
     def join_device(self) -> torch.device:

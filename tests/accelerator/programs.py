@@ -124,7 +124,7 @@ def with_evaluation(training: Training, step: int) -> None:
 
 def uneven(training: Training) -> None:
     """Later ranks have more inputs."""
-    with Join([training.model, *training.optimizers]):
+    with Join([training.model, *training.optimizers], model=training.model):
         for step in range(3 + dist.get_rank()):
             one_pass(training, step)
 

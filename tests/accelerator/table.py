@@ -9,11 +9,11 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from onecopy.bench import bf16_probe
 from onecopy.planning.table import write
 from tests.accelerator import counting
 from tests.accelerator.counting import Counts
 from tests.accelerator.harness import run, sim_pools
+from tests.support import bf16_probe
 
 BLOCKS = 12
 WORLD_SIZES = (2, 3)

@@ -141,9 +141,8 @@ def test_a_static_graph_equals_plain_ddp(world_size: int, hook: str) -> None:
     assert_trained_alike(hook, {"static_graph": True}, {}, 1, "far", 0.0)
 
 
-@HOOKS
 @simulated(2, 3)
-def test_uneven_inputs_equal_plain_ddp(world_size: int, hook: str) -> None:
+def test_uneven_inputs_equal_plain_ddp(world_size: int) -> None:
     plain = make("cpu", dist.new_group(backend="gloo"))
     reference = torch.optim.AdamW(plain.parameters(), lr=0.01)
     steps = 4 + dist.get_rank()
@@ -152,8 +151,8 @@ def test_uneven_inputs_equal_plain_ddp(world_size: int, hook: str) -> None:
             iterate(plain, reference, step)
     with device.simulate(seed=1, host_ahead="far") as run:
         ddp = make("sim")
-        zero = register(ddp, hook)
-        with Join([ddp, zero]):
+        zero = register(ddp, "reduce-scatter")
+        with Join([ddp, zero], model=ddp):
             for step in range(steps):
                 iterate(ddp, zero, step)
         actual = [param.detach().cpu() for param in ddp.parameters()]

@@ -220,19 +220,6 @@ def test_the_norm_is_read_only_where_the_caller_asks_for_an_error(world_size: in
             zero.clip_grad_norm_(1.0, error_if_nonfinite=True)
 
 
-@pytest.mark.parametrize("backend", ["simccl", "cpu:gloo,sim:simccl"])
-@simulated(2)
-def test_reduced_gradients_on_a_device_are_not_sampled(world_size: int, backend: str) -> None:
-    with device.simulate(seed=1) as run:
-        model = DistributedDataParallel(model_on("sim", torch.float32))
-        zero = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
-        model.register_comm_hook(zero, reduce_scatter_hook)
-        with run.step() as counts:
-            model(torch.randn(4, 24).to("sim")).square().mean().backward()
-            zero.step()
-    assert not [each for each in counts.synchronizations if "gradient_scale_check" in each.site], counts.summary()
-
-
 # Writing into parameters
 
 

@@ -1,4 +1,4 @@
-"""On an accelerator ``state_dict()`` asks no other rank: the host is ahead of the state in memory."""
+"""``state_dict()`` on an accelerator, where the host is ahead of the state in memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_state_dict_without_consolidation_is_refused_by_name(world_size: int, ba
         for step in range(3):
             one_pass(training, step)
         zero = training.optimizers[0]
-        with pytest.raises(RuntimeError, match=r"on an accelerator.* consolidate_state_dict.* onecopy.checkpoint.save"):
+        with pytest.raises(RuntimeError, match=r"consolidate_state_dict.* onecopy.checkpoint.save"):
             zero.state_dict()
         zero.consolidate_state_dict(to=1)
         if dist.get_rank() == 1:

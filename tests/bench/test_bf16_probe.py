@@ -10,10 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from onecopy.bench import bf16_probe
-from onecopy.cli.main import app
+from tests.support import bf16_probe
 from tests.support.paths import ROOT
 
 MAKEFILE = ROOT / "Makefile"
@@ -50,7 +48,7 @@ def run_with_a_probe_that_dies(cpuinfo: Path, code: str) -> subprocess.Completed
     """Run code in a process of its own, after the probe was replaced by one that dies without the setting."""
     replace = f"bf16_probe.PROBE, bf16_probe.CPUINFO = {DIES_WITHOUT!r}, pathlib.Path({str(cpuinfo)!r})"
     return subprocess.run(
-        [sys.executable, "-c", f"import pathlib\nfrom onecopy.bench import bf16_probe\n{replace}\n{code}"],
+        [sys.executable, "-c", f"import pathlib\nfrom tests.support import bf16_probe\n{replace}\n{code}"],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -59,61 +57,40 @@ def run_with_a_probe_that_dies(cpuinfo: Path, code: str) -> subprocess.Completed
     )
 
 
-def test_a_probe_that_dies_of_a_signal_sets_the_variable(cpuinfo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bf16_probe, "PROBE", DIES_WITHOUT)
-    assert bf16_probe.protect() == f"torch's bf16 matmul dies with SIGILL on this processor: {SETTING} is set"
-    assert setting() == "AVX512_CORE_BF16"
+SET = f"torch's bf16 matmul dies with SIGILL on this processor: {SETTING} is set"
+CASES = {
+    "it dies": (DIES_WITHOUT, SUSPECT, None, SET),
+    "it dies with the variable, too": (
+        DIES,
+        SUSPECT,
+        None,
+        f"{SET}, but with it, too, the process was killed by SIGILL",
+    ),
+    "it works": (WORKS, SUSPECT, None, ""),
+    "an ordinary error": (RAISES, SUSPECT, None, "could not be tried on this processor, so ONEDNN_MAX_CPU_ISA is not"),
+    "the user has set the variable": (DIES, SUSPECT, "AVX2", ""),
+    "the user has set it to nothing": (DIES, SUSPECT, "", ""),
+    "a processor without AMX in the list": (DIES_WITHOUT, "flags : avx512_bf16 avx512_fp16\n", None, SET),
+    "another processor": (DIES, "model name : amx\nflags : avx2 avx512_bf16\n", None, ""),
+    "an ARM processor": (DIES, "Features : asimd bf16\n", None, ""),
+    "no list": (DIES_WITHOUT, None, None, SET),
+}
+"""The command of the probe, the processor, the variable before, and what is told."""
 
 
-def test_a_probe_that_dies_with_the_variable_too_is_said(cpuinfo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bf16_probe, "PROBE", DIES)
-    told = bf16_probe.protect()
-    assert told.endswith(f"{SETTING} is set, but with it, too, the process was killed by SIGILL")
-    assert setting() == "AVX512_CORE_BF16"
-
-
-def test_a_probe_that_works_sets_nothing(cpuinfo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bf16_probe, "PROBE", WORKS)
-    assert bf16_probe.protect() == ""
-    assert setting() is None
-
-
-def test_an_ordinary_error_of_the_probe_is_said_and_sets_nothing(
-    cpuinfo: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(bf16_probe, "PROBE", RAISES)
-    told = bf16_probe.protect()
-    assert "could not be tried" in told
-    assert told.endswith("the process exited with code 1: ImportError: no torch")
-    assert setting() is None
-
-
-@pytest.mark.parametrize("value", ["AVX2", ""])
-def test_a_variable_that_the_user_has_set_is_left(cpuinfo: Path, monkeypatch: pytest.MonkeyPatch, value: str) -> None:
-    monkeypatch.setattr(bf16_probe, "PROBE", DIES)
-    monkeypatch.setenv(bf16_probe.VARIABLE, value)
-    assert bf16_probe.protect() == ""
-    assert setting() == value
-
-
-@pytest.mark.parametrize(
-    ("text", "is_probed"),
-    [
-        (SUSPECT, True),
-        ("flags : avx512_bf16 avx512_fp16\n", True),
-        ("model name : amx\nflags : avx2 avx512_bf16\n", False),
-        ("Features : asimd bf16\n", False),
-        (None, True),
-    ],
-)
-def test_only_a_processor_for_which_the_variable_can_matter_is_probed(
-    cpuinfo: Path, monkeypatch: pytest.MonkeyPatch, text: str | None, is_probed: bool
-) -> None:
-    monkeypatch.setattr(bf16_probe, "PROBE", DIES)
+@pytest.mark.parametrize("case", CASES)
+def test_the_variable_is_set_where_the_matmul_dies(cpuinfo: Path, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+    probe, flags, before, told = CASES[case]
+    monkeypatch.setattr(bf16_probe, "PROBE", probe)
     cpuinfo.unlink()
-    if text is not None:
-        cpuinfo.write_text(text)
-    assert bool(bf16_probe.protect()) == is_probed
+    if flags is not None:
+        cpuinfo.write_text(flags)
+    if before is not None:
+        monkeypatch.setenv(bf16_probe.VARIABLE, before)
+    found = bf16_probe.protect()
+    assert told in found
+    assert bool(told) == bool(found)
+    assert setting() == ("AVX512_CORE_BF16" if SET in told else before)
 
 
 def test_the_real_probe_says_nothing_or_helps_on_this_machine(cpuinfo: Path) -> None:
@@ -177,27 +154,9 @@ def test_the_script_runs_a_command_and_passes_its_exit_code_on() -> None:
 def test_all_scripts_that_the_makefile_starts_are_started_safely() -> None:
     text = MAKEFILE.read_text()
     assert (MAKEFILE.parent / re.findall(r"^SAFELY := \S+ (\S+)$", text, re.MULTILINE)[0]).samefile(bf16_probe.__file__)
-    started = [
-        line
-        for line in text.splitlines()
-        if re.search(r"^\t.*(torchrun|onecopy train|(benchmarks|examples)/\w+\.py)", line)
-    ]
+    started = [line for line in text.splitlines() if re.search(r"^\t.*(torchrun|(benchmarks|examples)/\w+\.py)", line)]
     assert len(started) >= 7
-    assert all(re.search(r"\$\(SAFELY\) \$\(BIN\)/(torchrun|python|onecopy) ", line) for line in started)
-
-
-def test_the_setting_reaches_the_ranks_of_the_benchmark(
-    cpuinfo: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(bf16_probe, "PROBE", DIES_WITHOUT)
-    shows = tmp_path / "python"
-    shows.write_text('#!/bin/sh\necho "Error: started with $ONEDNN_MAX_CPU_ISA" >&2\nexit 1\n')
-    shows.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(shows))
-    options = ["--ranks", "2", "--parts", "save", "--out", str(tmp_path / "rows.jsonl")]
-    result = CliRunner().invoke(app, ["bench", *options])
-    assert f"dies with SIGILL on this processor: {SETTING} is set\n" in result.output
-    assert "started with AVX512_CORE_BF16" in result.output
+    assert all(re.search(r"\$\(SAFELY\) \$\(BIN\)/(torchrun|python) ", line) for line in started)
 
 
 @pytest.mark.parametrize(

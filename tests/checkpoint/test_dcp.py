@@ -180,7 +180,7 @@ def test_asking_for_the_state_changes_nothing_however_often(world_size: int) -> 
 
 @distributed(2)
 def test_torchs_own_function_to_get_state_names_ours_and_changes_nothing(world_size: int) -> None:
-    model, zero = make("element", serve_state_dict=False)
+    model, zero = make("element")
     train(model, zero, range(2))
     zero.zero_grad()
     params, state = [param.detach().clone() for param in model.parameters()], full_state(model, zero)

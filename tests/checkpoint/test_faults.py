@@ -21,7 +21,6 @@ import pytest
 import torch.distributed as dist
 
 from onecopy.checkpoint import disk
-from onecopy.comm.background_service import BackgroundService
 from onecopy.errors import OnecopyError
 from tests.support.failing_disks import (
     check_failed,
@@ -260,7 +259,6 @@ def shared_folder() -> Iterator[Path]:
 @contextlib.contextmanager
 def without_rights(root: Path) -> Iterator[None]:
     """A directory that this process may not change: read-only, and for root, who may do anything, as another user."""
-    BackgroundService.of_process().stop()  # its store is a file, which another user may not open
     if os.geteuid() == 0:
         os.seteuid(NOBODY)
         try:

@@ -154,24 +154,12 @@ def test_the_help_of_every_command_has_an_example(words: tuple[str, ...]) -> Non
     [
         ["no-such-command"],
         ["checkpoint", "convert", "one", "two", "--to", "torch", "--step", "3"],
-        ["bench", "--ranks", "two"],
-        ["bench", "--size", "depth=x"],
-        ["bench", "--model", "unknown"],
-        ["bench", "--size", "unknown=3"],
-        ["bench", "--parts", "unknown"],
-        ["bench", "--rounds", "0"],
     ],
 )
 def test_a_wrong_command_has_exit_code_2(words: list[str]) -> None:
     result = CliRunner().invoke(app, words)
     assert result.exit_code == 2, result.output
     assert "Traceback" not in result.output
-
-
-def test_a_file_that_is_missing_is_one_line_and_exit_code_1(tmp_path: Path) -> None:
-    result = CliRunner().invoke(app, ["bench", "show", str(tmp_path / "none.jsonl")])
-    assert result.exit_code == 1
-    assert "none.jsonl" in result.stderr
 
 
 def test_the_shell_completes_commands_and_options() -> None:

@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.algorithms.join import Join
 
-from tests.support.data_parallel import ROUNDING, Layers, Side, one_step
+from tests.support.data_parallel import Layers, Side, one_step
 from tests.support.data_parallel_use import Batched, loss_of
 from tests.support.harness import distributed
 from tests.support.models import (
     assert_equal,
-    assert_replicas_equal,
-    more_for_earlier_ranks,
-    more_for_later_ranks,
-    values,
 )
 
 
@@ -123,45 +117,3 @@ def test_a_buffer_that_the_module_replaces_follows_too(world_size: int) -> None:
     for step in range(3):
         one_step(side, step)
         assert side.module.get_buffer("seen").item() == step + 1 + dist.get_rank(), "rank 0 adds one each time"
-
-
-@pytest.mark.parametrize("counts", [more_for_later_ranks, more_for_earlier_ranks])
-@pytest.mark.parametrize("mode", ["training", "evaluation", "no_sync", "passes without gradients"])
-@distributed(2, 3)
-def test_buffers_are_those_of_ddp_in_and_after_a_join_context(
-    world_size: int, mode: str, counts: Callable[[int], int]
-) -> None:
-    # Without momentum, of which a plain optimizer has less on ranks with fewer inputs.
-    plain, ours = (Side(which, Batched, options={"lr": 0.1}) for which in (False, True))
-    tolerance = 0.0 if world_size == 2 else 2 * ROUNDING
-    seen: dict[bool, list[Tensor]] = {False: [], True: []}
-    for side in (plain, ours):
-        for step in range(2):
-            one_step(side, 50 + step)
-        if mode == "evaluation":
-            side.model.eval()
-        joinables: list[Any] = [side.model, side.optimizer] if side.ours else [side.model]
-        with Join(joinables):
-            for step in range(counts(dist.get_rank())):
-                if mode == "no_sync":
-                    with side.model.no_sync():
-                        loss_of(side, 20 + step).backward()
-                if mode == "passes without gradients" and side.ours:
-                    with torch.no_grad():  # which DDP cannot do here
-                        before = values(side.module.buffers())
-                        loss_of(side, 30 + step)
-                        for buffer, old in zip(side.module.buffers(), before, strict=True):
-                            buffer.copy_(old)
-                one_step(side, step)
-                seen[side.ours] += values(side.module.buffers())
-        seen[side.ours] += values(side.module.buffers())
-        side.model.train()
-        for step in range(2):
-            one_step(side, 60 + step)
-            seen[side.ours] += values(side.module.buffers())
-            with torch.no_grad():
-                seen[side.ours].append(loss_of(side, 65 + step))
-            seen[side.ours] += values(side.module.buffers())
-    assert_equal(seen[True], seen[False], mode, tolerance)
-    assert_equal(ours.params, plain.params, mode, tolerance)
-    assert_replicas_equal(ours.params)

@@ -35,7 +35,6 @@ WRAPPED: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
         r"uses: .*'first\.weight'",
         r"uses: .*'first'",
     ),
-    "sparse_embeddings": ({}, {"sparse_embeddings": True}, "sparse_embeddings: False", "sparse_embeddings: True"),
     "reduce_dtype": ({}, {"mixed_precision": REDUCE_BF16}, "reduce_dtype=None", "reduce_dtype=torch.bfloat16"),
     "cast_inputs": (
         {},

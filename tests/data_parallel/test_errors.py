@@ -259,15 +259,14 @@ def test_a_sparse_gradient_in_one_part_of_a_mesh(world_size: int) -> None:
     assert type(error) is (ValueError if dist.get_rank() == 3 else PeerFailedError), repr(error)
 
 
-@pytest.mark.parametrize("options", [{}, {"sparse_embeddings": True}], ids=["", "by rows"])
 @distributed(2, 3)
-def test_a_parameter_that_is_frozen_on_one_rank_when_it_is_wrapped(world_size: int, options: Arguments) -> None:
+def test_a_parameter_that_is_frozen_on_one_rank_when_it_is_wrapped(world_size: int) -> None:
     """DDP refuses it too."""
     odd = world_size - 1
     module = nn.Sequential(Layers(), nn.Embedding(4096, 64))
     optimizer = zero(module)
     module[1].weight.requires_grad_(dist.get_rank() != odd)
-    wrap = lambda: ShardedDataParallel(module, optimizer, **options)  # noqa: E731
+    wrap = lambda: ShardedDataParallel(module, optimizer)  # noqa: E731
     expect_disagreement(odd, wrap, "parameter '1.weight'.*requires_grad=True", "parameter '1.weight'.*grad=False")
     module[1].weight.requires_grad_(False)
     wrap()

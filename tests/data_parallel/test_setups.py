@@ -5,25 +5,22 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import StepLR
 
 from onecopy import ShardedDataParallel, ZeroRedundancyOptimizer
 from onecopy.comm import limits
 from onecopy.comm.collectives import Collectives
 from onecopy.comm.limits import TAGS
 from tests.support.data_parallel import ROUNDING, SGD, Layers, Side, as_if_large, different_layers, inputs_of, one_step
-from tests.support.data_parallel_use import Batched, Meeting, closure, loss_of
+from tests.support.data_parallel_use import Batched, Meeting
 from tests.support.harness import distributed
 from tests.support.models import (
     Everything,
@@ -31,54 +28,7 @@ from tests.support.models import (
     assert_replicas_equal,
     assert_same_tree,
     everything_inputs,
-    more_for_earlier_ranks,
-    more_for_later_ranks,
-    values,
 )
-
-# Uneven inputs
-
-
-@pytest.mark.parametrize("counts", [more_for_later_ranks, more_for_earlier_ranks])
-@pytest.mark.parametrize("passes", ["one", "scheduled", "closure"])
-@distributed(2, 3, 4)
-def test_uneven_inputs(world_size: int, passes: str, counts: Callable[[int], int]) -> None:
-    make = Batched if passes == "one" else Layers
-    plain, ours = Side(False, make), Side(True, make)
-    for side in (plain, ours):
-        scheduler = StepLR(side.optimizer, 2, 0.5) if passes == "scheduled" else None
-        joinables: list[Any] = [side.model, side.optimizer] if side.ours else [side.model]
-        with Join(joinables):
-            for step in range(counts(dist.get_rank())):
-                if passes == "closure":
-                    closure(side, step)
-                    continue
-                side.optimizer.zero_grad()
-                loss_of(side, step).backward()
-                side.optimizer.step()
-                if scheduler is not None:
-                    scheduler.step()
-    assert_equal(ours.params, plain.params, passes, 0.0 if world_size == 2 else 2 * ROUNDING)
-    assert_replicas_equal(ours.params)
-    for step in (70, 71):
-        one_step(ours, step)
-    assert_replicas_equal(ours.params)
-
-
-@distributed(2, 3)
-def test_ranks_that_go_on_may_freeze_a_layer_that_a_joined_rank_has_not_frozen(world_size: int) -> None:
-    ours = Side(True, Layers)
-    weight = ours.module.get_parameter("middle.weight")
-    with Join([ours.sharded, ours.zero]):
-        for step in range(more_for_later_ranks(dist.get_rank())):
-            if step == more_for_later_ranks(0):
-                weight.requires_grad_(False)
-                frozen = values([weight])
-            one_step(ours, step)
-            if step >= more_for_later_ranks(0):
-                assert_equal([weight], frozen, "the frozen parameter")
-    assert_replicas_equal(ours.params)
-
 
 # Checkpoints
 

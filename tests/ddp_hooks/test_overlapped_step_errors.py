@@ -17,7 +17,6 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-import onecopy.ddp_hooks.hooks
 from onecopy import ZeroRedundancyOptimizer, hook_with_zero_step, hook_with_zero_step_interleaved
 from tests.support.ddp_training import ELEMENT, assert_same_values, make_ddp, train_both
 from tests.support.harness import distributed

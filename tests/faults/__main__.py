@@ -18,13 +18,10 @@ from tests.faults.rows import Results, Row, table
 from tests.support.paths import ROOT
 
 PARTS = {
-    "loops": "exceptions, missing calls and different arguments in a training loop",
-    "signals": "ranks that are killed or stopped in a step or in a save",
     "restarts": "ranks that are killed under torchrun --max-restarts",
     "saves": "kills at every point of a save, and disks that fail there",
     "files": "several processes in one directory, damaged and hostile files",
-    "ends": "ends of processes that answer other ranks",
-    "cost": "the cost of fail_together in a step",
+    "ends": "ends of processes",
     "machines": "a link between two machines that is cut",
 }
 """The parts of the table, each a module of this package."""

@@ -1,4 +1,4 @@
-"""Processes with a background service that end in every way: none of them may hang or abort."""
+"""Processes that end in every way: none of them may hang or abort."""
 
 from __future__ import annotations
 

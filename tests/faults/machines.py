@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 
-from onecopy.bench.launching import has_namespaces
 from tests.faults.rows import Row
 from tests.support.paths import ROOT
 
@@ -18,11 +18,12 @@ RUN = re.compile(r"^([^:|]+, [^:|]+): (.*)$", re.MULTILINE)
 
 
 def rows(count: int, seed: int) -> Iterator[Row]:
-    """Yield one row: with a count of 100 every level, for the table of docs/clusters.md, too; otherwise one of them."""
-    if not has_namespaces():
+    """Yield one row: with a count of 100 every level; otherwise one of them."""
+    probe = ["unshare", "--net", "--map-root-user", "true"]
+    if shutil.which(probe[0]) is None or subprocess.run(probe, capture_output=True, check=False).returncode:
         yield Row(FAULT, 0, 0, 0.0, "skipped: this machine does not allow network namespaces")
         return
-    command = [sys.executable, "benchmarks/namespaces.py", *(["--write"] if count >= 100 else ["--levels", "1"])]
+    command = [sys.executable, "benchmarks/namespaces.py", *([] if count >= 100 else ["--levels", "1"])]
     begun = time.monotonic()
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
     found = RUN.findall(done.stdout)

@@ -37,74 +37,16 @@ class Line:
 
 LINES = [
     Line(
-        "an exception in your code: in the loop, the forward pass, the backward pass, the closure, the scheduler, the "
-        "data loader",
-        "exception .*",
-        "the rank raises its own exception. The others raise `PeerFailedError`, which quotes it and names the line",
-        "correct the program, start again from a checkpoint",
-    ),
-    Line(
-        "Ctrl-C on one rank",
-        "Ctrl-C",
-        "`KeyboardInterrupt` there. The others raise `PeerFailedError`, which names the rank",
-        "start again from a checkpoint",
-    ),
-    Line(
-        "a wrong argument on one rank",
-        "wrong argument",
-        "`TypeError` or `ValueError` there. The others raise `PeerFailedError`, which quotes it",
-        "correct the argument",
-    ),
-    Line(
-        "different arguments or options on the ranks",
-        "different .*",
-        "`RanksDisagreeError` on all ranks, with the first difference",
-        "make the same call on all ranks",
-    ),
-    Line(
-        "a rank leaves out a call, leaves the loop early, or loads alone",
-        "skipped .*|left early|load on one rank",
-        "`RanksDisagreeError` or `PeerFailedError` with the call of each rank, or the rank that has left",
-        "make the same calls on all ranks",
-    ),
-    Line(
-        "a hook on some ranks only, or DDP on one rank and `ShardedDataParallel` on another",
-        "modes: .*",
-        "`RanksDisagreeError` on all ranks, with the call of each rank",
-        "train in the same mode on all ranks; put the construction into the block, too",
-    ),
-    Line(
-        "a rank is slow: it evaluates, or computes for long",
-        "evaluation|long computation",
-        "nothing: the other ranks wait",
-        NOTHING,
-        "no error",
-    ),
-    Line(
-        "a rank is killed, or runs out of memory",
-        "SIGKILL, (level .|overlapped step|save)",
-        "the others raise `PeerFailedError`, which names the rank",
-        "look at its log, start again from a checkpoint",
-    ),
-    Line(
-        "the same, with `torchrun --max-restarts`",
+        "a rank is killed, with `torchrun --max-restarts`",
         "SIGKILL, restarted by torchrun",
-        "torchrun starts all ranks again. The run ends with the parameters of an undisturbed run, bit by bit with two "
-        "ranks",
+        "torchrun starts all ranks again. The run ends as an undisturbed one, bit by bit",
         NOTHING,
         "{} until it trains again",
     ),
     Line(
-        "a rank is stopped, or its machine hangs",
-        "SIGSTOP, .*",
-        "the others raise `PeerFailedError`, which names the rank, after the timeout of the process group",
-        "end it, start again from a checkpoint",
-        "{} with a timeout of 5 s",
-    ),
-    Line(
         "a rank is killed during a save",
         "SIGKILL at any point of a save",
-        "as above. The older checkpoints have not changed, or the new one is complete",
+        "The launcher ends the job. The older checkpoints have not changed, or the new one is complete",
         "start again: `load` takes the newest complete checkpoint",
         "{} with the restart",
     ),
@@ -117,8 +59,7 @@ LINES = [
     Line(
         "a file cannot be read in a load",
         "disk error at every file operation of a load",
-        "`load` takes an older checkpoint and warns, or raises `CheckpointError`. If it has raised, the optimizer "
-        "refuses to step until a load succeeds",
+        "`load` takes an older checkpoint and warns, or raises `CheckpointError`",
         "load again",
     ),
     Line(
@@ -131,13 +72,13 @@ LINES = [
     Line(
         "a damaged checkpoint",
         "random corruption",
-        "`load` takes the newest one that is not damaged, and warns. If there is none, `CorruptCheckpointError`",
+        "`load` warns, and takes the newest one that is not damaged",
         NOTHING,
     ),
     Line(
         "a manifest that an attacker has written",
         "hostile manifests",
-        "`CheckpointError`, or a load of bytes that are in the files of the checkpoint. No other file is opened",
+        "`CheckpointError`. No file outside the checkpoint is opened",
         NOTHING,
     ),
     Line(
@@ -150,13 +91,11 @@ LINES = [
     Line(
         "the network between two machines fails",
         "two machines, .*",
-        "the ranks go on if it comes back in time. Otherwise an error at the timeout of the process group",
+        "the ranks go on, or raise at the timeout of the process group",
         "start again from a checkpoint; see [clusters](clusters.md#when-a-link-is-cut)",
         "the timeout",
     ),
 ]
-
-COST = "cost of fail_together"
 
 
 def rows_of(line: Line, results: Results) -> list[Row]:
@@ -177,11 +116,8 @@ def text_of(results: Results) -> str:
     """The block of the page."""
     header = ["fault", "what you see", "after at most", "what to do", "handled so"]
     cells = [header, ["---"] * len(header), *(cells_of(line, rows_of(line, results)) for line in LINES)]
-    cost = [row.note for row in results.rows if row.fault == COST]
     lines = [f"| {' | '.join(each)} |".replace("| --- ", "|---").replace("--- |", "---|") for each in cells]
     said = f"Run with torch {results.torch} and `make faults COUNT={results.count}`."
-    if cost:
-        said += f" `fail_together` changed the time by {cost[0]}."
     return "\n".join([said, "", *lines])
 
 

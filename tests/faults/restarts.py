@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from datetime import timedelta
@@ -22,14 +23,17 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from onecopy import checkpoint, fail_together
+from onecopy import checkpoint
 from tests.faults.rows import Row
-from tests.support.failing_loops import KINDS, sent_to_this_process
+from tests.support.exact_training import ExactTraining
 from tests.support.paths import ROOT
-from tests.support.serving import Served
 
 STEPS, SAVE_EVERY = 30, 4
+KINDS = ["parameter", "reduce-scatter", "overlap", "sharded data parallel"]
+
 LATEST = 0.015
+"""The latest time of a signal after the beginning of a step, in seconds."""
+
 LIMIT = 300.0
 
 
@@ -58,26 +62,34 @@ def work(root: Path, kind: str, failing_rank: int, failing_step: int, delay: flo
     """Train one rank from the newest checkpoint on; leave the time of the kill, of the restart, and a digest."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    served, rank = Served(kind), dist.get_rank()
-    loaded = checkpoint.load(root, model=served.model, optimizer=served.zero, missing_ok=True)
-    served.passes = 0 if loaded is None else loaded.step  # each pass has its own inputs
+    training, rank = ExactTraining(kind), dist.get_rank()
+    loaded = checkpoint.load(root, model=training.model, optimizer=training.zero, missing_ok=True)
+    training.passes = 0 if loaded is None else loaded.step  # each pass has its own inputs
     attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     if attempt and rank == 0:
         (root / "restarted").write_text(str(time.monotonic()))
-    with fail_together():
-        for step in range(served.passes + 1, STEPS + 1):
-            is_killed = (attempt, rank, step) == (0, failing_rank, failing_step)
-            if is_killed:
-                (root / "killed").write_text(str(time.monotonic()))
-            with sent_to_this_process(signal.SIGKILL, delay) if is_killed else contextlib.nullcontext():
-                served.step()
-                if step % SAVE_EVERY == 0:
-                    checkpoint.save(root, step, model=served.model, optimizer=served.zero, keep=2)
+    for step in range(training.passes + 1, STEPS + 1):
+        is_killed = (attempt, rank, step) == (0, failing_rank, failing_step)
+        if is_killed:
+            (root / "killed").write_text(str(time.monotonic()))
+        with sent_to_this_process(signal.SIGKILL, delay) if is_killed else contextlib.nullcontext():
+            training.step()
+            if step % SAVE_EVERY == 0:
+                checkpoint.save(root, step, model=training.model, optimizer=training.zero, keep=2)
     digest = hashlib.sha256()
-    for param in served.model.parameters():
+    for param in training.model.parameters():
         digest.update(param.detach().numpy().tobytes())
     (root / f"digest-{rank}").write_text(digest.hexdigest())
     dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def sent_to_this_process(number: signal.Signals, delay: float) -> Iterator[None]:
+    """Send a signal to this process after a while, at the latest at the end of the block."""
+    timer = threading.Timer(delay, os.kill, (os.getpid(), number))
+    timer.start()
+    yield
+    timer.join()
 
 
 def digests_in(root: Path) -> list[str]:

@@ -18,10 +18,11 @@ REFUSED = {
             "several synchronising passes",
             "a second step",
             "a pass without a step",
+            "Join",
         }
     ),
     "scatter": frozenset({"several synchronising passes", "gradients that add up over steps"}),
-    "sharded": frozenset({"add_param_group"}),
+    "sharded": frozenset({"add_param_group", "Join"}),
 }
 """What docs/ says that a level refuses, by feature. Anything else must work."""
 
@@ -82,9 +83,8 @@ def draw_level(random: Random, optimizer: str, broadcast_buffers: bool) -> Level
             arguments["broadcast_buffers"] = "False"
         if random.random() < 0.7:
             arguments["bucket_bytes"] = random.choice(("1", "500", "2000", "20000"))
-        for name in ("overlap_forward", "sparse_embeddings"):
-            if random.random() < 0.4:
-                arguments[name] = "True"
+        if random.random() < 0.4:
+            arguments["overlap_forward"] = "True"
     else:
         if random.random() < 0.7:
             policies = [policy for policy in POLICIES if CLASSES[optimizer].cuts or policy != '"element"']

@@ -351,7 +351,7 @@ class Uneven(Operation):
         """Python."""
         batch = 10 * number
         return [
-            "with Join([model, optimizer] if sharded else [model]):",
+            "with Join([model, optimizer] if sharded else [model], model=model):",
             "    for batch in range(1 + RANK):",
             "        optimizer.zero_grad()",
             *(["        with model.no_sync():"] if self.unsynchronised else []),

@@ -38,7 +38,6 @@ KINDS = {
         ("@ = nn.Sequential(nn.Linear(16, 160), nn.Tanh(), nn.Linear(160, 16))",), ("h = h + torch.tanh(@(h))",)
     ),
     "embedding": Kind(("@ = nn.Embedding(40, 16)",), ("h = h + @(tokens)",), matrices=True),
-    # From 1 MB on, so that sparse_embeddings takes it.
     "large_embedding": Kind(("@ = nn.Embedding(16384, 16)",), ("h = h + @(tokens)",), matrices=True),
     "tied": Kind(
         (

@@ -78,10 +78,7 @@ class Program:
             return len(self.levels) == 1 and not self.levels[0].scatters and "rolling back" not in features
         if not self.has_level("sharded"):
             return True
-        # docs/data-parallel.md: a reduction for each pass is rounded for each; rows are added up in another order.
-        rows = any(("sparse_embeddings", "True") in level.arguments for level in self.levels)
-        if rows and self.has("large_embedding") and "no_sync" in features:
-            return False
+        # docs/data-parallel.md: a reduction for each pass is rounded for each.
         return not features & {"several synchronising passes", "gradients that add up over steps"}
 
     @property

@@ -94,15 +94,6 @@ def _kept_state_is_current(program: Program) -> bool:
     return True
 
 
-def _joined_ranks_use_all(program: Program) -> bool:
-    """For DDP a rank without inputs goes on using what it used last: the others have gradients of zero for it.
-
-    Level 3 has none.
-    """
-    joins = any(isinstance(operation, Uneven) for operation in program.operations)
-    return not (joins and program.has_level("sharded") and program.has_unused)
-
-
 def _buffers_are_equal(program: Program) -> bool:
     """A checkpoint has rank 0's buffers: without broadcasts the other ranks' would be lost."""
     if not program.has("batch_norm"):
@@ -126,6 +117,5 @@ RULES: tuple[Callable[[Program], bool], ...] = (
     _norms_exist,
     _groups_are_added_once,
     _kept_state_is_current,
-    _joined_ranks_use_all,
     _buffers_are_equal,
 )

@@ -79,3 +79,23 @@ def test_without_save_only_model_it_says_what_to_write(world_size: int, tmp_path
     args = SimpleNamespace(output_dir=str(tmp_path), save_only_model=False)
     with pytest.raises(ValueError, match=re.escape("TrainingArguments(save_only_model=True)")):
         ShardedCheckpoints().on_save(args, SimpleNamespace(global_step=3, epoch=1.0), None, **Training().objects)
+
+
+@distributed(2)
+@pytest.mark.parametrize("way", ["a step", "an epoch", "an evaluation"])
+def test_the_state_is_gathered_when_trainer_saves(world_size: int, way: str) -> None:
+    from onecopy.integrations.transformers import ConsolidatedCheckpoints
+
+    training, callback = Training(), ConsolidatedCheckpoints()
+    args = SimpleNamespace(save_only_model=False, save_strategy="best" if way == "an evaluation" else "steps")
+    tell = {"a step": callback.on_step_end, "an epoch": callback.on_epoch_end, "an evaluation": callback.on_evaluate}[
+        way
+    ]
+    training.train(2)
+    if way != "an evaluation":
+        tell(args, None, SimpleNamespace(should_save=False), **training.objects)
+        with pytest.raises(RuntimeError, match="was not gathered"):
+            training.optimizer.state_dict()
+    tell(args, None, SimpleNamespace(should_save=True), **training.objects)
+    if dist.get_rank() == 0:  # as Trainer does
+        assert sorted(training.optimizer.state_dict()["state"]) == [0, 1, 2, 3]

@@ -17,8 +17,6 @@ ROOT = Path(onecopy.__file__).parent
 
 ORDER = (
     "cli",
-    "demo",
-    "bench",
     "integrations",
     "checkpoint",
     "data_parallel",
@@ -294,7 +292,7 @@ TESTS = [path for path in paths.TESTS.rglob("*.py") if path.name != "__init__.py
 
 
 def test_every_test_is_in_a_room_of_the_package_or_of_the_project() -> None:
-    others = {"project", "faults", "fuzz", "support", "accelerator"}
+    others = {"project", "bench", "faults", "fuzz", "golden", "support", "accelerator"}
     rooms = {path.name for path in ROOT.iterdir() if path.is_dir()} | others
     places = {path.relative_to(paths.TESTS).parts[0] for path in TESTS} - {"conftest.py"}
     assert places <= rooms

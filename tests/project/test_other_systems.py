@@ -16,13 +16,12 @@ for name in POSIX:
     sys.modules[name] = None  # an import of it raises ImportError
 import onecopy
 
-EXTRAS = ("onecopy.cli", "onecopy.bench", "onecopy.integrations.")  # they need packages that may be missing
+EXTRAS = ("onecopy.cli", "onecopy.integrations.")  # they need packages that may be missing
 names = [found.name for found in pkgutil.walk_packages(onecopy.__path__, "onecopy.")]
 names = [name for name in names if not name.startswith(EXTRAS)]
 assert len(names) > 60, names
 for name in names:
     importlib.import_module(name)
-importlib.import_module("onecopy.bench.memory_use")
 from onecopy import checkpoint
 
 with tempfile.TemporaryDirectory() as folder:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import ASGD, SGD, Adagrad, Adam, Adamax, Optimizer
 
+from tests.support.exact_training import KINDS, ExactTraining
 from tests.support.harness import distributed
 from tests.support.state_dicts import OPTIMIZERS, Pair, expect_not_consolidated, expect_same, part
 
@@ -37,7 +40,7 @@ def test_real_valued_classes_consolidate_too(world_size: int, optimizer_class: t
 
 @distributed(2, 3)
 def test_the_state_goes_to_the_rank_that_asks_for_it_and_to_no_other(world_size: int) -> None:
-    pair = Pair(shard_by="element", serve_state_dict=False).train()
+    pair = Pair(shard_by="element").train()
     for to in range(world_size):
         pair.ours.consolidate_state_dict(to)
         if pair.ours.rank == to:
@@ -47,21 +50,35 @@ def test_the_state_goes_to_the_rank_that_asks_for_it_and_to_no_other(world_size:
 
 
 @distributed(2)
-def test_after_a_consolidation_the_other_ranks_may_ask_but_not_read(world_size: int) -> None:
-    pair = Pair(shard_by="element", serve_state_dict=False).train()
-    refused = pytest.raises(RuntimeError, match="serve_state_dict=False")
-    with refused:
-        pair.ours.state_dict()
+def test_the_state_must_be_gathered_again_after_a_step(world_size: int) -> None:
+    pair = Pair(shard_by="element").train()
+    expect_not_consolidated(pair.ours)
     pair.ours.consolidate_state_dict(to=0)
     state_dict = pair.ours.state_dict()  # Accelerate calls it on all ranks and saves on rank 0
+    expect_same(state_dict["param_groups"], pair.plain.state_dict()["param_groups"])
     if pair.ours.rank == 0:
         expect_same(state_dict, pair.plain.state_dict())
     else:
-        with refused:
-            copy.deepcopy(state_dict)
+        for use in (copy.deepcopy, pickle.dumps, lambda each: dict(each["state"]), pair.plain.load_state_dict):
+            with pytest.raises(RuntimeError, match="was gathered on another rank"):
+                use(state_dict)
     pair.train(1)
-    with refused:
+    with pytest.raises(RuntimeError, match=rf"rank {pair.ours.rank}: .* has changed since it was gathered"):
         pair.ours.state_dict()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@distributed(2, 4)
+def test_every_level_gives_the_state_of_the_plain_optimizer(world_size: int, kind: str) -> None:
+    training = ExactTraining(kind)
+    for to in (0, world_size - 1) * 2:
+        training.accumulate()
+        training.step()
+        training.zero.consolidate_state_dict(to)
+        training.accumulate()
+        if dist.get_rank() == to:
+            training.expect_plain(training.zero.state_dict())
+        training.step()
 
 
 @distributed(2, 3)
@@ -86,7 +103,7 @@ def test_without_state_there_is_nothing_to_consolidate(world_size: int, optimize
 @distributed(2, 3)
 @pytest.mark.parametrize("names", [["small"], ["matrix", "small", "scalar"]])
 def test_a_class_whose_constructor_makes_state_must_be_consolidated_at_once(world_size: int, names: list[str]) -> None:
-    pair = Pair(part(Adagrad, lr=0.1), names=names, serve_state_dict=False)
+    pair = Pair(part(Adagrad, lr=0.1), names=names)
     expect_not_consolidated(pair.ours)
     for to in range(world_size):
         pair.consolidated(to)
@@ -109,7 +126,7 @@ def add_group(pair: Pair) -> None:
 @distributed(2, 3)
 @pytest.mark.parametrize("change", [step, load, add_group])
 def test_a_consolidation_is_stale_after_a_change(world_size: int, change: Callable[[Pair], None]) -> None:
-    pair = Pair(names=["matrix", "small"], serve_state_dict=False).train()
+    pair = Pair(names=["matrix", "small"]).train()
     for to in range(world_size):
         pair.consolidated(to)
     change(pair)

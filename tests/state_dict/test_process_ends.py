@@ -1,4 +1,4 @@
-"""Processes that have a background service end without a hang or an abort; ``make faults`` tries every way."""
+"""Processes end without a hang or an abort; ``make faults`` tries every way."""
 
 from __future__ import annotations
 

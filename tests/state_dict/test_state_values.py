@@ -211,7 +211,7 @@ class NotesPerElement(Noter):
 def test_owners_of_a_cut_parameter_must_agree_on_values_that_are_not_per_element(
     world_size: int, optimizer_class: type[Noter]
 ) -> None:
-    options: dict[str, Any] = {"shard_by": "element", "elementwise": True, "serve_state_dict": False}
+    options: dict[str, Any] = {"shard_by": "element", "elementwise": True}
     pair = Pair(part(optimizer_class, lr=0.1), names=["small", "matrix"], **options).train(1)
     assert [shard.numel for shard in pair.ours.layout.shards_of(1)] == [1216, 1184]
     for to in range(world_size):

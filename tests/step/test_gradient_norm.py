@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import onecopy
 from onecopy import PeerFailedError, ShardedDataParallel, ZeroRedundancyOptimizer
-from onecopy.step.sharded_norm import local_norms
+from onecopy.step.sharded_gradient import local_norms
 from tests.support.data_parallel import Layers, inputs_of
 from tests.support.failures import check_pool, expect, expect_disagreement, expect_failure_of, failure_of
 from tests.support.harness import distributed

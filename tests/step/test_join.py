@@ -1,4 +1,4 @@
-"""Uneven inputs: ``Join([ddp, optimizer])`` equals plain DDP with the plain optimizer."""
+"""Uneven inputs: ``Join([ddp, optimizer], model=ddp)`` equals plain DDP with the plain optimizer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import StepLR
 
 from onecopy import (
-    RanksDisagreeError,
     ShardedDataParallel,
     ZeroRedundancyOptimizer,
     hook_with_zero_step,
@@ -327,24 +326,16 @@ class Batched(nn.Sequential):
         return outputs
 
 
-def accumulating(way: str, make: Callable[[], nn.Module], group: Any = None) -> tuple[Any, Optimizer, list[Any]]:
+def accumulating(way: str, make: Callable[[], nn.Module]) -> tuple[Any, Optimizer, list[Any]]:
     """A model, its optimizer, and the objects of the join context."""
     module = make()
     params = list(module.parameters())
-    if way == "plain":
-        ddp = DistributedDataParallel(module)
-        return ddp, torch.optim.SGD(params, **SGD), [ddp]
-    overlaps = way.startswith("hook_with")
-    zero = ZeroRedundancyOptimizer(params, torch.optim.SGD, group, overlap_with_ddp=overlaps, shard_by="element", **SGD)
-    if way == "sharded":
-        sharded = ShardedDataParallel(module, zero, bucket_bytes=4000)
-        return sharded, zero, [sharded, zero]
     ddp = DistributedDataParallel(module)
+    if way == "plain":
+        return ddp, torch.optim.SGD(params, **SGD), [ddp]
+    zero = ZeroRedundancyOptimizer(params, torch.optim.SGD, shard_by="element", **SGD)
     if way == "reduce_scatter_hook":
         ddp.register_comm_hook(zero, reduce_scatter_hook)
-    elif overlaps:
-        make_hook = hook_with_zero_step if way == "hook_with_zero_step" else hook_with_zero_step_interleaved
-        ddp.register_comm_hook(None, make_hook(allreduce_hook, ddp, zero))
     return ddp, zero, [ddp, zero]
 
 
@@ -353,7 +344,7 @@ def train_accumulating(
 ) -> list[nn.Parameter]:
     """One step after so many passes; what is left over at the end of a rank's inputs is not stepped on."""
     model, optimizer, joinables = accumulating(way, make)
-    with Join(joinables):
+    with Join(joinables, model=model):
         for number in range(counts(dist.get_rank())):
             last = (number + 1) % every == 0
             with contextlib.nullcontext() if last else model.no_sync():
@@ -373,7 +364,7 @@ def ending_backwards(rank: int) -> int:
     return (22, 12, 10, 9)[rank]
 
 
-WAYS = ("with DDP", "reduce_scatter_hook", "hook_with_zero_step", "hook_with_zero_step_interleaved", "sharded")
+WAYS = ("with DDP", "reduce_scatter_hook")
 
 
 @pytest.mark.parametrize("counts", [ending_anywhere, ending_backwards])
@@ -390,48 +381,54 @@ def test_accumulation_without_synchronising_equals_plain_ddp(
     assert_replicas_equal(ours)
 
 
-@distributed(2, 3)
-def test_two_synchronising_passes_before_a_step_are_refused_once_a_rank_has_joined(world_size: int) -> None:
-    group = dist.new_group(list(range(world_size)))  # in which torch leaves a message behind
-    model, optimizer, joinables = accumulating("sharded", small_model, group)
-
-    def run() -> None:
-        with Join(joinables):
-            for number in range(2 + 2 * dist.get_rank()):
-                small_loss(model, number).backward()
-                if number % 2 == 1:
-                    optimizer.step()
-
-    expect(failure_of(run), RanksDisagreeError, r"rank 0: step\(\).*; rank 1: forward\(\).*accumulate .* under no_sync")
-
-
-@distributed(2, 3)
-def test_no_sync_on_some_of_the_ranks_is_refused(world_size: int) -> None:
-    group = dist.new_group(list(range(world_size)))
-    model, _, joinables = accumulating("sharded", small_model, group)
-
-    def run() -> None:
-        with Join(joinables), model.no_sync() if dist.get_rank() == 1 else contextlib.nullcontext():
-            small_loss(model, 0).backward()
-
-    expect(
-        failure_of(run),
-        RanksDisagreeError,
-        rf"rank {dist.get_rank()}: forward\(\) runs under no_sync\(\) on ranks \[1\]",
-    )
+# What is refused
 
 
 @distributed(2, 3)
 def test_a_step_after_a_pass_without_synchronising_is_refused(world_size: int) -> None:
-    group = dist.new_group(list(range(world_size)))
-    model, optimizer, joinables = accumulating("sharded", small_model, group)
+    ddp, optimizer, joinables = accumulating("with DDP", small_model)
 
     def run() -> None:
-        with Join(joinables), model.no_sync():
-            small_loss(model, 0).backward()
+        with Join(joinables, model=ddp), ddp.no_sync():
+            small_loss(ddp, 0).backward()
             optimizer.step()
 
-    expect(failure_of(run), RuntimeError, r"step\(\) after a pass under no_sync\(\)")
+    expect(failure_of(run), RuntimeError, rf"rank {dist.get_rank()}: step\(\) after a pass under no_sync\(\)")
+    small_loss(ddp, 0).backward()
+    optimizer.step()  # outside a join context
+
+
+@distributed(2)
+def test_levels_that_need_equally_many_inputs_are_refused(world_size: int) -> None:
+    module = small_model()
+    zero = ZeroRedundancyOptimizer(module.parameters(), torch.optim.SGD, **SGD)
+    model = ShardedDataParallel(module, zero)
+    refused: list[list[Any]] = [[model], [zero], [model, zero]]
+    for joinables in refused:
+        with pytest.raises(RuntimeError, match=r"equally many inputs.*use DistributedDataParallel"):
+            Join(joinables)
+
+
+@pytest.mark.parametrize("make_hook", [hook_with_zero_step, hook_with_zero_step_interleaved])
+@distributed(2)
+def test_overlap_hooks_are_refused(world_size: int, make_hook: Any) -> None:
+    ddp = small_ddp()
+    zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, overlap_with_ddp=True, **SGD)
+    ddp.register_comm_hook(None, make_hook(allreduce_hook, ddp, zero))
+    refused = pytest.raises(RuntimeError, match=r"equally many inputs.*overlap_with_ddp")
+    with refused:
+        Join([ddp, zero])
+    with refused, Join([ddp]):  # the hook itself raises, in the first pass
+        small_loss(ddp, 0).backward()
+
+
+@distributed(2)
+def test_a_model_that_is_not_ddp_is_refused_and_other_arguments_pass(world_size: int) -> None:
+    ddp = small_ddp()
+    zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, **SGD)
+    with pytest.raises(TypeError, match=r"model= .*got Sequential.*Join\(\[ddp, optimizer\], model=ddp\)"):
+        Join([ddp, zero], model=ddp.module)
+    Join([ddp, zero], model=ddp, another_argument=1)
 
 
 # Failures while a rank has joined

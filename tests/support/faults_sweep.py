@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from onecopy.bench.bf16_probe import ending
+from tests.support.bf16_probe import ending
 from tests.support.faults import WORLD_SIZES, Kill, Outcome, moments_of
 from tests.support.paths import ROOT
 

@@ -34,9 +34,9 @@ import torch.distributed as dist
 
 import onecopy
 from onecopy import checkpoint
-from onecopy.bench.bf16_probe import ending
 from onecopy.common.torch_private import register_as_torch_zero
 from onecopy.errors import OnecopyError
+from tests.support.bf16_probe import ending
 from tests.support.faults import AFTER, BEFORE, CHANGES, COLLECTIVE_LIMIT, LIMIT, Injector, Kill, Outcome, Run, die
 
 

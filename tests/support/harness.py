@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, TCPStore
 
-from onecopy.bench.bf16_probe import ending
+from tests.support.bf16_probe import ending
 from tests.support.paths import ROOT
 
 LIMIT = 60.0

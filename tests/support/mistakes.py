@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import re
 import textwrap
 import warnings
@@ -24,7 +23,6 @@ from onecopy import (
     ZeroRedundancyOptimizer,
     checkpoint,
     hook_with_zero_step,
-    reduce_scatter_hook,
 )
 
 WIDTH = 104
@@ -104,21 +102,8 @@ def different_gradients(folder: Path) -> None:
     optimizer.step()
 
 
-def ended_elsewhere(folder: Path) -> None:
-    _, optimizer = trained()
-    try:
-        if dist.get_rank() == 1:
-            del optimizer
-            gc.collect()
-        trained()  # a deleted optimizer is kept until another one is constructed
-        if dist.get_rank() == 0:
-            optimizer.state_dict()
-    finally:
-        dist.barrier()
-
-
-def not_served(folder: Path) -> None:
-    trained(serve_state_dict=False)[1].state_dict()
+def not_gathered(folder: Path) -> None:
+    trained()[1].state_dict()
 
 
 def another_call(folder: Path) -> None:
@@ -145,15 +130,6 @@ def scaler_with_overlap(folder: Path) -> None:
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(model(batch()).sum()).backward()
     scaler.step(optimizer)
-
-
-def torch_clipping(folder: Path) -> None:
-    model = DistributedDataParallel(Net())
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), AdamW, lr=1e-3)
-    model.register_comm_hook(optimizer, reduce_scatter_hook)
-    model(batch()).sum().backward()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
-    optimizer.step()
 
 
 def pickled(folder: Path) -> None:
@@ -198,7 +174,7 @@ Mistake = Callable[[Path], object]
 ALONE: list[Mistake] = [no_process_group]
 TOGETHER: list[Mistake] = [
     *(no_ddp, consumed_generator, no_class, instance, lbfgs, different_options, different_gradients),
-    *(ended_elsewhere, not_served, another_call, no_call, scaler_with_overlap, torch_clipping, pickled),
+    *(not_gathered, another_call, no_call, scaler_with_overlap, pickled),
     *(other_state_dict, other_model, step_exists, damaged),
 ]
 

@@ -1,7 +1,7 @@
 """Ends processes in every way and after every kind of training, and checks that none of them hangs or aborts.
 
-Run as ``python -m tests.support.process_ends COUNT [--few]``: at least COUNT processes that have a background service
-are ended, two in each group, with a store that rank 0 hosts or with a file. With ``--trainings``, at least COUNT
+Run as ``python -m tests.support.process_ends COUNT [--few]``: at least COUNT processes are ended, two in each group,
+with a store that rank 0 hosts or with a file. With ``--trainings``, at least COUNT
 processes are ended after each kind of training, several groups at once. The parent has imported everything, and each
 rank is a fork of it that ends as any Python program does.
 """
@@ -9,7 +9,6 @@ rank is a fork of it that ends as any Python program does.
 from __future__ import annotations
 
 import argparse
-import atexit
 import gc
 import os
 import shutil
@@ -41,7 +40,6 @@ from onecopy import (
     hook_with_zero_step_interleaved,
     reduce_scatter_hook,
 )
-from onecopy.comm import background_service
 
 LIMIT = 300.0
 """Seconds after which a process counts as hanging; on a machine with much other work, an end takes a minute."""
@@ -108,13 +106,6 @@ def drop_and_destroy(rank: int) -> None:
     dist.destroy_process_group()
 
 
-def end_in_order(first: int) -> Callable[[int], None]:
-    def end(rank: int) -> None:
-        time.sleep(0.3 if rank != first else 0)
-
-    return end
-
-
 def end_after_other_fails(rank: int) -> None:
     if rank == 0:
         fail(rank)
@@ -129,33 +120,11 @@ def end_as_multiprocessing_does(rank: int) -> NoReturn:
     os._exit(0)
 
 
-def save_after_others_end(rank: int) -> None:
-    if rank == 0:
-        time.sleep(0.5)
-        read_state()
-
-
-def fork_and_save(rank: int) -> None:
-    child = os.fork()
-    if child == 0:
-        atexit._run_exitfuncs()  # must end no thread of the parent, whose connections this process shares
-        os._exit(
-            0
-        )  # as a worker of a DataLoader does: torch's own destructors wait for threads that a fork does not have
-    assert os.waitpid(child, 0)[1] == 0
-    dist.barrier()
-    if rank == 0:
-        read_state()
-    dist.barrier()
-
-
 WAYS: dict[str, Way] = {
     "normal": Way(lambda _: None),
     "exception": Way(fail, (1, 1)),
     "exception on the host alone": Way(end_after_other_fails, (1, 0)),
     "sys.exit": Way(leave, (3, 3)),
-    "the host first": Way(end_in_order(0)),
-    "the host last": Way(end_in_order(1)),
     "destroy_process_group": Way(destroy),
     "destroy_process_group, the host first": Way(destroy_host_first),
     "optimizer dropped, destroy_process_group": Way(drop_and_destroy),
@@ -164,8 +133,6 @@ WAYS: dict[str, Way] = {
     "the host killed": Way(kill_host, (-signal.SIGKILL, 0)),
     "the other killed": Way(kill_other, (0, -signal.SIGKILL)),
     "child of multiprocessing": Way(end_as_multiprocessing_does),
-    "fork": Way(fork_and_save),
-    "rank 0 saves when rank 1 has nothing left to do": Way(save_after_others_end),
 }
 
 COMMONEST = (
@@ -173,7 +140,6 @@ COMMONEST = (
     "exception",
     "destroy_process_group",
     "child of multiprocessing",
-    "rank 0 saves when rank 1 has nothing left to do",
 )
 """Ways that the test suite tries."""
 
@@ -181,22 +147,16 @@ kept: list[Any] = []
 """The model and the optimizer of this process, which live until the interpreter ends."""
 
 
-def read_state() -> None:
-    """Gather the state of both ranks on this one."""
-    optimizer = kept[-1]
-    assert isinstance(optimizer, ZeroRedundancyOptimizer)
-    assert optimizer.state_dict()["state"][0]["exp_avg"].numel() == 2000
-
-
-def train_and_read_state() -> None:
-    """Train one step, and read the state dict on one rank."""
+def train_and_gather() -> None:
+    """Train one step, and gather the state on one rank."""
     param = nn.Parameter(torch.ones(2000))
-    kept.append(ZeroRedundancyOptimizer([param], torch.optim.Adam, shard_by="element"))
+    optimizer = ZeroRedundancyOptimizer([param], torch.optim.Adam, shard_by="element")
+    kept.append(optimizer)
     param.grad = torch.ones_like(param)
-    kept[-1].step()
+    optimizer.step()
+    optimizer.consolidate_state_dict()
     if dist.get_rank() == 0:
-        read_state()
-    dist.barrier()
+        assert optimizer.state_dict()["state"][0]["exp_avg"].numel() == 2000
 
 
 def network() -> nn.Module:
@@ -242,9 +202,9 @@ def train_with_overlap(hook: Any) -> None:
     train(model, optimizer)
 
 
-def train_level_3(**options: Any) -> None:
+def train_level_3() -> None:
     module = network()
-    optimizer = ZeroRedundancyOptimizer(module.parameters(), torch.optim.Adam, shard_by="element", **options)
+    optimizer = ZeroRedundancyOptimizer(module.parameters(), torch.optim.Adam, shard_by="element")
     train(ShardedDataParallel(module, optimizer), optimizer)
 
 
@@ -258,7 +218,6 @@ TRAININGS: dict[str, Callable[[], object]] = {
     "hook_with_zero_step": partial(train_with_overlap, hook_with_zero_step),
     "hook_with_zero_step_interleaved": partial(train_with_overlap, hook_with_zero_step_interleaved),
     "ShardedDataParallel": train_level_3,
-    "ShardedDataParallel, serve_state_dict=False": partial(train_level_3, serve_state_dict=False),
 }
 
 
@@ -308,7 +267,6 @@ def start_rank(rank: int, store: str, case: Case, errors: Path) -> int:
     opened = os.open(errors, os.O_WRONLY | os.O_CREAT)
     os.dup2(opened, 1)
     os.dup2(opened, 2)
-    background_service.SECONDS_FOR_RANK_0 = 3.0
     run_rank(rank, store, case)
     sys.exit(0)
 
@@ -394,7 +352,7 @@ def main() -> int:
         repeats = -(-given.count // 2)
     else:
         ways = [("tcp", name) for name in COMMONEST] if given.few else list(product(("tcp", "file"), WAYS))
-        cases = [Case(name, scheme, WAYS[name], train_and_read_state) for scheme, name in ways]
+        cases = [Case(name, scheme, WAYS[name], train_and_gather) for scheme, name in ways]
         repeats = -(-given.count // (2 * len(cases)))
     return 1 if end_all(cases * repeats, given.at_once if given.trainings else 1) else 0
 

@@ -290,7 +290,6 @@ def _refuse_steps(optimizers: Sequence[Optimizer], folder: Location) -> None:
     for optimizer in optimizers:
         if isinstance(optimizer, ZeroRedundancyOptimizer):
             optimizer.engine.step_refusal = refusal
-            optimizer.engine.inner.clock.begin()
         elif optimizer not in _refusing:
             _refusing[optimizer] = optimizer.register_step_pre_hook(refuse)
 

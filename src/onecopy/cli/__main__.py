@@ -1,6 +1,18 @@
-"""Runs the command line as ``python -m onecopy.cli``, and with torchrun as ``torchrun -m onecopy.cli``."""
+"""The command ``onecopy``, also as ``python -m onecopy.cli``."""
 
-from onecopy.cli.main import main
+import sys
+
+
+def main() -> None:
+    """Run the command line interface, or say which packages it needs."""
+    try:
+        from onecopy.cli.main import app
+    except ModuleNotFoundError as error:
+        if error.name not in ("rich", "typer"):
+            raise
+        sys.exit(f"the command onecopy needs {error.name}: pip install 'onecopy[cli]'")
+    app()
+
 
 if __name__ == "__main__":
     main()

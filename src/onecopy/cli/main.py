@@ -1,4 +1,4 @@
-"""The command line: ``onecopy train``, ``onecopy plan``, ``onecopy checkpoint`` and ``onecopy bench``."""
+"""The command line: ``onecopy plan`` and ``onecopy checkpoint``."""
 
 from __future__ import annotations
 
@@ -16,12 +16,11 @@ from onecopy.checkpoint import conversion, directories
 from onecopy.checkpoint.manifest import Manifest
 from onecopy.checkpoint.signing import SigningKey
 from onecopy.checkpoint.storage import Location
-from onecopy.cli import plan, train
-from onecopy.cli.bench import app as bench
+from onecopy.cli import plan
 from onecopy.cli.errors import guarded, need
 
 app = typer.Typer(
-    no_args_is_help=True, help="See what onecopy saves, plan with it, inspect checkpoints, and measure.",
+    no_args_is_help=True, help="See what onecopy saves, and inspect and convert checkpoints.",
     epilog="Example: onecopy plan --params 7e9 --ranks 64. Each command has --help with examples.",
 )  # fmt: skip
 checkpoint = typer.Typer(
@@ -29,10 +28,8 @@ checkpoint = typer.Typer(
     help="Inspect, verify and convert checkpoints.",
     epilog="Example: onecopy checkpoint inspect runs/first",
 )
-app.command("train", epilog=train.EXAMPLES)(train.train)
 app.command("plan", epilog=plan.EXAMPLES)(plan.plan)
 app.add_typer(checkpoint, name="checkpoint")
-app.add_typer(bench, name="bench")
 
 
 Source = Annotated[
@@ -170,8 +167,3 @@ def _size(count: int) -> str:
             return f"{count} bytes" if unit == "bytes" else f"{amount:.1f} {unit}"
         amount /= 1000
     raise AssertionError("the last unit takes all")
-
-
-def main() -> None:
-    """Run the command line interface."""
-    app()

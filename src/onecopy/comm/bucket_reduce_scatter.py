@@ -53,14 +53,7 @@ class BucketGradients:
 
 
 class InFlightReduction(Protocol):
-    """A reduction that a bucket has started.
-
-    Attributes:
-        ends_with_pass: whether this rank's messages may stay in flight until the backward pass ends. If False,
-            :meth:`end` is called right after :meth:`add_up`.
-    """
-
-    ends_with_pass: bool
+    """A reduction that a bucket has started."""
 
     def add_up(self, target: Tensor, keep: bool) -> None:
         """Write the mean over all ranks into ``target``, this rank's shard; with ``keep``, add it to ``target``."""
@@ -106,7 +99,6 @@ class ReplicatedReduction:
 
     def __init__(self, reduction: InFlightReduction, replicas: Collectives) -> None:
         self._reduction, self._replicas = reduction, replicas
-        self.ends_with_pass = reduction.ends_with_pass
 
     def add_up(self, target: Tensor, keep: bool) -> None:
         """Add up in this replica, then over the replicas."""

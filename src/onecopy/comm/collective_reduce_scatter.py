@@ -114,8 +114,6 @@ class CollectiveReduction:
         pool: the pool of the buffers.
     """
 
-    ends_with_pass = False
-
     def __init__(self, work: Work, buffer: Tensor, result: Tensor, scale: float, pool: BufferPool) -> None:
         self._work, self._buffer, self._result, self._scale, self._pool = work, buffer, result, scale, pool
 

@@ -193,8 +193,6 @@ class PairwiseReduction:
         in_turns: receive only as many messages as the staging buffer holds.
     """
 
-    ends_with_pass = False
-
     def __init__(
         self,
         collectives: Collectives,

@@ -1,4 +1,4 @@
-"""Process groups: checking the one that a user gave, making further ones over the same ranks, and aborting all.
+"""Process groups: checking the one that a user gave, and making further ones over the same ranks.
 
 torch names a group that only its members make after the number of groups that each member is in. So all members must
 be in equally many groups, and a side group is never destroyed before the group it belongs to.
@@ -10,20 +10,16 @@ import atexit
 import itertools
 import weakref
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from typing import ClassVar
 
 import torch
 import torch.distributed as dist
 
 from onecopy.comm import gloo_threads, limits
-from onecopy.common.torch_private import groups_of_process, number_of_groups, timeout_of
+from onecopy.common.torch_private import number_of_groups, timeout_of
 
 # Exit functions run in reverse order: those that are registered later, and may still communicate, run before this one.
 atexit.register(gloo_threads.wait_for_idle_workers)
-
-ABORT_TAG = 2**31 - 1
-"""A tag that no message has."""
 
 GatherCounts = Callable[[int], list[int]]
 """Gathers one number of every rank of a group."""
@@ -56,40 +52,6 @@ def member_group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
 def backends_of(group: dist.ProcessGroup) -> dict[str, str]:
     """The name of the backend for each type of device."""
     return dict(part.split(":") for part in dist.get_backend_config(group).split(","))
-
-
-def abort_groups() -> None:
-    """End every call of this process that waits in a process group, with an error.
-
-    The groups are of no use afterwards.
-    """
-    for group in groups_of_process():
-        abort_group(group)
-
-
-def abort_group(group: dist.ProcessGroup) -> None:
-    """End every call of this process that waits in one process group, with an error.
-
-    gloo's ``abort()`` ends no call.
-    """
-    if any(backend != "gloo" for backend in backends_of(group).values()):
-        group.abort()
-    close_connections(group)
-
-
-def close_connections(group: dist.ProcessGroup) -> None:
-    """Close the connections of a group with gloo, so that no rank waits for this one any more.
-
-    gloo closes them when a receive has timed out. A receive from a rank whose connection is closed already does not
-    time out, so the next rank is tried.
-    """
-    for turn in range(1, group.size()) if backends_of(group).get("cpu") == "gloo" else ():
-        source = (group.rank() + turn) % group.size()
-        try:
-            group.recv([torch.empty(1)], source, ABORT_TAG).wait(timedelta(milliseconds=1))
-        except RuntimeError as error:
-            if "Timed out" in str(error):
-                break
 
 
 def control_device(backends: dict[str, str], device: torch.device | None) -> torch.device:

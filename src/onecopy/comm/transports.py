@@ -37,12 +37,10 @@ class Transport(Protocol):
     Attributes:
         bucket_bytes: the default size of a bucket of ``ShardedDataParallel``.
         gradient_bytes_in_flight: another bucket of gradients is launched only while fewer bytes are in flight.
-        sends_rows: whether the gradient of an embedding can be sent by rows.
     """
 
     bucket_bytes: int
     gradient_bytes_in_flight: int
-    sends_rows: bool
 
     def segment_bytes(self, before: int, total: int) -> int:
         """The size from which a segment of buckets, which are updated and sent together, is full.
@@ -89,8 +87,6 @@ class Transport(Protocol):
 class PairwiseTransport:
     """Messages between pairs of ranks."""
 
-    sends_rows = True
-
     def __init__(self, collectives: Collectives) -> None:
         self._collectives = collectives
         self.bucket_bytes = limits.BUCKET_BYTES
@@ -125,8 +121,6 @@ class PairwiseTransport:
 
 class CollectiveTransport:
     """The backend's collectives."""
-
-    sends_rows = False
 
     def __init__(self, collectives: Collectives) -> None:
         self._collectives = collectives

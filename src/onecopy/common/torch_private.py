@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import os
-import socket
-import sys
 import warnings
 from collections.abc import Callable, Iterable
 from datetime import timedelta
@@ -15,12 +12,9 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import PrefixStore as PrefixStore
-from torch._C._distributed_c10d import Store as Store
 from torch._compile import _disable_dynamo
-from torch.distributed.algorithms.join import Join, Joinable
+from torch.distributed.algorithms.join import Joinable
 from torch.nn import Module
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 P = ParamSpec("P")
@@ -117,12 +111,6 @@ def sparse_parts(gradient: Tensor) -> tuple[Tensor, Tensor]:
     return gradient._indices()[0], gradient._values()
 
 
-def embedding_backward(gradient: Tensor, numbers: Tensor, count: int) -> Tensor:
-    """Return an embedding's dense gradient with ``count`` rows, summed by the operator that autograd uses."""
-    dense: Tensor = torch.ops.aten.embedding_dense_backward(gradient, numbers, count, -1, False)
-    return dense
-
-
 def in_backward() -> bool:
     """Return whether autograd is running a backward pass in the calling thread."""
     return backward_number() != -1
@@ -196,34 +184,9 @@ def timeout_of(process_group: dist.ProcessGroup, device: torch.device) -> timede
     return timeout
 
 
-def params_of_reducer(ddp: DistributedDataParallel) -> list[int]:
-    """Return the ``id()`` of each parameter that DDP's reducer reduces, in the reducer's order."""
-    params, _ = ddp._build_params_for_reducer()
-    return [id(param) for param in params]
-
-
-def locally_used(ddp: DistributedDataParallel, params: list[int]) -> set[int]:
-    """Return the parameters that this rank's last backward pass used, from the local used map of DDP's reducer."""
-    used = ddp.reducer._get_local_used_map()
-    return {param for param, flag in zip(params, used.tolist(), strict=True) if flag}
-
-
 def in_join_context(joinable: Joinable) -> bool:
     """Return whether a ``Joinable`` was last entered into a ``Join`` context with ``enable=True``."""
     return bool(joinable._join_config.enable)
-
-
-def joinables_of_caller() -> list[Joinable]:
-    """Return all joinables of the ``Join`` context whose constructor is among the callers, or an empty list.
-
-    That constructor asks each joinable for its join hook, but does not pass the other joinables to it.
-    """
-    frame = sys._getframe(1)
-    while frame.f_back is not None:
-        frame = frame.f_back
-        if frame.f_code is Join.__init__.__code__:
-            return list(frame.f_locals["joinables"])
-    return []
 
 
 def accumulates(model: object) -> bool:
@@ -310,46 +273,3 @@ def uncompiled(module: torch.nn.Module) -> torch.nn.Module:
     """Return the module that was given to ``torch.compile``, or the module itself if it is not compiled."""
     inner = getattr(module, "_orig_mod", None)
     return inner if isinstance(inner, torch.nn.Module) else module
-
-
-def has_state_dict_hooks(optimizer: Optimizer) -> bool:
-    """Return whether hooks of ``Optimizer.register_state_dict_post_hook`` will read the state dict."""
-    return bool(optimizer._optimizer_state_dict_post_hooks)
-
-
-def default_store() -> Store:
-    """Return the store with which the default process group was initialised."""
-    store: Store = dist.distributed_c10d._get_default_store()
-    return store
-
-
-def groups_of_process() -> list[dist.ProcessGroup]:
-    """Return the process groups of which this process is a member."""
-    return list(dist.distributed_c10d._world.pg_map)
-
-
-def clone_of(store: Store) -> Store:
-    """Return another connection to the same store."""
-    clone: Store = store.clone()  # type: ignore[attr-defined]
-    return clone
-
-
-def is_unreachable(store: Store, seconds: float = 5.0) -> bool:
-    """Return whether calls of a store would wait for very long: its file was removed, or the network to it is cut.
-
-    A call of a TCPStore has no timeout of its own while it waits for the network. If the host of the store has ended,
-    calls raise at once, so such a store counts as reachable.
-    """
-    bare: Any = getattr(store, "_underlying_non_prefix_store", store)
-    path, host = getattr(bare, "path", None), getattr(bare, "host", None)  # of a FileStore, of a TCPStore
-    if path is not None:
-        return not os.path.exists(path)
-    if host is None:
-        return False
-    try:
-        socket.create_connection((host, bare.port), seconds).close()
-    except ConnectionError:
-        return False
-    except OSError:
-        return True
-    return False

@@ -64,14 +64,12 @@ class _BackwardPass:
         failure: the first failure of this rank in the pass.
         next_bucket: the position of the bucket that is launched next.
         in_flight: the buckets that are not added up yet, in the order of their launch.
-        sending: buckets that are added up, but whose messages may still leave until the pass ends.
     """
 
     number: int
     failure: FirstFailure = field(default_factory=FirstFailure)
     next_bucket: int = 0
     in_flight: deque[_BucketInFlight] = field(default_factory=deque)
-    sending: list[_BucketInFlight] = field(default_factory=list)
 
 
 class BackwardReducer:
@@ -152,7 +150,7 @@ class BackwardReducer:
         if current is not None:
             current.failure = FirstFailure(RuntimeError("backward() was interrupted by an exception"))
             with contextlib.suppress(RuntimeError):
-                self._reduce_remaining(current, active=True)
+                self._reduce_remaining(current)
 
     def clear_accumulated(self, params: Collection[int]) -> None:
         """Note that the gradients of one optimizer's parameters, given by ``id()``, were zeroed."""
@@ -210,25 +208,6 @@ class BackwardReducer:
             self._no_sync_owners[_address(param.grad)] = param
         bucket.note_no_sync_grad(position)
 
-    def serve_pass(self) -> None:
-        """Take part in a backward pass of the other ranks, with zeros, on a rank without inputs (uneven inputs)."""
-        self._pass = current = _BackwardPass(-1)
-        for bucket in self._buckets:
-            bucket.begin_pass(self._pool)
-            bucket.allocate_shard()
-            for param in bucket.params:
-                param.grad = None
-        before = [bucket.shard.clone() for bucket in self._buckets]
-        flags = self._reduce_remaining(current, active=False)
-        self._pass = None
-        # This rank does not know whether the gradients were zeroed since the last pass. The other ranks' flags tell it.
-        for bucket, old, has_reduced_grad in zip(self._buckets, before, flags.has_reduced_grad, strict=True):
-            new = bucket.shard.clone()
-            bucket.shard.copy_(old)
-            bucket.zero_ranges(has_reduced_grad)
-            bucket.shard.add_(new)
-        self._set_shard_grads(flags.present)
-
     def _launch(self, current: _BackwardPass) -> None:
         """Start the reduction of the next bucket, when few enough bytes are in flight."""
         number = current.next_bucket
@@ -259,18 +238,15 @@ class BackwardReducer:
         oldest = current.in_flight.popleft()
         self._streams[oldest.bucket.device].note()
         oldest.bucket.add_up(oldest.reduction)
-        if oldest.reduction.ends_with_pass:
-            current.sending.append(oldest)
-        else:
-            oldest.end(self._pool)
+        oldest.end(self._pool)
 
     def end_pass(self) -> None:
         """End a backward pass: reduce the remaining buckets and set ``param.grad``."""
         current, self._pass = self._pass, None
         assert current is not None
-        self._set_shard_grads(self._reduce_remaining(current, active=True).present)
+        self._set_shard_grads(self._reduce_remaining(current).present)
 
-    def _reduce_remaining(self, current: _BackwardPass, active: bool) -> PassFlags:
+    def _reduce_remaining(self, current: _BackwardPass) -> PassFlags:
         """Launch the remaining buckets, add all buckets up, and return the flags that are set on any rank."""
         collectives, replicas = self._policy.collectives, self._policy.replicas
         with collectives.explained_errors("backward()"):
@@ -278,13 +254,11 @@ class BackwardReducer:
                 streams.join()
             while current.next_bucket < len(self._buckets):
                 self._launch(current)
-            mine = local_flags(self._buckets, bool(current.failure), active)
+            mine = local_flags(self._buckets, bool(current.failure))
             row = flags_on(collectives.control_device, mine.to_row(), torch.uint8)
             work = collectives.all_reduce(row, largest=True)
             while current.in_flight:
                 self._add_up_oldest(current)
-            for sending in current.sending:
-                sending.end(self._pool)
             if replicas is not None:
                 work = replicas.all_reduce_after(work, row, largest=True)
             if not collectives.defers_host_reads:

@@ -18,7 +18,7 @@ from enum import Enum, auto
 import torch
 from torch import Tensor
 
-from onecopy.comm.bucket_reduce_scatter import BucketGradients, BucketReduceScatter, InFlightReduction
+from onecopy.comm.bucket_reduce_scatter import BucketGradients, InFlightReduction
 from onecopy.comm.buffer_pool import BufferPool
 from onecopy.comm.collectives import Collectives
 from onecopy.comm.transports import transport_for
@@ -106,13 +106,9 @@ class GradientBucket:
         self.pending_count = 0
         self.accumulates = False
         self._is_launched = False
-        self._reduce_scatter = self.plan_reduction(
+        self._reduce_scatter = self.transport.plan_reduce_scatter(
             BucketGradients(plan, self.params, self.wire_dtype, policy.replicas, policy.scale)
         )
-
-    def plan_reduction(self, gradients: BucketGradients) -> BucketReduceScatter:
-        """Plan the reduction of the bucket's gradients."""
-        return self.transport.plan_reduce_scatter(gradients)
 
     def begin_pass(self, pool: BufferPool) -> None:
         """Reset the bucket for a new backward pass."""
@@ -144,25 +140,16 @@ class GradientBucket:
         if gradient.layout is not torch.strided:
             raise ValueError(
                 f"parameter {self.names[position]!r} has a sparse gradient, which cannot be divided among ranks; "
-                "make its module produce dense ones (sparse=False), or, if that is an nn.Embedding, let "
-                "ShardedDataParallel(sparse_embeddings=True) choose"
+                "make its module produce dense ones (sparse=False)"
             )
-        self.check_not_arrived(position)
-        if gradient.requires_grad:
-            gradient = gradient.detach()
-        self._reduce_scatter.put(position, gradient, pool)
-        self.mark_arrived(position)
-
-    def check_not_arrived(self, position: int) -> None:
-        """Raise if the pass has already produced this gradient."""
         if self.states[position] is GradState.ARRIVED or self._is_launched:
             raise RuntimeError(
                 f"parameter {self.names[position]!r} got a gradient twice in one backward pass; with activation "
                 "checkpointing use use_reentrant=False"
             )
-
-    def mark_arrived(self, position: int) -> None:
-        """Count a gradient that was taken in."""
+        if gradient.requires_grad:
+            gradient = gradient.detach()
+        self._reduce_scatter.put(position, gradient, pool)
         self.pending_count -= 1
         self.states[position] = GradState.ARRIVED
 
@@ -182,10 +169,6 @@ class GradientBucket:
                 )
         self.accumulates = any(self.has_reduced_grad)
         self.allocate_shard()
-        return self.start_reduction(pool, tag, is_last)
-
-    def start_reduction(self, pool: BufferPool, tag: int, is_last: bool) -> InFlightReduction:
-        """Start the reduction of the gradients that were put."""
         is_free = self.wire_dtype == self._shard_dtype and not self.accumulates
         return self._reduce_scatter.start(pool, tag, is_last, self._shard_memory if is_free else None)
 

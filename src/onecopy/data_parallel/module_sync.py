@@ -48,12 +48,12 @@ class ModuleSync:
                 with collectives.explained_errors("constructing ShardedDataParallel"):
                     _broadcast(tensors, collectives, 0)
 
-    def broadcast_buffers(self, buffers: Sequence[Tensor], source: int) -> None:
-        """Broadcast these buffers from rank ``source`` of the shard group, and of the first replica."""
-        for collectives, source_rank in ((self._replicas, 0), (self._collectives, source)):
+    def broadcast_buffers(self, buffers: Sequence[Tensor]) -> None:
+        """Broadcast these buffers from the first rank of the first replica."""
+        for collectives in (self._replicas, self._collectives):
             if buffers and collectives is not None and collectives.world_size > 1:
                 with collectives.explained_errors("forward()"):
-                    _broadcast(buffers, collectives, source_rank)
+                    _broadcast(buffers, collectives, 0)
 
 
 def _broadcast(tensors: Sequence[Tensor], collectives: Collectives, source: int) -> None:

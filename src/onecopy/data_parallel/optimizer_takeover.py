@@ -6,7 +6,7 @@ The inner optimizer is rebuilt for the new layout.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import nn
@@ -46,7 +46,6 @@ def plan_optimizer(
     optimizer: ZeroRedundancyOptimizer,
     bucket_bytes: int,
     mixed_precision: MixedPrecision,
-    own_bucket: Collection[int],
 ) -> OptimizerPlan:
     """Divide one optimizer's parameters into buckets, in reverse order of the module's parameters.
 
@@ -55,7 +54,6 @@ def plan_optimizer(
         optimizer: the optimizer.
         bucket_bytes: the size from which a bucket is full.
         mixed_precision: the types of the parameters.
-        own_bucket: identities of parameters that each get a bucket of their own.
     """
     if not isinstance(bucket_bytes, int) or bucket_bytes < 1:
         raise ValueError(f"bucket_bytes must be a positive number of bytes, got {bucket_bytes!r}")
@@ -76,7 +74,6 @@ def plan_optimizer(
         engine.collectives.world_size,
         optimizer.splittable,
         bucket_bytes,
-        {index for index in order if id(engine.params[index]) in own_bucket},
     )
     current = engine.inner.master_policy
     fp32_copies = current.fp32_copies or (mixed_precision.param_dtype is not None and mixed_precision.master_weights)
@@ -88,14 +85,12 @@ def plan_optimizer(
 def construction_facts(
     arguments: Mapping[str, object],
     module: nn.Module,
-    embeddings: Sequence[nn.Embedding],
     plans: Sequence[OptimizerPlan],
 ) -> list[Fact]:
     """The facts that must be equal on all ranks before ``ShardedDataParallel`` takes over optimizers."""
     return [
         *(Fact(name, str(value)) for name, value in arguments.items()),
         *module_facts(module),
-        Fact("embeddings whose gradients are sent by rows", str(len(embeddings))),
         *(fact for plan in plans for fact in layout_facts(plan.layout, "bucket")),
         *(Fact("bucket", str(bucket)) for plan in plans for bucket in plan.buckets),
     ]

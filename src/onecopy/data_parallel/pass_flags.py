@@ -22,15 +22,12 @@ class PassFlags:
     Attributes:
         failed: the pass has failed.
         present: the parameter has a gradient.
-        has_reduced_grad: the parameter had a reduced gradient before the pass.
         trainable: the parameter has ``requires_grad=True``.
-        frozen: the parameter has ``requires_grad=False``. A rank without inputs sets neither flag, because it does
-            not freeze parameters when the others do.
+        frozen: the parameter has ``requires_grad=False``.
     """
 
     failed: bool
     present: FlagsByBucket
-    has_reduced_grad: FlagsByBucket
     trainable: FlagsByBucket
     frozen: FlagsByBucket
 
@@ -53,30 +50,27 @@ class PassFlags:
 
     def to_row(self) -> list[bool]:
         """All flags in one row, as they are exchanged."""
-        return [self.failed, *chain(*self.present, *self.has_reduced_grad, *self.trainable, *self.frozen)]
+        return [self.failed, *chain(*self.present, *self.trainable, *self.frozen)]
 
     @classmethod
     def from_row(cls, row: Sequence[int], sizes: Sequence[int]) -> PassFlags:
         """The flags of a row that was exchanged, for buckets with these numbers of parameters."""
         flags = iter([bool(flag) for flag in row])
         failed = next(flags)
-        present, has_reduced_grad, trainable, frozen = ([list(islice(flags, size)) for size in sizes] for _ in range(4))
-        return cls(failed, present, has_reduced_grad, trainable, frozen)
+        present, trainable, frozen = ([list(islice(flags, size)) for size in sizes] for _ in range(3))
+        return cls(failed, present, trainable, frozen)
 
 
-def local_flags(buckets: Sequence[GradientBucket], failed: bool, active: bool) -> PassFlags:
-    """This rank's flags at the end of a pass; ``active`` is False on a rank that has run out of inputs."""
+def local_flags(buckets: Sequence[GradientBucket], failed: bool) -> PassFlags:
+    """This rank's flags at the end of a pass."""
     arrived = GradState.ARRIVED
     present = [
         [state is arrived or has for state, has in zip(bucket.states, bucket.has_reduced_grad, strict=True)]
         for bucket in buckets
     ]
-    if not active:
-        has_reduced_grad, trainable, frozen = ([[False] * len(bucket.params) for bucket in buckets] for _ in range(3))
-        return PassFlags(failed, present, has_reduced_grad, trainable, frozen)
     trainable = [[param.requires_grad for param in bucket.params] for bucket in buckets]
     frozen = [[not flag for flag in flags] for flags in trainable]
-    return PassFlags(failed, present, [bucket.has_reduced_grad for bucket in buckets], trainable, frozen)
+    return PassFlags(failed, present, trainable, frozen)
 
 
 def frozen_on_some_ranks(buckets: Sequence[GradientBucket], flags: PassFlags) -> RanksDisagreeError | None:

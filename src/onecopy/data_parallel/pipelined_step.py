@@ -148,7 +148,6 @@ class PipelinedStep:
             self._plan_segments()
             engine.check_groups(groups)
             inner.push_options(groups)
-            inner.clock.begin()
             inner.master_weights.refresh_from_params()
             gradient_shards = gradients.owned(inner.owned)
             if engine.guard is not None:

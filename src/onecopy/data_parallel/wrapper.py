@@ -5,19 +5,18 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.distributed.device_mesh import DeviceMesh
 
 from onecopy.comm.agreement import Fact, FailTogether
 from onecopy.comm.status_flags import DeferredFlags
 from onecopy.comm.transports import transport_for
 from onecopy.common.nested_tensors import cast_floating, tensors_in
-from onecopy.common.torch_private import accumulates_into_leaves, in_backward, in_join_context
+from onecopy.common.torch_private import accumulates_into_leaves, in_backward
 from onecopy.data_parallel.argument_checks import (
     check_mixed_precision,
     check_module,
@@ -26,7 +25,6 @@ from onecopy.data_parallel.argument_checks import (
     replicas_of,
 )
 from onecopy.data_parallel.backward import BackwardReducer
-from onecopy.data_parallel.backward_join import BackwardJoinHook, exchange_pass_flags, highest_last_joiner
 from onecopy.data_parallel.forward_wait import ForwardWaitHooks, waiting_hook
 from onecopy.data_parallel.gradient_buckets import GradientBucket, ReductionPolicy
 from onecopy.data_parallel.mixed_precision import MixedPrecision, convert_params, params_to_convert
@@ -39,17 +37,17 @@ from onecopy.data_parallel.optimizer_takeover import (
     take_over,
 )
 from onecopy.data_parallel.pipelined_step import PipelinedStep
-from onecopy.data_parallel.sparse_rows import RowBucket, embeddings_to_send_by_rows
 from onecopy.optimizer import ZeroRedundancyOptimizer
 from onecopy.step.debug_log import log_layout
 from onecopy.step.engine import Engine, collectives_of
+from onecopy.step.join import JOIN_REFUSAL
 from onecopy.step.norms import clip, total_norm
 from onecopy.step.sharded_gradient import GradientGroup
 
 _CONSTRUCTING = "constructing ShardedDataParallel"
 
 
-class ShardedDataParallel(nn.Module, Joinable):
+class ShardedDataParallel(nn.Module):
     r"""Trains a replica of ``module`` on every rank, and keeps 1/N of gradients and optimizer state on each.
 
     It replaces DistributedDataParallel. Parameters stay plain tensors in flat buckets. The backward pass reduces each
@@ -72,8 +70,6 @@ class ShardedDataParallel(nn.Module, Joinable):
             parameters just before its forward. Read :attr:`uses` first.
         uses: with ``overlap_forward``, parameters or submodules that a submodule reads beside its own, by name, such as
             ``{"head": ["embed.weight"]}``; the empty name is the module itself.
-        sparse_embeddings: let large embeddings produce sparse gradients, of which only the rows that a batch has used
-            are sent; the reduced gradients are the same. On gloo only; with other backends it changes nothing.
         mixed_precision: the types to compute and communicate in.
         mesh: a mesh of (replicate, shard): gradients and state are sharded along the second dimension, whose group the
             optimizers must be on, and gradients are reduced over both.
@@ -88,8 +84,6 @@ class ShardedDataParallel(nn.Module, Joinable):
         is_multi_device_module: whether the module has parameters on several devices.
     """
 
-    _may_be_joining = False  # True from the construction of a join context to its end
-
     def __init__(
         self,
         module: nn.Module,
@@ -99,12 +93,10 @@ class ShardedDataParallel(nn.Module, Joinable):
         bucket_bytes: int | None = None,
         overlap_forward: bool = False,
         uses: Mapping[str, Sequence[str]] | None = None,
-        sparse_embeddings: bool = False,
         mixed_precision: MixedPrecision | None = None,
         mesh: DeviceMesh | None = None,
     ) -> None:
         nn.Module.__init__(self)
-        Joinable.__init__(self)
         optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
         collectives = collectives_of(optimizers)
         mixed_precision = mixed_precision or MixedPrecision()
@@ -120,19 +112,16 @@ class ShardedDataParallel(nn.Module, Joinable):
             check_module(module, optimizers)
             if bucket_bytes is None:
                 bucket_bytes = transport_for(collectives, next(module.parameters()).device).bucket_bytes
-            embeddings = embeddings_to_send_by_rows(module, collectives) if sparse_embeddings else []
-            row_params = {id(embedding.weight) for embedding in embeddings}
-            plans = [plan_optimizer(module, each, bucket_bytes, mixed_precision, row_params) for each in optimizers]
+            plans = [plan_optimizer(module, each, bucket_bytes, mixed_precision) for each in optimizers]
             check_uses(module, uses, overlap_forward)
             arguments = {
                 "broadcast_buffers": bool(broadcast_buffers),
                 "bucket_bytes": bucket_bytes,
                 "overlap_forward": bool(overlap_forward),
                 "uses": {name: list(used) for name, used in sorted(uses.items())},
-                "sparse_embeddings": bool(sparse_embeddings),
                 "mixed_precision": mixed_precision,
             }
-            together.facts = across.facts = construction_facts(arguments, module, embeddings, plans)
+            together.facts = across.facts = construction_facts(arguments, module, plans)
         self.module = module
         self.mixed_precision = mixed_precision
         self._collectives = collectives
@@ -144,9 +133,7 @@ class ShardedDataParallel(nn.Module, Joinable):
         self._module_sync.broadcast_all()
         self._pipelines: list[tuple[ZeroRedundancyOptimizer, PipelinedStep]] = []
         self._deferred_flags = DeferredFlags()  # of backward passes and steps, in the order of their exchange
-        self._reducer = self._take_over(plans, row_params, overlap_forward)
-        # Embeddings that make sparse gradients only inside this module's forward pass.
-        self._sparse_in_forward = [embedding for embedding in embeddings if not embedding.sparse]
+        self._reducer = self._take_over(plans, overlap_forward)
         self._wait_hooks = ForwardWaitHooks(module, self._pipelines_by_param(), uses) if overlap_forward else None
         module.register_state_dict_pre_hook(waiting_hook(weakref.ref(self)))
 
@@ -160,9 +147,7 @@ class ShardedDataParallel(nn.Module, Joinable):
         self.require_backward_grad_sync = True
         self.require_forward_param_sync = True  # whether the last pass synchronises
 
-    def _take_over(
-        self, plans: Sequence[OptimizerPlan], row_params: Collection[int], overlap_forward: bool
-    ) -> BackwardReducer:
+    def _take_over(self, plans: Sequence[OptimizerPlan], overlap_forward: bool) -> BackwardReducer:
         """Take over the optimizers, make their step schedules, and return the reducer of all gradient buckets."""
         module, policy, flags = self.module, self._reduction_policy, self._deferred_flags
         to_convert = params_to_convert(module, self.mixed_precision)
@@ -181,8 +166,7 @@ class ShardedDataParallel(nn.Module, Joinable):
                 self._pipelines.append((plan.optimizer, pipeline))
                 for bucket_plan in plan.buckets:
                     params = [engine.params[index] for index in bucket_plan.params]
-                    bucket_class = RowBucket if id(params[0]) in row_params else GradientBucket
-                    bucket = bucket_class(bucket_plan, params, [names[id(param)] for param in params], policy)
+                    bucket = GradientBucket(bucket_plan, params, [names[id(param)] for param in params], policy)
                     buckets.append((max(order[id(param)] for param in params), bucket))
             convert_params(module.parameters(), to_convert, self.mixed_precision)  # parameters that no optimizer has
         for optimizer, pipeline in self._pipelines:
@@ -211,57 +195,33 @@ class ShardedDataParallel(nn.Module, Joinable):
             self._reducer.reset()
         if self._wait_hooks is not None:
             self._wait_hooks.before_forward()
-        # Inside a join context the ranks without inputs know nothing of a pass without gradients.
-        is_known = torch.is_grad_enabled() or not (self._may_be_joining and in_join_context(self))
-        if is_known:
-            self._before_forward()
+        self._before_forward()
         dtype = self.mixed_precision.param_dtype
         if dtype is not None and self.mixed_precision.cast_inputs:
             inputs, kwargs = cast_floating(inputs, dtype), cast_floating(kwargs, dtype)
-        with self._sparse_embeddings():
-            output = self.module(*inputs, **kwargs)
+        output = self.module(*inputs, **kwargs)
         self._raise_deferred_failures()
-        if is_known:
-            self.require_forward_param_sync = torch.is_grad_enabled() and self.require_backward_grad_sync
+        self.require_forward_param_sync = torch.is_grad_enabled() and self.require_backward_grad_sync
         if torch.is_grad_enabled():
             self._watch_backward(output)
         return output
 
-    @contextlib.contextmanager
-    def _sparse_embeddings(self) -> Iterator[None]:
-        """Let embeddings make sparse gradients in the forward pass inside, and nowhere else."""
-        for embedding in self._sparse_in_forward:
-            embedding.sparse = True
-        try:
-            yield
-        finally:
-            for embedding in self._sparse_in_forward:
-                embedding.sparse = False
-
     def _before_forward(self) -> None:
         """Prepare the reducer for a pass with gradients, and broadcast buffers if the last pass synchronised."""
         buffers = self._module_sync.buffers_to_broadcast(self.require_forward_param_sync)
-        joins = in_join_context(self)  # also after the context has ended, when all ranks have inputs again
-        source = self._collectives.world_size - 1 if joins else 0
-        if buffers or (joins and torch.is_grad_enabled()):
+        if buffers:
             self._raise_deferred_failures()
         if torch.is_grad_enabled():
             self._reducer.attach_hooks()
-            if joins:
-                with self._collectives.explained_errors("forward()"):
-                    Join.notify_join_context(self)
-                source = exchange_pass_flags(self._collectives, True, self.require_backward_grad_sync)[0]
             self._reducer.synchronises = self.require_backward_grad_sync
-            for engine in self._engines:
-                engine.gradients.accumulating = not self.require_backward_grad_sync
-        self._module_sync.broadcast_buffers(buffers, source)
+        self._module_sync.broadcast_buffers(buffers)
 
     def _raise_deferred_failures(self) -> None:
         """Before the ranks exchange anything: raise if the last step has failed on any rank.
 
         An accelerator is not waited for: the host does not wait in the exchange either, and the next step raises.
         """
-        if self._collectives.defers_host_reads and not in_join_context(self):
+        if self._collectives.defers_host_reads:
             self._deferred_flags.check_arrived()
         else:
             self._deferred_flags.check_all()
@@ -350,45 +310,15 @@ class ShardedDataParallel(nn.Module, Joinable):
             return super().load_state_dict(state_dict, strict)
         return self.module.load_state_dict(state_dict, strict)
 
-    def join_hook(self, **kwargs: Any) -> JoinHook:  # noqa: ARG002 - torch passes the arguments of other joinables
-        """Return the hook with which a rank that has run out of inputs takes part in the other ranks' passes.
+    def join_hook(self, **kwargs: Any) -> NoReturn:  # noqa: ARG002 - torch passes the arguments of other joinables
+        """Raise ``RuntimeError``: with this class all ranks must have equally many inputs.
 
         Args:
-            **kwargs: not used; shared with the other joinables.
+            **kwargs: not used.
         """
-        self._may_be_joining = True
-        return BackwardJoinHook(self.serve_backward, self._leave_join_context)
+        raise RuntimeError(JOIN_REFUSAL)
 
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> NoReturn:
         """The attribute that DDP reads first: it raises, because DDP would reduce reduced gradients again."""
         raise TypeError("ShardedDataParallel takes the place of DDP: do not wrap it in DDP")
-
-    @property
-    def join_device(self) -> torch.device:
-        """The device for the join context's own communication."""
-        return self._collectives.control_device
-
-    @property
-    def join_process_group(self) -> Any:
-        """The process group for the join context's own communication."""
-        return self.process_group
-
-    def serve_backward(self) -> None:
-        """Take part in a forward and backward pass of ranks that still have inputs."""
-        self.wait()
-        self._raise_deferred_failures()
-        buffers = self._module_sync.buffers_to_broadcast(self.require_forward_param_sync)
-        source, synchronises = exchange_pass_flags(self._collectives, active=False, synchronises=False)
-        self.require_forward_param_sync = synchronises
-        self._module_sync.broadcast_buffers(buffers, source)
-        if synchronises:
-            self._reducer.serve_pass()
-
-    def _leave_join_context(self, is_last_joiner: bool) -> None:
-        """Give all ranks the buffers of a rank that had the most inputs."""
-        self._may_be_joining = False
-        buffers = self._module_sync.buffers_to_broadcast()
-        if buffers:
-            self._raise_deferred_failures()
-            self._module_sync.broadcast_buffers(buffers, highest_last_joiner(self._collectives, is_last_joiner))

@@ -38,12 +38,12 @@ from onecopy.comm.side_stream import SideStream
 from onecopy.comm.status_flags import flags_on
 from onecopy.comm.transports import SharingByDevice
 from onecopy.common.profiler_ranges import profiled
-from onecopy.common.torch_private import after_backward, in_backward, version_of
+from onecopy.common.torch_private import after_backward, in_join_context, version_of
 from onecopy.ddp_hooks.bucket_assignment import DDPBucketAssignment, DDPBucketAssignmentCache, GradBucket
 from onecopy.ddp_hooks.checks import ShardedOptimizer, check_overlap, optimizer_facts
 from onecopy.step.engine import Engine, collectives_of
-from onecopy.step.gradient_scale_check import UNKNOWN
 from onecopy.step.group_options import OptionsSnapshot
+from onecopy.step.join import JOIN_REFUSAL
 from onecopy.step.owned_state import engine_of
 from onecopy.step.parameter_groups import Group
 from onecopy.step.rank_comparison import options_text
@@ -203,13 +203,10 @@ class OverlappedStep:
 
         DDP calls this for every bucket of a synchronising backward pass.
         """
-        if not in_backward():
-            raise RuntimeError(
-                "the overlap hooks need equally many inputs on all ranks: with torch.distributed.algorithms.Join use "
-                "ZeroRedundancyOptimizer without overlap_with_ddp, with or without onecopy.reduce_scatter_hook"
-            )
         ddp = self._ddp()
         assert ddp is not None, "only a live DDP calls its hook"
+        if in_join_context(ddp):
+            raise RuntimeError(JOIN_REFUSAL)
         if self._passes < (3 if ddp.static_graph else 2):  # until DDP has rebuilt its buckets
             self._passes += bucket.is_last()
             return self._hook(state, bucket)
@@ -254,10 +251,7 @@ class OverlappedStep:
             if not failure:
                 iteration.options.restore(engine.inner.optim.param_groups)
                 engine.update_some(has_gradient)
-        try:
-            engine.confirm_and_share(groups, has_gradient, failure.error)
-        finally:
-            engine.inner.clock.end()
+        engine.confirm_and_share(groups, has_gradient, failure.error)
         return True
 
     def _groups(self) -> list[Group]:
@@ -285,8 +279,7 @@ class OverlappedStep:
             engine.follow_moved_params()
             engine.check_groups(groups)
             engine.inner.push_options(groups)
-            with engine.inner.clock.edit():  # no change yet: the other ranks may not have begun this pass
-                engine.inner.master_weights.refresh_from_params()
+            engine.inner.master_weights.refresh_from_params()
         if self._assignments.layouts[0] is not engine.layout:
             self._assignments = self._make_assignments()
             self._sharings.clear()
@@ -410,7 +403,7 @@ class OverlappedStep:
         iteration.broadcasts.drain()
         engine, groups = self._engine, self._groups()
         facts = engine.facts(groups, [True] * len(engine.params))
-        engine.status.exchange(facts, UNKNOWN, iteration.update_failure.error, CALL)
+        engine.status.exchange(facts, iteration.update_failure.error, CALL)
         iteration.update_failure.raise_if_any()
         inner = engine.inner
         inner.pull_options(groups)

@@ -1,4 +1,4 @@
-"""A callback for transformers' Trainer: all ranks write the optimizer state, without gathering it on rank 0."""
+"""Callbacks for transformers' Trainer: gather the optimizer state before each save, or let all ranks write it."""
 
 from __future__ import annotations
 
@@ -14,6 +14,26 @@ from onecopy.checkpoint.directories import folder_name
 
 FOLDER = "onecopy"
 """The directory of optimizer state, scheduler and random number states in each of Trainer's checkpoints."""
+
+
+class ConsolidatedCheckpoints(TrainerCallback):
+    """Gathers the optimizer state on rank 0 before Trainer saves it there.
+
+    Put it behind callbacks that decide about saving. Trainer calls each method on all ranks, with its arguments, its
+    state, its control, and objects such as the optimizer.
+    """
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **objects: Any) -> None:  # noqa: ARG002
+        """Gather the state, if Trainer saves after this step."""
+        if control.should_save and not args.save_only_model:
+            _unwrapped(objects["optimizer"]).consolidate_state_dict()
+
+    on_epoch_end = on_step_end
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **objects: Any) -> None:  # noqa: ARG002
+        """Gather the state, if Trainer may save after an evaluation: no callback comes after that decision."""
+        if args.save_strategy == "best" and not args.save_only_model and objects["optimizer"] is not None:
+            _unwrapped(objects["optimizer"]).consolidate_state_dict()
 
 
 class ShardedCheckpoints(TrainerCallback):
@@ -40,9 +60,7 @@ class ShardedCheckpoints(TrainerCallback):
             raise ValueError("ShardedCheckpoints needs TrainingArguments(save_only_model=True)")
         extra = checkpoint.capture(scheduler=objects["lr_scheduler"])
         folder = _folder_of(args, state) / FOLDER
-        if (
-            state.is_world_process_zero
-        ):  # Trainer overwrites its files, too, if a run has gone back to an older checkpoint
+        if state.is_world_process_zero:  # Trainer overwrites its files, too, if a run has gone back to an older step
             shutil.rmtree(folder / folder_name(state.global_step), ignore_errors=True)
         checkpoint.save(folder, state.global_step, optimizer=_unwrapped(objects["optimizer"]), extra=extra)
 

@@ -7,7 +7,7 @@ the parameters of a bucket are ordered by owner.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -106,7 +106,6 @@ def plan_buckets(
     world_size: int,
     splittable: bool,
     bucket_bytes: int,
-    own_bucket: Collection[int] = (),
 ) -> tuple[Layout, tuple[BucketPlan, ...]]:
     """Put parameters into buckets in the given order, and divide every bucket among the ranks.
 
@@ -118,12 +117,11 @@ def plan_buckets(
         world_size: the number of ranks.
         splittable: whether a parameter may be cut.
         bucket_bytes: a bucket is closed at this size, the last ones earlier. A single parameter may be larger.
-        own_bucket: indices of parameters that get their own bucket whatever their size.
 
     Returns:
         The layout, and the buckets in the order in which their gradients are complete.
     """
-    members = _fill(specs, order, bucket_bytes, own_bucket)
+    members = _fill(specs, order, bucket_bytes)
     owners = {} if splittable else _whole_owners(specs, world_size)
     plans, shards = [], []
     for params in members:
@@ -144,23 +142,18 @@ def _part(end: int, world_size: int) -> int:
     return -(-end // (CUT_MULTIPLE * world_size)) * CUT_MULTIPLE
 
 
-def _fill(
-    specs: Sequence[ParamSpec], order: Sequence[int], bucket_bytes: int, own_bucket: Collection[int] = ()
-) -> list[list[int]]:
+def _fill(specs: Sequence[ParamSpec], order: Sequence[int], bucket_bytes: int) -> list[list[int]]:
     """Return the parameters of each bucket.
 
     A bucket is closed at ``bucket_bytes``, or at half of the bytes that are in no closed bucket yet if that is less. A
-    parameter of that size gets its own bucket, and so does each of ``own_bucket``.
+    parameter of that size gets its own bucket.
     """
     full: list[list[int]] = []
     open_: dict[tuple[object, int], list[int]] = {}
     sizes: dict[tuple[object, int], int] = {}
-    left = sum(specs[index].nbytes for index in order if index not in own_bucket)
+    left = sum(specs[index].nbytes for index in order)
     for index in order:
         spec = specs[index]
-        if index in own_bucket:
-            full.append([index])
-            continue
         kind = (spec.dtype, spec.device_ordinal)
         enough = min(bucket_bytes, max(left // 2, LAST_BYTES))
         if spec.nbytes >= enough:

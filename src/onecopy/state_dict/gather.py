@@ -7,18 +7,16 @@
 5. Each rank in turn sends its tensors; the receiver writes them into the full tensors, in bounded pieces.
 6. The receiver checks that the owners of a cut parameter have equal state where it is not per element; all ranks raise
    if they do not.
-
-``state_dict/serving.py`` does the same without a call on the other ranks: it asks them one after the other.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -58,6 +56,21 @@ class Consolidated:
     masters: dict[int, Tensor]
     version: int
     is_here: bool = True
+
+
+class StateElsewhere(Mapping[Any, Any]):
+    """The ``state`` of a state dict on a rank that has not received it: reading, copying and pickling it raise.
+
+    Frameworks call ``state_dict()`` on all ranks and save on one.
+    """
+
+    def __init__(self, message: str) -> None:
+        self._message = message
+
+    def _refuse(self, *_: Any) -> NoReturn:
+        raise RuntimeError(self._message)
+
+    __getitem__ = __iter__ = __len__ = __reduce_ex__ = _refuse
 
 
 @dataclass(slots=True)

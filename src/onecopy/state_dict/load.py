@@ -71,13 +71,11 @@ def restored_on_failure(engine: Engine, call: str) -> Iterator[None]:
     """
     optim = engine.inner.optim
     before = {"state": optim.state, "param_groups": optim.param_groups}
-    engine.inner.clock.begin()
     try:
         with FailTogether(engine.collectives, call):
             yield
     except Exception:
         optim.__setstate__(before)
-        engine.inner.clock.end()
         raise
 
 
@@ -128,7 +126,6 @@ def finish_load(
     for owned in engine.inner.owned:
         if owned.param_view is not None and owned.shard.param not in written_masters:
             owned.tensor.detach().copy_(saved_masters.get(owned.shard.param, owned.param_view))
-    engine.inner.clock.end()
 
 
 def keep_as_saved(state: dict[Any, Any], saved: Mapping[Any, Any]) -> None:

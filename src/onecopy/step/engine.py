@@ -183,9 +183,6 @@ class Engine:
         """
         self.check_groups(groups)
         self.inner.push_options(groups)
-        # Other ranks can read the state until the closure, which may communicate, has returned.
-        if not callable(closure) or not self.inner.changes_after_closure or self.inner.master_policy.any:
-            self.inner.clock.begin()
         self.inner.master_weights.refresh_from_params()
         last_loss: Any = None
 
@@ -197,7 +194,6 @@ class Engine:
                 last_loss = closure()
             except Exception as error:
                 raise ClosureError(error) from error
-            self.inner.clock.begin()
             self.inner.push_options(groups)  # the closure may have changed them
             self._bind_gradients()
             return last_loss
@@ -264,7 +260,7 @@ class Engine:
         if at_once and status.is_deferred:
             status.check_previous()  # a rank that has failed takes part in no exchange
             status = ImmediateStatus(self.collectives, DeferredFlags())
-        status.exchange(self.facts(groups, has_gradient), 0, failure, probe=self.gradient_probe, guard=self.guard)
+        status.exchange(self.facts(groups, has_gradient), failure, probe=self.gradient_probe, guard=self.guard)
         return self.guard is not None and self.guard.take_skip()
 
     def check_replicas(self, wait: Callable[[], None]) -> None:
@@ -341,15 +337,14 @@ def sequential_step(
 def change_and_share(engine: Engine, groups: Sequence[Group], change: Callable[[], object]) -> None:
     """Run a function that changes owned parameters outside a step, then share all parameters."""
     failure = FirstFailure()
-    with engine.inner.clock.change():
-        with failure:
-            engine.follow_moved_params()
-            engine.inner.push_options(groups)
-            engine.inner.master_weights.refresh_from_params()
-            with torch.no_grad():
-                change()
-            engine.inner.master_weights.write_to_params(everything=True)
-        engine.confirm_and_share(groups, None, failure.error)
+    with failure:
+        engine.follow_moved_params()
+        engine.inner.push_options(groups)
+        engine.inner.master_weights.refresh_from_params()
+        with torch.no_grad():
+            change()
+        engine.inner.master_weights.write_to_params(everything=True)
+    engine.confirm_and_share(groups, None, failure.error)
 
 
 def sharded_collectives(optimizers: Sequence[object]) -> Collectives | None:

@@ -20,7 +20,6 @@ class Gradients:
 
     Attributes:
         are_sharded: whether they are always sharded. Then a whole gradient was not reduced.
-        accumulating: whether the last forward pass is known to have run under ``no_sync()``.
         without_inputs: this rank's reduced gradients by parameter, after a reduction in which it had run out of inputs.
         on_zero: a function to call when gradients are zeroed.
     """
@@ -29,7 +28,6 @@ class Gradients:
         self._params = params
         self.layout = layout
         self.are_sharded = are_sharded
-        self.accumulating = False
         self.without_inputs: dict[int, Tensor] = {}
         self.on_zero: Callable[[], None] = lambda: None
 

@@ -72,7 +72,6 @@ def guarded_step(
             loss = closure()
         closure = _evaluated(loss, type(engine.inner.optim).__qualname__)
     failure = FirstFailure()
-    engine.inner.clock.begin()  # no rank ends a step before all ranks have begun it, also one that is skipped
     with failure:
         engine.follow_moved_params()
         guard.look(engine.gradients.owned(engine.inner.owned), engine.layout)

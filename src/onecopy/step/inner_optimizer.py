@@ -31,7 +31,6 @@ from onecopy.step.owned_shards import (
     set_gradients,
 )
 from onecopy.step.parameter_groups import Group, first_places
-from onecopy.step.state_clock import StateClock
 
 
 class InnerOptimizer:
@@ -55,10 +54,8 @@ class InnerOptimizer:
         params_by_group: the parameters of each of the user's groups, with repetitions.
         master_weights: the copies that are stepped in place of parameters.
         version: counts steps, loads and edits of the state.
-        clock: counts the steps and loads that all ranks make together, and lets another thread read the state.
         has_state: whether some rank has state.
         updates_without_gradient: whether the class may change parameters that have no gradient.
-        changes_after_closure: whether a step changes nothing before the closure has returned.
     """
 
     def __init__(
@@ -78,7 +75,6 @@ class InnerOptimizer:
         self.master_policy = master_policy or MasterWeightPolicy()
         self.defaults = defaults
         self.version = 0
-        self.clock = StateClock()
         self.has_state = False
         self._pushed_options: list[Group] = []
         self._make_tensor = make_tensor
@@ -97,8 +93,6 @@ class InnerOptimizer:
         self._takes_closure = "closure" in inspect.signature(type(self.optim).step).parameters
         # An unknown class may change parameters that have no gradient (weight decay alone).
         self.updates_without_gradient = type(self.optim) not in SKIPS_MISSING_GRADIENTS
-        # An unknown class may change its state before it evaluates the closure.
-        self.changes_after_closure = not (self._takes_closure and self.updates_without_gradient)
 
     @property
     def uses_master_weights(self) -> bool:
@@ -114,7 +108,7 @@ class InnerOptimizer:
         master_policy: MasterWeightPolicy,
     ) -> InnerOptimizer:
         """A new inner optimizer for the same parameters in another layout. It steps views or copies only."""
-        inner = InnerOptimizer(
+        return InnerOptimizer(
             self.optimizer_class,
             self.defaults,
             groups,
@@ -125,8 +119,6 @@ class InnerOptimizer:
             separate_view,
             master_policy,
         )
-        inner.clock = self.clock
-        return inner
 
     def add_group(self, group: Group, layout: Layout, params: Sequence[Tensor], flats: Sequence[Tensor]) -> None:
         """Add this rank's shards of the layout's last group."""
@@ -205,9 +197,8 @@ class InnerOptimizer:
 
     def refresh_master_weights(self) -> None:
         """Copy values that were written into the parameters into all master weights."""
-        with self.clock.edit():
-            self.version += 1
-            self.master_weights.refresh_from_params(everything=True)
+        self.version += 1
+        self.master_weights.refresh_from_params(everything=True)
 
     def note_loaded(self, has_state: bool) -> None:
         """Note that the state was replaced, and whether any rank has state now."""
@@ -237,8 +228,7 @@ class InnerOptimizer:
         entries = dict(states.items())
         kept = {self.state_key(key): value for key, value in entries.items()}
         kept.pop(None, None)
-        with self.clock.edit():
-            self.optim.state = defaultdict(dict, kept)
+        self.optim.state = defaultdict(dict, kept)
         if entries or self.has_state:
             self.note_loaded(has_state=True)  # an empty mapping here does not mean that it is empty on all ranks
 
@@ -298,7 +288,6 @@ class InnerOptimizer:
         self, part: Sequence[OwnedShard], gradient_shards: Mapping[int, Tensor], kwargs: dict[str, Any]
     ) -> None:
         """Step some owned shards. No other stepped tensor has a gradient then, so torch's optimizers skip them."""
-        self.clock.begin()
         try:
             set_flat_gradients(part, gradient_shards)
             self.step(None, kwargs)

@@ -10,28 +10,31 @@ One step, in the same order on all ranks:
 3. Update, confirm, share, as in any other step.
 
 torch runs the hooks of a joined rank once for every forward pass of the active ranks. A step follows each pass that
-synchronises gradients, and no other: after a pass under ``no_sync()`` a joined rank takes part in no step.
+synchronises gradients, and no other. ``Join([ddp, optimizer], model=ddp)`` tells the optimizer which passes these are.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.algorithms.join import JoinHook
+from torch.nn.parallel import DistributedDataParallel
 
 from onecopy.comm.agreement import FailTogether, FirstFailure
 from onecopy.comm.packing import receive_ranges, send_ranges
+from onecopy.common import tagged_json
 from onecopy.common.flat_views import as_bytes
-from onecopy.common.torch_private import accumulates, joinables_of_caller
+from onecopy.common.torch_private import accumulates
 from onecopy.errors import PeerFailedError, RanksDisagreeError
 from onecopy.layout import Shard
 from onecopy.step.engine import Engine
-from onecopy.step.join_handover import read_handover, write_handover
+from onecopy.step.group_options import options_of, replace_options
 from onecopy.step.owned_shards import gradient_range
 from onecopy.step.parameter_groups import Group
 
@@ -39,8 +42,16 @@ CALL = "step() in a join context"
 
 RULE = (
     "In a join context a rank without inputs expects one step() after each pass outside no_sync(), and none after a "
-    "pass under no_sync(): accumulate gradients under no_sync(), and let the last pass before step() synchronise."
+    "pass under no_sync(): write Join([ddp, optimizer], model=ddp), accumulate gradients under no_sync(), and let the "
+    "last pass before step() synchronise."
 )
+
+JOIN_REFUSAL = (
+    "ShardedDataParallel and the overlap hooks need equally many inputs on all ranks: with "
+    "torch.distributed.algorithms.Join use DistributedDataParallel and ZeroRedundancyOptimizer, without "
+    "overlap_with_ddp, and with or without onecopy.reduce_scatter_hook"
+)
+"""The error of objects that cannot be given to ``Join``."""
 
 
 @contextlib.contextmanager
@@ -53,31 +64,49 @@ def with_join_rule() -> Iterator[None]:
 
 
 class ZeROJoinHook(JoinHook):
-    """The hook of a joined rank: it takes part in the steps of the active ranks."""
+    """The hook of a joined rank: it takes part in the steps of the active ranks.
 
-    def __init__(self, step: Callable[[], None], engine: Engine, groups: Callable[[], Sequence[Group]]) -> None:
+    Args:
+        step: makes one step.
+        engine: the engine of the optimizer.
+        groups: returns the user's parameter groups.
+        model: the DDP model whose passes the steps follow; None if every pass synchronises.
+    """
+
+    def __init__(
+        self, step: Callable[[], None], engine: Engine, groups: Callable[[], Sequence[Group]], model: object
+    ) -> None:
         if engine.guard is not None:
             raise ValueError(
                 "nonfinite cannot be combined with Join: a rank without inputs receives its gradients after the others "
                 "have looked at theirs; construct the optimizer without it"
             )
+        if model is not None and not isinstance(model, DistributedDataParallel):
+            raise TypeError(
+                f"model= of Join must be the DistributedDataParallel model, got {type(model).__qualname__}: "
+                "Join([ddp, optimizer], model=ddp)"
+            )
         self._step = step
         self._engine = engine
         self._groups = groups
-        mine = {id(param) for param in engine.params}
-        self._models = [
-            joinable
-            for joinable in joinables_of_caller()
-            if isinstance(joinable, nn.Module) and any(id(param) in mine for param in joinable.parameters())
-        ]
+        self._model = model
+
+    def check_step(self) -> None:
+        """Raise before a step of an active rank, if its last pass ran under ``no_sync()``."""
+        if self._model is not None and accumulates(self._model):
+            raise RuntimeError(
+                f"rank {self._engine.collectives.group_rank}: step() after a pass under no_sync(), in a join context. "
+                f"{RULE}"
+            )
 
     def main_hook(self) -> None:
         """Take part in one step of the active ranks, unless their last pass ran under ``no_sync()``."""
-        if not any(accumulates(model) for model in self._models):
+        if self._model is None or not accumulates(self._model):
             self._step()
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Give all ranks the options of a last joiner, whose scheduler may have run after its last step."""
+        self._model = None
         call = "leaving the join context"
         collectives, groups = self._engine.collectives, self._groups()
         flags = [row[0] for row in collectives.all_gather_flags([int(is_last_joiner)], call)]
@@ -117,10 +146,6 @@ def _step(
     kwargs: dict[str, Any],
     active: bool,
 ) -> Any:
-    if active and engine.gradients.accumulating:
-        raise RuntimeError(
-            f"rank {engine.collectives.group_rank}: step() after a pass under no_sync(), in a join context. {RULE}"
-        )
     loss, failure = None, FirstFailure()
     room: dict[int, Tensor] = {}
     with failure:
@@ -223,3 +248,51 @@ def _gradient_shard(engine: Engine, shard: Shard) -> Tensor:
     gradient = gradient_range(shard, engine.params[shard.param], engine.layout.params[shard.param].name)
     assert gradient is not None
     return gradient
+
+
+@dataclass(frozen=True, slots=True)
+class Handover:
+    """The content of a header.
+
+    Attributes:
+        options: the options of every group.
+        has_gradient: whether each parameter has a gradient.
+        is_reduce_scattered: whether the owners have their reduced gradients already.
+    """
+
+    options: tuple[Group, ...]
+    has_gradient: tuple[bool, ...]
+    is_reduce_scattered: bool
+
+    def apply_options(self, groups: Sequence[Group]) -> None:
+        """Set the options of the joined rank's groups."""
+        for group, options in zip(groups, self.options, strict=True):
+            # A tensor is written in place: the user may hold on to it, and it may be on an accelerator.
+            kept = {key: value for key, value in group.items() if _both_tensors(value, options.get(key))}
+            for key, tensor in kept.items():
+                tensor.copy_(options[key])
+            replace_options(group, {**options, **kept})
+
+
+def write_handover(groups: Sequence[Group], has_gradient: Sequence[bool], is_reduce_scattered: bool) -> bytes:
+    """Write a header as JSON. Tensors among the options, such as a learning rate, are written as values."""
+    described = []
+    for group in groups:
+        tensors: list[Tensor] = []
+        tree = tagged_json.encode(options_of(group), tensors, "an option of a parameter group")
+        described.append([tree, [[tagged_json.describe_tensor(tensor)[0], tensor.tolist()] for tensor in tensors]])
+    return tagged_json.dumps([described, [int(has) for has in has_gradient], is_reduce_scattered])
+
+
+def read_handover(text: bytes) -> Handover:
+    """Read a header that :func:`write_handover` wrote."""
+    described, mask, is_reduce_scattered = tagged_json.loads(text)
+    options = tuple(
+        tagged_json.decode(tree, [torch.tensor(value, dtype=getattr(torch, name)) for name, value in values])
+        for tree, values in described
+    )
+    return Handover(options, tuple(bool(has) for has in mask), is_reduce_scattered)
+
+
+def _both_tensors(current: object, new: object) -> bool:
+    return isinstance(current, Tensor) and isinstance(new, Tensor) and current.shape == new.shape

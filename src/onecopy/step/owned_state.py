@@ -38,15 +38,13 @@ class OwnedState(MutableMapping[Any, Any]):
             raise KeyError(
                 f"rank {self._inner.group_rank} owns nothing of this parameter; its state is on another rank"
             )
-        with self._inner.clock.edit():
-            self._inner.optim.state[key] = value
+        self._inner.optim.state[key] = value
         self._inner.note_edited()
 
     def __delitem__(self, param: Any) -> None:
         if param not in self:
             raise KeyError(f"rank {self._inner.group_rank} has no state under this key")
-        with self._inner.clock.edit():
-            del self._inner.optim.state[self._inner.state_key(param)]
+        del self._inner.optim.state[self._inner.state_key(param)]
         self._inner.note_edited()
 
     def get(self, param: Any, default: Any = None) -> Any:

@@ -16,7 +16,6 @@ from onecopy.common.digests import flag_digest
 from onecopy.errors import PeerFailedError, RanksDisagreeError
 from onecopy.layout import Layout
 from onecopy.step.gradient_probe import NO_FLAG, GradientProbe
-from onecopy.step.gradient_scale_check import factors_differ
 from onecopy.step.nonfinite import NonfiniteGuard
 from onecopy.step.parameter_groups import Group
 from onecopy.step.rank_comparison import group_facts, options_text
@@ -70,7 +69,6 @@ class StepStatus(Protocol):
     def exchange(
         self,
         facts: StepFacts,
-        scale_factor: int,
         failure: Exception | None,
         call: str = CALL,
         probe: GradientProbe | None = None,
@@ -80,7 +78,6 @@ class StepStatus(Protocol):
 
         Args:
             facts: the facts of this rank.
-            scale_factor: the factor by which its reduced gradients were scaled.
             failure: its exception in the update.
             call: the name of the call that all ranks are in, for errors.
             probe: compares gradients in the first steps.
@@ -107,7 +104,6 @@ class ImmediateStatus:
     def exchange(
         self,
         facts: StepFacts,
-        scale_factor: int,
         failure: Exception | None,
         call: str = CALL,
         probe: GradientProbe | None = None,
@@ -116,24 +112,16 @@ class ImmediateStatus:
         """Exchange the flags, and raise on every rank if a rank failed or if the facts differ."""
         probed = probe.take_flag() if probe is not None else None
         found = guard.take_flag() if guard is not None else None
-        flags = [int(failure is not None), scale_factor, *facts.digests()]
-        flags += [NO_FLAG if probed is None else int(probed), 0 if found is None else int(found)]
+        flags = [int(failure is not None), NO_FLAG if probed is None else int(probed), *facts.digests()]
+        flags.append(0 if found is None else int(found))
         rows = self._collectives.all_gather_flags(flags, call)
         if any(row[0] for row in rows):
             raise_together(self._collectives, call, failure)
-        if guard is not None and guard.found(row[6] for row in rows):
+        if guard is not None and guard.found(row[5] for row in rows):
             return
-        factors = factors_differ([row[1] for row in rows])
-        if factors is not None:
-            shown = ", ".join(f"{factor:.4g}" for factor in factors)
-            raise RanksDisagreeError(
-                f"rank {self._collectives.group_rank}: the ranks scaled their reduced gradients by different factors "
-                f"({shown}): after the reduce-scatter hook torch.nn.utils.clip_grad_norm_ finds another norm on every "
-                "rank; use optimizer.clip_grad_norm_() or onecopy.clip_grad_norm_()"
-            )
         if all(row[2:5] == rows[0][2:5] for row in rows):
             if probed is not None and probe is not None:
-                probe.compare([row[5] for row in rows])
+                probe.compare([row[1] for row in rows])
             return
         with FailTogether(self._collectives, call, facts.as_text()):
             pass
@@ -163,7 +151,6 @@ class DeferredStatus:
     def exchange(
         self,
         facts: StepFacts,
-        scale_factor: int,
         failure: Exception | None,
         call: str = CALL,
         probe: GradientProbe | None = None,
@@ -172,8 +159,7 @@ class DeferredStatus:
         """Check the flags of the previous step, then start the exchange of this step's."""
         self._flags.check_older()
         probed = probe.take_flag() if probe is not None else None
-        flags = [int(failure is not None), scale_factor, *facts.digests()]
-        # The probe takes the place of the factor, which is not known for gradients on an accelerator.
+        flags = [int(failure is not None), NO_FLAG, *facts.digests()]
         computed = {} if probed is None else {1: probed}
         if guard is not None:
             found = guard.take_flag()

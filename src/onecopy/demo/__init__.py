@@ -1,1 +1,0 @@
-"""The demo: a small GPT that learns generated sentences, at every level of sharding."""

@@ -17,7 +17,12 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from onecopy import ZeroRedundancyOptimizer, hook_with_zero_step, hook_with_zero_step_interleaved
+from onecopy import (
+    RanksDisagreeError,
+    ZeroRedundancyOptimizer,
+    hook_with_zero_step,
+    hook_with_zero_step_interleaved,
+)
 from tests.support.ddp_training import ELEMENT, assert_same_values, make_ddp, train_both
 from tests.support.harness import distributed
 from tests.support.overlapped_step import HOOKS, Case, MakeHook, overlapped_run, plain_run, reduced_mean
@@ -232,7 +237,7 @@ def test_ranks_that_make_different_hooks_are_told(world_size: int) -> None:
     ddp = make_ddp(Case())
     zero = make_zero(ddp)
     make_hook = hook_with_zero_step if dist.get_rank() == 0 else hook_with_zero_step_interleaved
-    with pytest.raises(onecopy.RanksDisagreeError, match="interleaved"):
+    with pytest.raises(RanksDisagreeError, match="interleaved"):
         make_hook(allreduce_hook, ddp, zero)
 
 

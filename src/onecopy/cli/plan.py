@@ -16,7 +16,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from onecopy.cli.errors import guarded, need
-from onecopy.layout import Layout, extend
+from onecopy.layout import Layout, default_shard_by, extend
 from onecopy.planning import estimate
 from onecopy.planning.advice import GB, USABLE, Advice, fits, recommend, unit_of
 from onecopy.planning.comparison import UTILISATION, Row, activation_bytes, compare, planned_job
@@ -118,7 +118,8 @@ def plan(
     activations = activation_bytes(source, batch, sequence, itemsize, checkpointing) if batch * sequence else None
     limit = None if memory is None else memory * GB
     advice = recommend(rows, chosen, precision is Precision.bf16_master, limit, activations)
-    owners = extend(None, job.model.specs, ranks, "parameter", chosen.splittable) if layout else None
+    policy = default_shard_by(chosen.splittable)
+    owners = extend(None, job.model.specs, ranks, policy, chosen.splittable) if layout else None
     if as_json:
         typer.echo(json.dumps(_as_json(source, rows, activations, limit, advice, owners), indent=1))
     else:

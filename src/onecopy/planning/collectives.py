@@ -19,7 +19,7 @@ from torch import Tensor
 
 from onecopy.comm import limits
 from onecopy.comm.pairwise_exchange import message_length
-from onecopy.layout import ParamSpec, bucket_sizes
+from onecopy.layout import ParamSpec, bucket_sizes, default_shard_by
 from onecopy.planning.model_shapes import Model
 from onecopy.planning.ownership import owned_bytes
 
@@ -227,15 +227,14 @@ class _Planner:
             messages = max(1, ranks - 1) if self.pairwise else 1
             yield from (Collective(Kind.BROADCAST, spec.nbytes, ranks, messages) for spec in model.specs)
             return
-        if way is Way.REDUCE_SCATTER:
-            yield from self._flags(8)
         yield from self._flags(STEP_FLAGS_BYTES * ranks)
         if way is not Way.OVERLAP:
             yield from self._share_all()
 
     def _owned(self, parts: Sequence[Sequence[int]]) -> Tensor:
         model = self.model
-        return owned_bytes(model.specs, parts, self.ranks, model.shard_by, model.splittable)
+        shard_by = default_shard_by(model.splittable) if model.shard_by is None else model.shard_by
+        return owned_bytes(model.specs, parts, self.ranks, shard_by, model.splittable)
 
     def _flags(self, nbytes: int) -> Iterator[Collective]:
         """Yield one exchange of flags; with a mesh the replicas exchange them, too."""

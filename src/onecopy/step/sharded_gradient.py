@@ -80,7 +80,7 @@ class ShardGrad(Tensor):
             )
         return self.local
 
-    def take(self, gradient: Tensor) -> None:
+    def receive(self, gradient: Tensor) -> None:
         """Replace the values by this rank's range of a whole gradient, which was reduced."""
         stop = self.start + self.local.numel()
         self.local.copy_(flat_view(gradient)[self.start : stop])
@@ -257,7 +257,7 @@ def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     if isinstance(target, ShardGrad):
         if isinstance(source, ShardGrad) or not in_backward():
             raise _unsupported(func)
-        target.take(source)
+        target.receive(source)
         return target
     if not (in_backward() or source.group.ddp_may_rebuild):
         raise _unsupported(func)

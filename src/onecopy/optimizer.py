@@ -20,9 +20,8 @@ from onecopy.ddp_hooks.overlap import OverlappedStep, check_step_arguments
 from onecopy.layout import ShardBy, default_shard_by, extend
 from onecopy.state_dict.gather import Consolidated, StateElsewhere, consolidated
 from onecopy.state_dict.load import load
-from onecopy.step.debug_log import log_layout
-from onecopy.step.engine import Engine, StepSchedule, change_and_share
-from onecopy.step.guarded_step import StepGuards
+from onecopy.step.consistency import optimizer_facts, sharding_facts
+from onecopy.step.engine import Engine, StepGuards, StepSchedule, change_and_share, log_layout
 from onecopy.step.inner_optimizer import InnerOptimizer
 from onecopy.step.join import JOIN_REFUSAL, ZeROJoinHook, active_step, joined_step
 from onecopy.step.master_weights import STATE_DICT_KEY, MasterWeightPolicy
@@ -31,8 +30,7 @@ from onecopy.step.optimizer_classes import check_class, is_elementwise
 from onecopy.step.owned_shards import param_or_view, separate_view
 from onecopy.step.owned_state import OwnedState, OwnedStateOptimizer
 from onecopy.step.parameter_groups import Group, device_of, normalise, normalise_group, plan_params
-from onecopy.step.parameter_storage import storage_class_for
-from onecopy.step.rank_comparison import optimizer_facts, sharding_facts
+from onecopy.step.storage import storage_class_for
 
 
 class ZeroRedundancyOptimizer(OwnedStateOptimizer, Joinable):

@@ -118,7 +118,6 @@ def _reporting_bad_flags(patch: Patch) -> None:
 
     def check_oldest(self: DeferredFlags) -> None:
         read, check = self._unread.popleft()
-        self._older = max(0, self._older - 1)
         try:
             check(read.read())
         except Exception as error:

@@ -38,13 +38,13 @@ def counted_steps(setup: Any) -> tuple[list[int], list[Step], list[Any]]:
 
 def launches(step: Step) -> int:
     """Number of kernels that the probe has launched."""
-    return sum(count for (_, where), count in step.kernels.items() if where.startswith("onecopy/step/gradient_probe"))
+    return sum(count for (_, where), count in step.kernels.items() if where.startswith("onecopy/step/checks"))
 
 
 def check_waits(counts: list[Step]) -> None:
     """The probe makes the host wait in no step, and from the second step on it waits for older flags only."""
     ours = [[wait for wait in step.synchronizations if wait.site.startswith("onecopy/")] for step in counts]
-    assert not any(wait.site.startswith("onecopy/step/gradient_probe") for waits in ours for wait in waits)
+    assert not any(wait.site.startswith("onecopy/step/checks") for waits in ours for wait in waits)
     for wait in chain.from_iterable(ours[1:]):
         assert wait.site.startswith("onecopy/comm/status_flags.py"), wait
         assert wait.age >= 1, wait

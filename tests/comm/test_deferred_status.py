@@ -80,7 +80,7 @@ def test_different_options_are_told_one_step_later(world_size: int) -> None:
         small_loss(model, 0).backward()
         zero.step()
         small_loss(model, 1).backward()
-        with pytest.raises(RanksDisagreeError, match=r"disagree in the previous step\(\): they had different options"):
+        with pytest.raises(RanksDisagreeError, match=r"disagree in the previous step\(\): .* have different options"):
             zero.step()
 
 
@@ -162,7 +162,7 @@ def test_a_failed_backward_raises_at_once_there_and_in_the_next_forward_elsewher
                 model(words).backward()
         else:
             model(words).backward()
-            with pytest.raises(PeerFailedError, match=r"a backward\(\) failed on another rank"):
+            with pytest.raises(PeerFailedError, match=r"previous backward\(\) failed on global rank 0"):
                 model(words)
 
 

@@ -13,7 +13,7 @@ from onecopy import ZeroRedundancyOptimizer
 from onecopy.comm.parameter_sharing import PackBuffers
 from onecopy.common import tagged_json
 from onecopy.state_dict import load
-from onecopy.step import parameter_storage
+from onecopy.step import storage
 from tests.support.failures import NO_MEMORY, check_pool, expect_failure_of, expect_no_memory, failing, parameter
 from tests.support.harness import distributed
 from tests.support.models import assert_equal
@@ -80,7 +80,7 @@ def test_a_rank_without_memory_for_buckets_when_constructing(world_size: int, ca
         return ZeroRedundancyOptimizer(params, torch.optim.SGD, parameters_as_bucket_view=True, lr=0.1)
 
     culprit = world_size - 1
-    with failing(parameter_storage, "_fill_bucket", culprit, calls):
+    with failing(storage, "_fill_bucket", culprit, calls):
         expect_no_memory(culprit, construct)
     assert_equal(params, before, "values")
     step(construct())
@@ -94,11 +94,7 @@ def test_a_rank_without_memory_when_a_group_is_added(world_size: int, place: str
     zero = trained(parameters_as_bucket_view=True)
     reference = trained()
     new = parameter(7, 9)
-    with (
-        failing(parameter_storage, "_fill_bucket", culprit)
-        if place == "buckets"
-        else failing(PackBuffers, "reserve", culprit)
-    ):
+    with failing(storage, "_fill_bucket", culprit) if place == "buckets" else failing(PackBuffers, "reserve", culprit):
         expect_no_memory(culprit, lambda: zero.add_param_group({"params": [new]}))
     assert len(zero.param_groups) == len(zero.optim.param_groups) == 1
     assert len(zero.layout.params) == 3

@@ -401,4 +401,4 @@ def test_replicas_of_a_mesh_with_different_options_raise_in_step(world_size: int
 
     ours.optimizer.param_groups[0]["lr"] = 1e-3 * (1 + mesh.get_local_rank(0))
     error = failure_of(lambda: one_step(ours, 1))
-    expect(error, RanksDisagreeError, "the replicas of the mesh disagree in step.*different options")
+    expect(error, RanksDisagreeError, "the ranks disagree in step.*different options")

@@ -179,7 +179,7 @@ def test_level_two_by_hand() -> None:
         Collective(Kind.REDUCE_SCATTER, half, 2, 1),
         Collective(Kind.REDUCE_SCATTER, half, 2, 1),
         Collective(Kind.FLAGS, 8, 2),
-        Collective(Kind.FLAGS, 96, 2),
+        Collective(Kind.FLAGS, 152, 2),
         Collective(Kind.ALL_GATHER, 2 * half, 2, 1),
     )
     assert [each.sent_bytes for each in found[:2]] == [half / 2] * 2

@@ -22,7 +22,7 @@ from onecopy import (
     hook_with_zero_step,
     reduce_scatter_hook,
 )
-from onecopy.step.gradient_probe import STEPS
+from onecopy.step.checks import STEPS
 from tests.support.harness import distributed
 from tests.support.models import small_model
 
@@ -54,7 +54,7 @@ def probing(optimizer: ZeroRedundancyOptimizer) -> bool:
     """Whether the next step would compare gradients."""
     probe: Any = optimizer.engine.gradient_probe
     probe.sample(optimizer.engine.params)
-    return probe.take_flag() is not None
+    return probe.take() is not None
 
 
 def sgd(model: nn.Module, **options: Any) -> ZeroRedundancyOptimizer:
@@ -100,6 +100,18 @@ def test_a_call_of_the_module_inside_ddp_is_noticed(world_size: int) -> None:
     model = DistributedDataParallel(small_model())
     with pytest.raises(GradientsNotReducedWarning, match="not the module inside"):
         train(model.module, sgd(model))
+
+
+@distributed(2)
+def test_one_gradient_that_is_equal_everywhere_does_not_silence_it(world_size: int) -> None:
+    """Under ``.sum()`` the gradient of the last bias is the number of samples, on every rank."""
+    model = small_model()
+    optimizer = sgd(model)
+    with pytest.raises(GradientsNotReducedWarning, match="In 3 steps most of the gradients"):  # noqa: PT012
+        for step in range(LOOPS):
+            optimizer.zero_grad()
+            model(inputs(step)).sum().backward()
+            step_with_alarm(optimizer)
 
 
 @distributed(2)

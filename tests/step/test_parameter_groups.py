@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from onecopy.step.consistency import options_text
 from onecopy.step.parameter_groups import normalise, normalise_group, plan_params
-from onecopy.step.rank_comparison import options_text
 from tests.support.harness import distributed
 
 

@@ -34,7 +34,7 @@ from onecopy.common import tagged_json
 from onecopy.errors import CheckpointError
 from onecopy.state_dict.forms import plain_state_dict
 from onecopy.step import master_weights
-from onecopy.step.group_options import options_of
+from onecopy.step.parameter_groups import options_of
 
 GROWTH = 4
 EXTRA_BYTES = 16 << 20

@@ -29,7 +29,7 @@ from onecopy.state_dict.gather import consolidate
 from onecopy.state_dict.load import finish_load, load_owned_state, restored_on_failure
 from onecopy.step import master_weights
 from onecopy.step.engine import sharded_collectives
-from onecopy.step.group_options import options_of
+from onecopy.step.parameter_groups import options_of
 
 StateDict = dict[str, Any]
 

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import torch
 
 from onecopy.common.flat_views import is_dense
-from onecopy.step.group_options import NOT_OPTIONS
+from onecopy.step.parameter_groups import NOT_OPTIONS
 
 SAFETENSORS_NAMES = {
     torch.bool: "BOOL",

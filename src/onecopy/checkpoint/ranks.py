@@ -28,7 +28,10 @@ class Ranks:
     def __init__(self, process_group: Any, call: str) -> None:
         self._collectives: Collectives | None = None
         if dist.is_available() and dist.is_initialized():
-            self._collectives = Collectives(process_group).cpu_group("checkpoint", call)
+            collectives = Collectives(process_group)
+            with FailTogether(collectives, call):  # all ranks are in this call
+                pass
+            self._collectives = collectives.cpu_group("checkpoint", call)
         elif process_group is not None:
             raise RuntimeError("a process group was given, but torch.distributed is not initialised")
 

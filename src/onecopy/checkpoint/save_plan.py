@@ -24,7 +24,7 @@ from onecopy.common.tensor_subclasses import check_not_cut, leaves_of
 from onecopy.layout import CUT_MULTIPLE
 from onecopy.state_dict.forms import state_with_master
 from onecopy.state_dict.owner_comparison import checksum
-from onecopy.step.group_options import options_of
+from onecopy.step.parameter_groups import options_of
 
 KeyedTensors = list[tuple[str, Tensor]]
 """Tensors with the keys under which a checkpoint stores them."""

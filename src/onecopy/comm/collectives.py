@@ -6,7 +6,7 @@ the calls here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import lru_cache, partial
 
 import torch
@@ -17,17 +17,17 @@ from onecopy.comm import limits, process_groups
 from onecopy.comm.backend_errors import ExplainedErrors
 from onecopy.comm.process_groups import DedicatedGroups
 from onecopy.comm.side_stream import SideStream
-from onecopy.comm.status_flags import FlagRows, flags_on
-from onecopy.comm.work import ExplainedWork, Work, WorkGroup, WorkThenCopy, WorkWithBuffer, run_all
+from onecopy.comm.status_flags import flags_on
+from onecopy.comm.work import ExplainedWork, Work, WorkGroup, WorkThenCopy, run_all
 from onecopy.common.flat_views import as_bytes, flat_view, to_bytes
 from onecopy.common.torch_private import counts_calls
-from onecopy.errors import OnecopyError, RanksDisagreeError
+from onecopy.errors import OnecopyError
 
 MESSAGE_TAG = limits.TAG_BLOCKS * limits.TAGS
 """The tag of messages between two ranks: not 0, the tag of messages that a user has in flight in the same group."""
 
-FLAGS_TAG = MESSAGE_TAG + 1
-"""The tag of status flags between two ranks: ranks that are in different calls must not take them for other data."""
+VOTE_TAG = MESSAGE_TAG + 1
+"""The tag of votes between two ranks: ranks that are in different calls must not take them for other data."""
 
 
 AVERAGING_BACKENDS = {"nccl"}
@@ -63,7 +63,6 @@ class Collectives:
         self._backends = process_groups.backends_of(group)
         self.control_device = process_groups.control_device(self._backends, device)
         self.host_device = torch.device("cpu") if "cpu" in self._backends else self.control_device
-        self._rows: FlagRows | None = None
         # TORCH_DISTRIBUTED_DEBUG=DETAIL counts calls and compares the counts in every collective. Messages between two
         # ranks would upset the counts, so there they get a group in which no collective runs.
         self._message_group = group
@@ -104,13 +103,10 @@ class Collectives:
     def cpu_group(self, purpose: str, call: str) -> Collectives:
         """The same ranks on a gloo group for one purpose; all members make this call together.
 
-        They meet in this group first, so that all raise if one of them is in another call of this group.
-
         Args:
             purpose: the purpose; for each there is one group.
             call: the name of the user's call that needs the group, for errors.
         """
-        self.all_gather_flags([0], call)
         group = self._side_group(purpose, "gloo", call)
         if group is None:
             raise OnecopyError(
@@ -134,45 +130,37 @@ class Collectives:
         return process_groups.reserve_tags(self.process_group)
 
     def all_gather_flags(self, flags: Sequence[int], call: str) -> list[list[int]]:
-        """The status flags of every rank, in rank order, read on the host at once.
+        """Integers of every rank, in rank order, read on the host at once. The ranks have voted before."""
+        with self.explained_errors(call):
+            mine = flags_on(self.host_device, flags)
+            rows = mine.new_empty(self.world_size, len(flags))
+            self.all_gather_single(rows.view(-1), mine).wait()
+            values: list[list[int]] = rows.tolist()
+        return values
 
-        Between pairs of ranks, all raise if a rank is in another ``call``.
+    def largest_row(self, row: Tensor) -> None:
+        """Replace a row of the fixed length of a vote by the largest of each integer over all ranks.
+
+        On gloo it is sent between pairs of ranks, with a tag of its own: a rank that is in a collective of the user's
+        cannot take it for other data, and an all-reduce of two lengths would end its process.
         """
-        if not self.uses_pairwise(self.host_device):
-            with self.explained_errors(call):
-                gathered, work = self._start_all_gather_flags(flags, self.host_device)
-                work.wait()
-                values: list[list[int]] = gathered.tolist()
-            return values
-        rows = self._exchange_flags(flags, call)
-        if rows is None:
-            calls = [name.decode() for name in self.all_gather_bytes(call.encode(), "naming the calls")]
-            places = "; ".join(f"rank {group_rank}: {name}" for group_rank, name in enumerate(calls))
-            raise RanksDisagreeError(
-                f"rank {self.group_rank}: the ranks are at different calls. {places}. All ranks must make these calls, "
-                "in the same order, and none of them inside `if rank == 0:`."
-            )
-        return rows
-
-    def _exchange_flags(self, flags: Sequence[int], call: str) -> list[list[int]] | None:
-        """The status flags of every rank, sent between pairs of ranks; None if they are in different calls."""
-        rows, self._rows = self._rows or FlagRows(self.world_size), None
-        rows.write(self.group_rank, call, flags)
-        mine = rows.tensors[self.group_rank]
+        if not self.uses_pairwise(row.device):
+            self.all_reduce(row, largest=True).wait()
+            return
+        rows = row.new_empty(len(self._others), len(row))
         errors = run_all(
             [
-                *(partial(self.receive, rows.tensors[other], other, FLAGS_TAG) for other in self._others),
-                *(partial(self.send, mine, other, FLAGS_TAG) for other in self._others),
+                *(partial(self.receive, rows[turn], other, VOTE_TAG) for turn, other in enumerate(self._others)),
+                *(partial(self.send, row, other, VOTE_TAG) for other in self._others),
             ]
         )
         for error in errors:
             if not isinstance(error, RuntimeError):
                 raise error
-        with self.explained_errors(call):
-            if errors:
-                raise errors[0]
-        self._rows = rows  # not after a failure: a message may still arrive in it
-        return rows.read(len(flags))
+        if errors:
+            raise errors[0]
+        if len(rows):
+            torch.maximum(row, rows.amax(0), out=row)
 
     def explained_errors(self, call: str) -> ExplainedErrors:
         """A block that turns a backend's error, such as the timeout, into one that names the call and this rank."""
@@ -181,24 +169,6 @@ class Collectives:
     def explained_work(self, work: Work, call: str) -> Work:
         """Return work whose ``wait()`` raises such an error, for work that another call waits for."""
         return ExplainedWork(work, call, self.group_rank)
-
-    def start_all_gather_flags(self, flags: Sequence[int], computed: Mapping[int, Tensor]) -> tuple[Tensor, Work]:
-        """Start gathering status flags on the control device: a tensor with a row for each rank, and the work.
-
-        Args:
-            flags: the flags of this rank.
-            computed: flags to use in place of some of these, by position, as tensors on the control device.
-        """
-        return self._start_all_gather_flags(flags, self.control_device, computed)
-
-    def _start_all_gather_flags(
-        self, flags: Sequence[int], device: torch.device, computed: Mapping[int, Tensor] | None = None
-    ) -> tuple[Tensor, Work]:
-        mine = flags_on(device, flags)
-        for position, value in (computed or {}).items():
-            mine[position].copy_(value.view(()))
-        rows = mine.new_empty(self.world_size, len(flags))
-        return rows, WorkWithBuffer(self.all_gather_single(rows.view(-1), mine), mine)
 
     def all_gather_bytes(self, payload: bytes, call: str) -> list[bytes]:
         """The bytes of every rank, of any length, in rank order."""

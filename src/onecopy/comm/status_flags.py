@@ -6,8 +6,6 @@ to pinned memory and read one call later, when they have long arrived.
 
 from __future__ import annotations
 
-import struct
-import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import lru_cache
@@ -18,9 +16,6 @@ from torch import Tensor
 from onecopy.comm.side_stream import SideStream
 from onecopy.comm.work import Work
 
-MOST_FLAGS = 7
-"""Number of flags that a row has room for."""
-
 
 def flags_on(device: torch.device, values: Sequence[int], dtype: torch.dtype = torch.int64) -> Tensor:
     """Flags as a tensor on a device, without making the host wait."""
@@ -29,29 +24,6 @@ def flags_on(device: torch.device, values: Sequence[int], dtype: torch.dtype = t
         return flags
     # From pageable memory the host would wait for everything that the device has still to do.
     return flags.pin_memory().to(device, non_blocking=True)
-
-
-class FlagRows:
-    """One row of flags per rank on the CPU, in memory that is reused: making tensors takes longer than sending them.
-
-    All rows have the same length, so that a rank can receive the flags of any call.
-    """
-
-    def __init__(self, ranks: int) -> None:
-        self._row = struct.Struct(f"={1 + MOST_FLAGS}q")
-        self._memory = bytearray(ranks * self._row.size)
-        self.tensors = torch.frombuffer(self._memory, dtype=torch.int64).view(ranks, -1).unbind()
-
-    def write(self, group_rank: int, call: str, flags: Sequence[int]) -> None:
-        """Write a rank's flags into its row, with a checksum of the call that the rank is in."""
-        rest = [0] * (MOST_FLAGS - len(flags))
-        call_checksum = zlib.crc32(call.encode())
-        self._row.pack_into(self._memory, group_rank * self._row.size, call_checksum, *flags, *rest)
-
-    def read(self, length: int) -> list[list[int]] | None:
-        """The first ``length`` flags of every rank, or None if the ranks are in different calls."""
-        rows = list(self._row.iter_unpack(self._memory))
-        return [list(row[1 : 1 + length]) for row in rows] if len({row[0] for row in rows}) == 1 else None
 
 
 class DeferredRead:
@@ -124,7 +96,6 @@ class DeferredFlags:
 
     def __init__(self) -> None:
         self._unread: deque[tuple[DeferredRead, CheckFlags]] = deque()
-        self._older = 0  # number of unread flags that were exchanged before the last end of a step
         self._count = 0  # of all flags that were put
         self._forgotten: list[DeferredRead] = []
 
@@ -141,18 +112,9 @@ class DeferredFlags:
         self._count += 1
         return self._count
 
-    def end_step(self) -> None:
-        """Note the end of a step: the next step waits for all flags that are unread now."""
-        self._older = len(self._unread)
-
     def check_arrived(self) -> None:
         """Check the flags that have arrived, without waiting."""
         while self._unread and self._unread[0][0].has_arrived:
-            self._check_oldest()
-
-    def check_older(self) -> None:
-        """At the beginning of a step: wait for the flags of the last step, and check them."""
-        while self._older:
             self._check_oldest()
 
     def check_through(self, number: int) -> None:
@@ -178,11 +140,9 @@ class DeferredFlags:
         # Their memory is referenced until the exchange has ended.
         self._forgotten += [read for read, _ in self._unread if not read.has_arrived]
         self._unread.clear()
-        self._older = 0
 
     def _check_oldest(self) -> None:
         read, check = self._unread.popleft()
-        self._older = max(0, self._older - 1)
         try:
             check(read.read())
         except Exception:

@@ -28,8 +28,8 @@ _FACTOR = 6364136223846793005
 
 
 def flag_digest(parts: Iterable[bytes]) -> int:
-    """Return a digest of byte strings, one after the other, as a number for one status flag, never negative."""
-    text = hashlib.blake2b(digest_size=7)
+    """Return a digest of byte strings, one after the other, as a number of 40 bits for a vote of the ranks."""
+    text = hashlib.blake2b(digest_size=5)
     for part in parts:
         text.update(part)
     return int.from_bytes(text.digest(), "big")

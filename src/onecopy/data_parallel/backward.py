@@ -18,7 +18,6 @@ there, too).
 from __future__ import annotations
 
 import contextlib
-import functools
 import threading
 import weakref
 from collections import deque
@@ -29,16 +28,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onecopy.comm.agreement import FirstFailure, raise_together
+from onecopy.comm.agreement import FirstFailure, start_vote
 from onecopy.comm.bucket_reduce_scatter import InFlightReduction
 from onecopy.comm.buffer_pool import BufferPool
 from onecopy.comm.side_stream import UsedStreams
-from onecopy.comm.status_flags import DeferredFlags, flags_on
-from onecopy.comm.work import Work
+from onecopy.comm.status_flags import DeferredFlags
 from onecopy.common.profiler_ranges import profile_range
 from onecopy.common.torch_private import backward_number, when_backward_ends, will_accumulate
 from onecopy.data_parallel.gradient_buckets import GradientBucket, GradState, ReductionPolicy
-from onecopy.data_parallel.pass_flags import PassFlags, check_row, frozen_on_some_ranks, local_flags
+from onecopy.data_parallel.pass_flags import CALL, PassVote
 from onecopy.step.sharded_gradient import ShardGrad
 
 
@@ -246,45 +244,31 @@ class BackwardReducer:
         assert current is not None
         self._set_shard_grads(self._reduce_remaining(current).present)
 
-    def _reduce_remaining(self, current: _BackwardPass) -> PassFlags:
-        """Launch the remaining buckets, add all buckets up, and return the flags that are set on any rank."""
-        collectives, replicas = self._policy.collectives, self._policy.replicas
-        with collectives.explained_errors("backward()"):
+    def _reduce_remaining(self, current: _BackwardPass) -> PassVote:
+        """Launch the remaining buckets, add all buckets up, and let the ranks vote on the pass."""
+        collectives = self._policy.collectives
+        with collectives.explained_errors(CALL):
             for streams in self._streams.values():
                 streams.join()
             while current.next_bucket < len(self._buckets):
                 self._launch(current)
-            mine = local_flags(self._buckets, bool(current.failure))
-            row = flags_on(collectives.control_device, mine.to_row(), torch.uint8)
-            work = collectives.all_reduce(row, largest=True)
+            failure = current.failure.error
+            vote = PassVote(self._buckets, failure)
+            work = start_vote(collectives, vote.row, CALL, self._policy.replicas)
             while current.in_flight:
                 self._add_up_oldest(current)
-            if replicas is not None:
-                work = replicas.all_reduce_after(work, row, largest=True)
             if not collectives.defers_host_reads:
                 work.wait()
-        if collectives.defers_host_reads:
-            return self._read_later(row, work, mine, current.failure.error)
-        flags = PassFlags.from_row(row.tolist(), mine.sizes)
-        if flags.failed:
-            raise_together(collectives, "backward()", current.failure.error)
-        disagreement = frozen_on_some_ranks(self._buckets, flags)
-        if disagreement is not None:
-            raise disagreement
-        return flags
-
-    def _read_later(self, row: Tensor, work: Work, mine: PassFlags, failure: Exception | None) -> PassFlags:
-        """Let the host read the flags of all ranks later; at once only where this rank's flags cannot replace them."""
-        found: list[PassFlags] = []
-        work = self._policy.collectives.explained_work(work, "backward()")
-        self._deferred_flags.put(row, work, functools.partial(check_row, self._buckets, found))
+        if not collectives.defers_host_reads:
+            vote.check(vote.row)
+            return vote
+        self._deferred_flags.put(vote.row, work, vote.check)
         if failure is not None:
             self._deferred_flags.clear()
             raise failure
-        if mine.replaces_others:
-            return mine
-        self._deferred_flags.check_all()
-        return found[0]
+        if not vote.knows_others:
+            self._deferred_flags.check_all()
+        return vote
 
     def _set_shard_grads(self, present: Sequence[Sequence[bool]]) -> None:
         """Set ``param.grad`` for every parameter that has a gradient on any rank."""

@@ -18,10 +18,10 @@ from onecopy.data_parallel.mixed_precision import MixedPrecision, convert_params
 from onecopy.data_parallel.parameter_buckets import ParameterBuckets
 from onecopy.layout import BucketPlan, Layout, plan_buckets
 from onecopy.optimizer import ZeroRedundancyOptimizer
+from onecopy.step.consistency import layout_facts
 from onecopy.step.gradients import Gradients
 from onecopy.step.master_weights import MasterWeightPolicy
 from onecopy.step.optimizer_classes import check_dtypes
-from onecopy.step.rank_comparison import layout_facts
 
 
 @dataclass(frozen=True, slots=True)

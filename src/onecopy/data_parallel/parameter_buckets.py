@@ -11,7 +11,7 @@ from onecopy.comm.collectives import Collectives
 from onecopy.comm.parameter_sharing import ParameterSharing
 from onecopy.comm.transports import BucketSharing, SharedBucket
 from onecopy.layout import BucketPlan, Layout
-from onecopy.step.parameter_storage import InPlaceStorage
+from onecopy.step.storage import InPlaceStorage
 
 
 class ParameterBuckets(InPlaceStorage):

@@ -1,104 +1,75 @@
-"""The status flags that ranks exchange at the end of a backward pass: a few bytes for each parameter."""
+"""The vote at the end of a backward pass: whether it has failed, and which parameters have a gradient on any rank.
+
+The row of the vote is followed by two integers for each parameter: ``2`` if it is frozen, ``+ 1`` if it has a gradient,
+and the negative of this. Their maxima tell what holds on any rank, and what on all.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import chain
 
 from torch import Tensor
 
+from onecopy.comm.agreement import Vote, check_vote, vote_row
 from onecopy.data_parallel.gradient_buckets import GradientBucket, GradState
-from onecopy.errors import PeerFailedError, RanksDisagreeError
+from onecopy.errors import RanksDisagreeError
 
-FlagsByBucket = list[list[bool]]
-"""One flag for each parameter of each bucket."""
+CALL = "backward()"
+
+FROZEN = 2
 
 
-@dataclass(frozen=True, slots=True)
-class PassFlags:
-    """The flags of one rank, or the flags that are set on any rank (the maximum of each byte).
+class PassVote:
+    """The vote of one rank at the end of a pass, and what it tells of all ranks.
+
+    Args:
+        buckets: the buckets of the module.
+        failure: this rank's failure in the pass.
 
     Attributes:
-        failed: the pass has failed.
-        present: the parameter has a gradient.
-        trainable: the parameter has ``requires_grad=True``.
-        frozen: the parameter has ``requires_grad=False``.
+        row: the row to exchange.
+        present: whether each parameter of each bucket has a gradient; after the vote, on any rank.
+        knows_others: whether this rank knows before the vote which parameters have a gradient on any rank: it has one
+            for each parameter that is not frozen, and parameters are frozen on all ranks.
     """
 
-    failed: bool
-    present: FlagsByBucket
-    trainable: FlagsByBucket
-    frozen: FlagsByBucket
-
-    @property
-    def replaces_others(self) -> bool:
-        """Whether this rank knows without the other ranks' flags which parameters have a gradient on any rank.
-
-        That is so if it has a gradient for each parameter that is not frozen: parameters are frozen on all ranks.
-        """
-        return all(
-            has or is_frozen
-            for present, frozen in zip(self.present, self.frozen, strict=True)
-            for has, is_frozen in zip(present, frozen, strict=True)
+    def __init__(self, buckets: Sequence[GradientBucket], failure: Exception | None) -> None:
+        self._buckets, self._failure = buckets, failure
+        self._collectives = buckets[0].policy.collectives
+        arrived = GradState.ARRIVED
+        self.present = [
+            [state is arrived or has for state, has in zip(bucket.states, bucket.has_reduced_grad, strict=True)]
+            for bucket in buckets
+        ]
+        params = [param for bucket in buckets for param in bucket.params]
+        codes = [
+            has if param.requires_grad else FROZEN + has
+            for param, has in zip(params, chain(*self.present), strict=True)
+        ]
+        self.knows_others = 0 not in codes
+        self.row = vote_row(
+            self._collectives,
+            CALL,
+            failure is not None,
+            at_once=not self._collectives.defers_host_reads,
+            rest=[*codes, *(-code for code in codes)],
         )
 
-    @property
-    def sizes(self) -> list[int]:
-        """The number of parameters of each bucket."""
-        return [len(flags) for flags in self.present]
-
-    def to_row(self) -> list[bool]:
-        """All flags in one row, as they are exchanged."""
-        return [self.failed, *chain(*self.present, *self.trainable, *self.frozen)]
-
-    @classmethod
-    def from_row(cls, row: Sequence[int], sizes: Sequence[int]) -> PassFlags:
-        """The flags of a row that was exchanged, for buckets with these numbers of parameters."""
-        flags = iter([bool(flag) for flag in row])
-        failed = next(flags)
-        present, trainable, frozen = ([list(islice(flags, size)) for size in sizes] for _ in range(3))
-        return cls(failed, present, trainable, frozen)
-
-
-def local_flags(buckets: Sequence[GradientBucket], failed: bool) -> PassFlags:
-    """This rank's flags at the end of a pass."""
-    arrived = GradState.ARRIVED
-    present = [
-        [state is arrived or has for state, has in zip(bucket.states, bucket.has_reduced_grad, strict=True)]
-        for bucket in buckets
-    ]
-    trainable = [[param.requires_grad for param in bucket.params] for bucket in buckets]
-    frozen = [[not flag for flag in flags] for flags in trainable]
-    return PassFlags(failed, present, trainable, frozen)
-
-
-def frozen_on_some_ranks(buckets: Sequence[GradientBucket], flags: PassFlags) -> RanksDisagreeError | None:
-    """The error for a parameter that is frozen on some ranks only, or None if there is no such parameter.
-
-    Without the error, the gradients of the other ranks alone would train it.
-    """
-    for bucket, trainable, frozen in zip(buckets, flags.trainable, flags.frozen, strict=True):
-        for name, param, is_trainable, is_frozen in zip(bucket.names, bucket.params, trainable, frozen, strict=True):
-            if is_trainable and is_frozen:
-                return RanksDisagreeError(
-                    f"rank {bucket.policy.collectives.group_rank}: parameter {name!r} is frozen on some ranks and not "
-                    f"on others (on this rank requires_grad={param.requires_grad}). Call requires_grad_() for it on "
-                    "all ranks or on none, and zero the gradients."
-                )
-    return None
-
-
-def check_row(buckets: Sequence[GradientBucket], found: list[PassFlags], row: Tensor) -> None:
-    """Raise if a row of all ranks' flags tells of a failure; else append the flags to ``found``."""
-    flags = PassFlags.from_row(row.tolist(), [len(bucket.params) for bucket in buckets])
-    if flags.failed:
-        here = buckets[0].policy.collectives.group_rank
-        raise PeerFailedError(
-            f"rank {here}: a backward() failed on another rank; see its own error, and load a checkpoint before going "
-            "on"
-        )
-    disagreement = frozen_on_some_ranks(buckets, flags)
-    if disagreement is not None:
-        raise disagreement
-    found.append(flags)
+    def check(self, row: Tensor) -> None:
+        """Raise if the row of all ranks tells of a failure; else note which parameters have a gradient on any rank."""
+        vote = Vote(row.tolist())
+        check_vote(vote, self._collectives, CALL, self._failure)
+        count = len(vote.rest) // 2
+        codes, negated = vote.rest[:count], vote.rest[count:]
+        place = 0
+        for bucket, present in zip(self._buckets, self.present, strict=True):
+            for position, (name, param) in enumerate(zip(bucket.names, bucket.params, strict=True)):
+                if codes[place] >= FROZEN > -negated[place]:
+                    raise RanksDisagreeError(
+                        f"rank {self._collectives.group_rank}: parameter {name!r} is frozen on some ranks and not on "
+                        f"others (on this rank requires_grad={param.requires_grad}). Call requires_grad_() for it on "
+                        "all ranks or on none, and zero the gradients."
+                    )
+                present[position] = bool(codes[place] & 1)
+                place += 1

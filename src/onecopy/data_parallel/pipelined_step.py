@@ -1,41 +1,36 @@
 """The step schedule of ``ShardedDataParallel``: it updates a segment of buckets while the one before is sent.
 
-1. Confirm: all ranks have gradients for the same parameters and the same options, and none has failed yet. With
-   ``nonfinite``, all gradients are finite, too; otherwise all ranks raise or skip the step.
+1. Confirm: the ranks vote that all have gradients for the same parameters and the same options, and none has failed
+   yet. With ``nonfinite``, all gradients are finite, too; otherwise all ranks raise or skip the step.
 2. For each segment, in the order in which the next forward pass reads them: update, start sending.
-3. Exchange status flags and wait for all transfers. With ``overlap``, the next forward pass does both: each submodule
-   waits for the parameters that it reads.
+3. Vote that no update has failed, and wait for all transfers. With ``overlap``, the next forward pass does both: each
+   submodule waits for the parameters that it reads.
 
-On an accelerator 1 is a part of 3, in one exchange, which the host reads when it has arrived, at the latest in the next
-``step()``. Nothing there makes the stream of the computation wait for the flags. With ``nonfinite="skip"`` the
-host reads 1 at once there, too.
+On an accelerator 1 is a part of 3, in one vote, which the host reads when it has arrived, at the latest in the next
+``step()``. Nothing there makes the stream of the computation wait for it. With ``nonfinite="skip"`` the host reads 1 at
+once there, too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from onecopy.comm.agreement import FirstFailure, raise_together
+from onecopy.comm.agreement import FirstFailure
 from onecopy.comm.collectives import Collectives
 from onecopy.comm.side_stream import current_stream
-from onecopy.comm.status_flags import DeferredFlags, flags_on
 from onecopy.comm.transports import BucketSharing, Transport, transport_for
 from onecopy.comm.work import Work
 from onecopy.common.profiler_ranges import profile_range
 from onecopy.data_parallel.parameter_buckets import ParameterBuckets
-from onecopy.errors import PeerFailedError, RanksDisagreeError
+from onecopy.step.consistency import CALL
 from onecopy.step.engine import Engine
-from onecopy.step.group_options import OptionsSnapshot
-from onecopy.step.nonfinite import NonfiniteGuard
 from onecopy.step.owned_shards import OwnedShard
-from onecopy.step.parameter_groups import Group
-from onecopy.step.status import CALL
+from onecopy.step.parameter_groups import Group, OptionsSnapshot
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +92,7 @@ class PipelinedStep:
         engine: the engine.
         overlap: whether ``step()`` returns while parameters are in flight.
         is_only_optimizer: whether the module has no other optimizer.
-        replicas: the ranks that own the same shards in other replicas (with a mesh), or None.
-        flags: the queue of status flags that the host reads later.
+        has_replicas: whether there are other replicas (with a mesh).
     """
 
     def __init__(
@@ -106,8 +100,7 @@ class PipelinedStep:
         engine: Engine,
         overlap: bool,
         is_only_optimizer: bool,
-        replicas: Collectives | None,
-        flags: DeferredFlags,
+        has_replicas: bool,
     ) -> None:
         self._engine = engine
         self._overlap = overlap
@@ -116,23 +109,19 @@ class PipelinedStep:
         self._confirms_later = engine.collectives.defers_host_reads
         guard = engine.guard
         self._confirms_first = not self._confirms_later or (guard is not None and guard.agrees_first)
-        self._defers_flags = self._confirms_later or (overlap and is_only_optimizer and replicas is None)
+        self._defers_vote = self._confirms_later or (overlap and is_only_optimizer and not has_replicas)
         self._storage: object = None
         self._segments: list[_UpdateSegment] = []
         self._segment_of: dict[int, int] = {}  # by parameter
         self._transfers: dict[int, _Transfers] = {}  # by segment
-        self._replicas = replicas
-        self._deferred_flags = flags
-        self._last_flags = 0  # the number in the queue of the flags of the last step
         self._plan_segments()
 
     def step(
         self, engine: Engine, groups: Sequence[Group], closure: Callable[[], Any] | None, kwargs: dict[str, Any]
     ) -> Any:
         """Make one step; return the loss of the closure, if there is one."""
-        # The one place where the host waits for an accelerator: for flags that are a whole step old.
-        self._deferred_flags.check_through(self._last_flags)
-        self._deferred_flags.check_arrived()
+        # The one place where the host waits for an accelerator: for a vote that is a whole step old.
+        engine.status.check_last_step()
         loss = None
         if callable(closure):
             with torch.enable_grad():
@@ -153,7 +142,7 @@ class PipelinedStep:
             if engine.guard is not None:
                 engine.guard.look(gradient_shards, engine.layout)
         has_gradient = gradients.has_gradient()
-        if self._confirms_first and self._confirm(groups, has_gradient, failure.error):
+        if self._confirms_first and engine.confirm(groups, has_gradient, failure.error, at_once=True):
             return loss
         # 2. Update and send. A rank that fails goes on sending, because the other ranks receive.
         options = OptionsSnapshot.of(inner.optim.param_groups)
@@ -164,25 +153,10 @@ class PipelinedStep:
                         options.restore(inner.optim.param_groups)
                         inner.step_part(segment.owned, gradient_shards, kwargs)
             self._start_sending(number, segment, has_gradient)
-        # 3. Exchange status flags and wait.
-        compares = self._confirms_later or self._replicas is not None
-        self._finish_step(failure.error, engine.step_digests(groups, has_gradient) if compares else [])
+        # 3. Vote and wait.
+        self._finish_step(groups, has_gradient, failure.error)
         inner.pull_options(groups)
         return loss
-
-    def _confirm(self, groups: Sequence[Group], has_gradient: Sequence[bool], failure: Exception | None) -> bool:
-        """Compare the ranks of this replica, raise on all if one has failed; return whether they skip the step."""
-        try:
-            skips = self._engine.confirm(groups, has_gradient, failure, at_once=True)
-        except Exception as error:
-            if self._replicas is not None:
-                # Ranks of other replicas have confirmed, and wait for these status flags.
-                self._finish_step(error, self._engine.step_digests(groups, has_gradient))
-            raise
-        if skips and self._replicas is not None:
-            # As if there were no gradients: if a replica does not skip the step, all of them raise.
-            self._finish_step(None, self._engine.step_digests(groups, [False] * len(has_gradient)))
-        return skips
 
     def _start_sending(self, number: int, segment: _UpdateSegment, has_gradient: Sequence[bool]) -> None:
         engine = self._engine
@@ -195,64 +169,29 @@ class PipelinedStep:
                 engine.collectives, works, segment.devices, changed, engine.inner.master_weights.increment_versions
             )
 
-    def _finish_step(self, failure: Exception | None, digests: Sequence[int]) -> None:
-        """Exchange whether a rank has failed, and wait for all transfers, or leave both for later.
-
-        Replicas compare options and gradients here: ``confirm`` is among the ranks of one replica.
-
-        Args:
-            failure: this rank's exception in the step.
-            digests: digests of the facts that must be equal on all ranks and have not been compared yet.
-        """
-        collectives, guard = self._engine.collectives, self._engine.guard
-        failed = 0 if failure is None else 1 + collectives.global_rank
-        # The largest digest, and the largest of the negated digests, differ where the digests do.
-        values = [failed, *digests, *(-digest for digest in digests), *([] if guard is None else [0])]
-        not_finite = None if guard is None else guard.take_flag()
-        with profile_range("onecopy.confirm"), collectives.explained_errors(CALL):
-            flags = flags_on(collectives.control_device, values)
-            if not_finite is not None:
-                flags[-1].copy_(not_finite)
-            work = collectives.all_reduce(flags, largest=True)
-            if self._replicas is not None:
-                work = self._replicas.all_reduce_after(work, flags, largest=True)
-        work = collectives.explained_work(work, CALL)
-        if self._defers_flags:
-            # The flags arrive after the parameters, for which this step does not wait with ``overlap``.
-            check = partial(_check_deferred_flags, collectives, guard)
-            self._last_flags = self._deferred_flags.put(flags, work, check)
+    def _finish_step(self, groups: Sequence[Group], has_gradient: Sequence[bool], failure: Exception | None) -> None:
+        """Vote on the update and wait for all transfers, or leave both for later."""
+        engine, status = self._engine, self._engine.status
+        compared_later = engine.facts(groups, has_gradient) if self._confirms_later else None
+        try:
+            with profile_range("onecopy.confirm"):
+                status.exchange(compared_later, failure, guard=engine.guard, at_once=not self._defers_vote)
             if failure is not None:
-                self.wait()
-                self._deferred_flags.clear()
+                status.clear()
                 raise failure
-        else:
-            work.wait()
-            self._check_flags(flags.tolist(), failure)
+        except Exception:
+            self.wait()
+            raise
         if not self._overlap:
             self.wait()
             self._transfers.clear()
-
-    def _check_flags(self, values: Sequence[int], failure: Exception | None) -> None:
-        """Raise on all ranks if one has failed, or if the replicas of a mesh differ."""
-        collectives = self._engine.collectives
-        if values[0]:
-            self.wait()
-            self._engine.clear_status()
-            raise_together(collectives, CALL, failure)
-        difference = _difference(values)
-        if difference is not None:
-            self.wait()
-            raise RanksDisagreeError(
-                f"global rank {collectives.global_rank}: the replicas of the mesh disagree in step(): they have "
-                f"{difference}. Parameters may have been updated: load a checkpoint before going on"
-            )
 
     def wait(self) -> None:
         """Wait for all transfers; on an accelerator, make the current stream wait."""
         self._end_transfers(list(self._transfers))
         if not self._confirms_later:
-            # The flags have arrived then, but the next forward pass reads them.
-            self._deferred_flags.wait()
+            # The vote has arrived then, but the next forward pass reads it.
+            self._engine.status.wait()
 
     @property
     def in_flight(self) -> bool:
@@ -308,33 +247,3 @@ def divide_into_segments(sizes: Sequence[int], transport: Transport) -> list[Seq
         segments[-1].append(number)
         size += sizes[number]
     return [*segments]
-
-
-_COMPARED = ("different layouts", "gradients for different parameters", "different options in param_groups")
-"""The meaning of a difference in each digest of a step, in the order of the digests."""
-
-
-def _difference(values: Sequence[int]) -> str | None:
-    """A text that names the facts in which the ranks differ, from their flags; None if the ranks agree."""
-    count = (len(values) - 1) // 2
-    largest, negated = values[1 : 1 + count], values[1 + count :]
-    found = [name for name, high, low in zip(_COMPARED, largest, negated, strict=False) if high != -low]
-    return " and ".join(found) or None
-
-
-def _check_deferred_flags(collectives: Collectives, guard: NonfiniteGuard | None, flags: Tensor) -> None:
-    """Raise if the flags of a step tell that it has failed on any rank, or that the ranks differ."""
-    here, values = collectives.group_rank, flags.tolist()
-    if values[0]:
-        raise PeerFailedError(
-            f"rank {here}: the previous step() failed on rank {values[0] - 1}; see its own error, and load a "
-            "checkpoint before going on"
-        )
-    if guard is not None:
-        guard.found(values[-1:])
-    difference = _difference(values)
-    if difference is not None:
-        raise RanksDisagreeError(
-            f"rank {here}: the ranks disagree in the previous step(): they had {difference}. Parameters have been "
-            "updated: load a checkpoint before going on"
-        )

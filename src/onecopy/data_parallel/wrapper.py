@@ -38,8 +38,7 @@ from onecopy.data_parallel.optimizer_takeover import (
 )
 from onecopy.data_parallel.pipelined_step import PipelinedStep
 from onecopy.optimizer import ZeroRedundancyOptimizer
-from onecopy.step.debug_log import log_layout
-from onecopy.step.engine import Engine, collectives_of
+from onecopy.step.engine import Engine, collectives_of, log_layout
 from onecopy.step.join import JOIN_REFUSAL
 from onecopy.step.norms import clip, total_norm
 from onecopy.step.sharded_gradient import GradientGroup
@@ -161,8 +160,8 @@ class ShardedDataParallel(nn.Module):
             for plan in plans:
                 engine = plan.optimizer.engine
                 gradient_sources.append(take_over(plan, to_convert, self.mixed_precision))
-                engine.share_flags(flags)
-                pipeline = PipelinedStep(engine, overlap_forward, len(plans) == 1, policy.replicas, flags)
+                engine.share_flags(flags, policy.replicas)
+                pipeline = PipelinedStep(engine, overlap_forward, len(plans) == 1, policy.replicas is not None)
                 self._pipelines.append((plan.optimizer, pipeline))
                 for bucket_plan in plan.buckets:
                     params = [engine.params[index] for index in bucket_plan.params]

@@ -41,12 +41,11 @@ from onecopy.common.profiler_ranges import profiled
 from onecopy.common.torch_private import after_backward, in_join_context, version_of
 from onecopy.ddp_hooks.bucket_assignment import DDPBucketAssignment, DDPBucketAssignmentCache, GradBucket
 from onecopy.ddp_hooks.checks import ShardedOptimizer, check_overlap, optimizer_facts
+from onecopy.step.consistency import options_text
 from onecopy.step.engine import Engine, collectives_of
-from onecopy.step.group_options import OptionsSnapshot
 from onecopy.step.join import JOIN_REFUSAL
 from onecopy.step.owned_state import engine_of
-from onecopy.step.parameter_groups import Group
-from onecopy.step.rank_comparison import options_text
+from onecopy.step.parameter_groups import Group, OptionsSnapshot
 
 Hook = Callable[[Any, Any], "Future[Any]"]
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from onecopy.comm import limits
+from onecopy.comm.agreement import VOTE_BYTES
 from onecopy.comm.pairwise_exchange import message_length
 from onecopy.layout import ParamSpec, bucket_sizes, default_shard_by
 from onecopy.planning.model_shapes import Model
@@ -26,11 +27,8 @@ from onecopy.planning.ownership import owned_bytes
 DDP_FIRST_BUCKET_BYTES, DDP_BUCKET_BYTES = 1 << 20, 25 << 20
 """The sizes at which DDP closes its first bucket and the other ones."""
 
-STEP_FLAGS_BYTES = 6 * 8
-"""The status flags that a rank sends in a step."""
-
-PASS_FLAGS_PER_PARAM = 4
-"""The bytes of flags per parameter at the end of a backward pass of ``ShardedDataParallel``."""
+VOTE_BYTES_PER_PARAM = 16
+"""The bytes per parameter in the vote at the end of a backward pass of ``ShardedDataParallel``."""
 
 
 class Way(Enum):
@@ -200,8 +198,8 @@ class _Planner:
             if self.replicas > 1:
                 yield Collective(Kind.ALL_REDUCE, -(-nbytes // ranks), self.replicas)
             shared.append(Collective(Kind.ALL_GATHER, nbytes, ranks, shared_by))
-        yield from self._flags(1 + PASS_FLAGS_PER_PARAM * len(model.specs))
-        yield from self._flags(STEP_FLAGS_BYTES * ranks)
+        yield from self._flags(VOTE_BYTES + VOTE_BYTES_PER_PARAM * len(model.specs))
+        yield from self._flags(VOTE_BYTES)
         yield from reversed(shared)
 
     def with_ddp(self, way: Way) -> Iterator[Collective]:
@@ -227,7 +225,7 @@ class _Planner:
             messages = max(1, ranks - 1) if self.pairwise else 1
             yield from (Collective(Kind.BROADCAST, spec.nbytes, ranks, messages) for spec in model.specs)
             return
-        yield from self._flags(STEP_FLAGS_BYTES * ranks)
+        yield from self._flags(VOTE_BYTES)
         if way is not Way.OVERLAP:
             yield from self._share_all()
 
@@ -240,7 +238,7 @@ class _Planner:
         """Yield one exchange of flags; with a mesh the replicas exchange them, too."""
         yield Collective(Kind.FLAGS, nbytes, self.ranks, max(1, self.ranks - 1) if self.pairwise else 1)
         if self.replicas > 1:
-            yield Collective(Kind.FLAGS, STEP_FLAGS_BYTES, self.replicas)
+            yield Collective(Kind.FLAGS, nbytes, self.replicas)
 
     def _reduce_scatter(self, owned: Tensor) -> Collective:
         """Return the reduce-scatter of one of DDP's buckets."""

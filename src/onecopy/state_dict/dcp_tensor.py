@@ -24,10 +24,9 @@ from onecopy.common.tensor_subclasses import is_composed
 from onecopy.common.torch_private import ALIASING, NEW_EMPTY, bare_step, no_torch_function, tensor_without_memory
 from onecopy.layout import Layout, ParamSpec
 from onecopy.state_dict.forms import named_groups, state_with_master
-from onecopy.step.group_options import options_of
 from onecopy.step.inner_optimizer import InnerOptimizer
 from onecopy.step.owned_shards import OwnedShard
-from onecopy.step.parameter_groups import Group
+from onecopy.step.parameter_groups import Group, options_of
 
 Rectangle = tuple[tuple[int, ...], tuple[int, ...]]
 """The offset and the size in each dimension."""

@@ -9,8 +9,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from onecopy.step import master_weights
-from onecopy.step.group_options import options_of
-from onecopy.step.parameter_groups import Group, first_places
+from onecopy.step.parameter_groups import Group, first_places, options_of
 
 Item = TypeVar("Item")
 

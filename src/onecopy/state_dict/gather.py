@@ -31,10 +31,10 @@ from onecopy.layout import Layout, ParamSpec, Shard
 from onecopy.state_dict.forms import state_with_master
 from onecopy.state_dict.owner_comparison import checksum, owners_differ
 from onecopy.step import master_weights
+from onecopy.step.consistency import group_facts
 from onecopy.step.engine import Engine
 from onecopy.step.inner_optimizer import InnerOptimizer
 from onecopy.step.parameter_groups import Group
-from onecopy.step.rank_comparison import group_facts
 
 CALL = "consolidate_state_dict()"
 

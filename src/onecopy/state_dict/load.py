@@ -21,12 +21,11 @@ from onecopy.common.tensor_subclasses import check_not_cut, map_parts
 from onecopy.common.torch_private import run_load_post_hooks, run_load_pre_hooks
 from onecopy.layout import Layout, ParamSpec
 from onecopy.step import master_weights
+from onecopy.step.consistency import group_facts
 from onecopy.step.engine import Engine
-from onecopy.step.group_options import NOT_OPTIONS, options_of
 from onecopy.step.inner_optimizer import InnerOptimizer
 from onecopy.step.owned_shards import OwnedShard
-from onecopy.step.parameter_groups import Group
-from onecopy.step.rank_comparison import group_facts
+from onecopy.step.parameter_groups import NOT_OPTIONS, Group, options_of
 
 StateDict = dict[str, Any]
 

@@ -7,9 +7,10 @@ inside the backward pass, ``data_parallel/pipelined_step.py`` bucket by bucket.
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import chain, count
 from operator import is_
 from typing import Any
@@ -23,16 +24,16 @@ from onecopy.comm.collectives import Collectives
 from onecopy.comm.status_flags import DeferredFlags
 from onecopy.common.flat_views import is_dense
 from onecopy.common.profiler_ranges import profiled
+from onecopy.common.torch_private import debug_enabled
 from onecopy.layout import Layout, ParamSpec
-from onecopy.step.gradient_probe import GradientProbe
+from onecopy.step.checks import GradientProbe, ReplicaCheck
+from onecopy.step.consistency import CALL, StepFacts, StepStatus
 from onecopy.step.gradients import Gradients
 from onecopy.step.inner_optimizer import InnerOptimizer
 from onecopy.step.nonfinite import NonfiniteGuard
 from onecopy.step.owned_shards import gradient_range
 from onecopy.step.parameter_groups import Group
-from onecopy.step.parameter_storage import Storage
-from onecopy.step.replica_check import ReplicaCheck
-from onecopy.step.status import CALL, ImmediateStatus, StepFacts, make_status
+from onecopy.step.storage import Storage
 
 StepSchedule = Callable[["Engine", Sequence[Group], Callable[[], Any] | None, dict[str, Any]], Any]
 """Makes one step with an engine, parameter groups, a closure and further arguments, and returns the closure's loss."""
@@ -66,7 +67,7 @@ class Engine:
         sharing: the messages that share the updated parameters.
         gradients: where a step finds its gradients.
         gradient_probe: notices in the first steps that nothing averages the gradients.
-        status: exchanges the status flags of a step.
+        status: the vote of a step.
         guard: notices gradients that are not finite, or None.
         replica_check: compares the parameters of all ranks every few steps, or None.
         step_refusal: after a load that failed half way, the exception that ``step()`` raises.
@@ -84,7 +85,7 @@ class Engine:
         self.number = next(_numbers.setdefault(collectives.process_group, count()))
         self.inner = inner
         self._storage_class = storage_class
-        self.status = make_status(collectives)
+        self.status = StepStatus(collectives)
         self.guard: NonfiniteGuard | None = None
         self.replica_check: ReplicaCheck | None = None
         self.step_refusal: Exception | None = None
@@ -249,18 +250,20 @@ class Engine:
     def confirm(
         self, groups: Sequence[Group], has_gradient: Sequence[bool], failure: Exception | None, at_once: bool = False
     ) -> bool:
-        """Exchange status flags, and raise on all ranks if one has failed or if the ranks differ.
+        """Vote, and raise on all ranks if one has failed or if the ranks differ.
 
-        With flags on an accelerator, the other ranks raise in the next step, unless the flags are read at once.
+        On an accelerator the other ranks raise in the next step, unless the vote is read at once.
 
         Returns:
             Whether all ranks skip the step, because a gradient is not finite.
         """
-        status = self.status
-        if at_once and status.is_deferred:
-            status.check_previous()  # a rank that has failed takes part in no exchange
-            status = ImmediateStatus(self.collectives, DeferredFlags())
-        status.exchange(self.facts(groups, has_gradient), failure, probe=self.gradient_probe, guard=self.guard)
+        self.status.exchange(
+            self.facts(groups, has_gradient),
+            failure,
+            probe=self.gradient_probe,
+            guard=self.guard,
+            at_once=at_once or not self.status.is_deferred,
+        )
         return self.guard is not None and self.guard.take_skip()
 
     def check_replicas(self, wait: Callable[[], None]) -> None:
@@ -274,21 +277,13 @@ class Engine:
         """The facts that must be equal on all ranks in a step."""
         return StepFacts(self.layout, self._layout_digest, has_gradient, groups)
 
-    def step_digests(self, groups: Sequence[Group], has_gradient: Sequence[bool]) -> list[int]:
-        """Digests of the facts that must be equal on all ranks in a step: layout, gradients, options."""
-        return self.facts(groups, has_gradient).digests()
-
-    def share_flags(self, flags: DeferredFlags) -> None:
-        """Keep status flags that are read later in a queue that others use, too, in the order of exchange."""
-        self.status = make_status(self.collectives, flags)
+    def share_flags(self, flags: DeferredFlags, replicas: Collectives | None) -> None:
+        """Keep votes that are read later in a queue that others use, too; with a mesh, vote among all replicas."""
+        self.status = StepStatus(self.collectives, flags, replicas)
 
     def allow_steps(self) -> None:
         """Allow steps again after a load that succeeded, and forget earlier failures."""
         self.step_refusal = None
-        self.status.clear()
-
-    def clear_status(self) -> None:
-        """Forget status flags that have not been read, because all ranks have raised."""
         self.status.clear()
 
     @profiled("onecopy.share")
@@ -334,6 +329,48 @@ def sequential_step(
     return loss
 
 
+def guarded_step(
+    engine: Engine, groups: Sequence[Group], closure: Callable[[], Any] | None, kwargs: dict[str, Any]
+) -> Any:
+    """The step schedule with ``nonfinite``: agree that all gradients are finite, then make an ordinary step.
+
+    The closure is evaluated before anything else. On an accelerator with ``nonfinite="raise"`` the flag is exchanged
+    in the ordinary step, with the others.
+    """
+    guard, loss = engine.guard, None
+    assert guard is not None
+    if callable(closure):
+        with torch.enable_grad():
+            loss = closure()
+        closure = _evaluated(loss, type(engine.inner.optim).__qualname__)
+    failure = FirstFailure()
+    with failure:
+        engine.follow_moved_params()
+        guard.look(engine.gradients.owned(engine.inner.owned), engine.layout)
+    has_gradient = engine.gradients.has_gradient()
+    if guard.agrees_first:
+        if engine.confirm(groups, has_gradient, failure.error, at_once=True):
+            return loss
+    elif failure:
+        engine.confirm_and_share(groups, has_gradient, failure.error)
+    return sequential_step(engine, groups, closure, kwargs)
+
+
+def _evaluated(loss: Any, class_name: str) -> Callable[[], Any]:
+    """A closure that returns the loss of one that was evaluated already, once."""
+    losses = [loss]
+
+    def closure() -> Any:
+        if not losses:
+            raise RuntimeError(
+                f"{class_name}.step() evaluates the closure several times, and with nonfinite it is evaluated once: "
+                "its gradients are looked at before the update. Leave nonfinite out for this class"
+            )
+        return losses.pop()
+
+    return closure
+
+
 def change_and_share(engine: Engine, groups: Sequence[Group], change: Callable[[], object]) -> None:
     """Run a function that changes owned parameters outside a step, then share all parameters."""
     failure = FirstFailure()
@@ -345,6 +382,44 @@ def change_and_share(engine: Engine, groups: Sequence[Group], change: Callable[[
             change()
         engine.inner.master_weights.write_to_params(everything=True)
     engine.confirm_and_share(groups, None, failure.error)
+
+
+@dataclass(frozen=True, slots=True)
+class StepGuards:
+    """The guards that a user wants.
+
+    Attributes:
+        nonfinite: what happens if a gradient is not finite: None (an update), "raise" or "skip".
+        check_replicas_every: the number of steps from one comparison of all parameters to the next, or None.
+    """
+
+    nonfinite: str | None
+    check_replicas_every: int | None
+
+    @classmethod
+    def of_arguments(cls, nonfinite: Any, check_replicas_every: Any, overlap_with_ddp: bool) -> StepGuards:
+        """Return the guards for an optimizer's arguments; raise if an argument is wrong."""
+        if nonfinite not in (None, "raise", "skip"):
+            raise ValueError(f"nonfinite must be None, 'raise' or 'skip', got {nonfinite!r}")
+        if nonfinite is not None and overlap_with_ddp:
+            raise ValueError(
+                "nonfinite cannot be combined with overlap_with_ddp=True, because some parameters are updated before "
+                "all gradients are known; leave overlap_with_ddp out and register onecopy.reduce_scatter_hook, which "
+                "steps after backward"
+            )
+        every = check_replicas_every
+        if every is not None and (isinstance(every, bool) or not isinstance(every, int) or every < 1):
+            raise ValueError(f"check_replicas_every must be None or a number of steps from 1 on, got {every!r}")
+        return cls(nonfinite, every)
+
+    def install(self, engine: Engine) -> StepSchedule:
+        """Give an engine these guards, and return the step schedule to use."""
+        if self.check_replicas_every is not None:
+            engine.replica_check = ReplicaCheck(self.check_replicas_every, engine.collectives)
+        if self.nonfinite is None:
+            return sequential_step
+        engine.guard = NonfiniteGuard(self.nonfinite == "skip", engine.collectives)
+        return guarded_step
 
 
 def sharded_collectives(optimizers: Sequence[object]) -> Collectives | None:
@@ -359,3 +434,24 @@ def sharded_collectives(optimizers: Sequence[object]) -> Collectives | None:
 def collectives_of(optimizers: Sequence[object]) -> Collectives:
     """The ranks of the first sharded optimizer, or all ranks if there is none. Raises nothing for wrong arguments."""
     return sharded_collectives(optimizers) or Collectives()
+
+
+logger = logging.getLogger(__name__)
+
+
+def log_layout(engine: Engine) -> None:
+    """Log the shards and messages of this rank, and on rank 0 the whole layout."""
+    if not debug_enabled():
+        return
+    layout, group_rank = engine.layout, engine.collectives.group_rank
+    logger.info(
+        "rank %d owns %d of %d elements in %d shards; %d messages a step, %d bytes of staging",
+        group_rank,
+        layout.elements_per_rank[group_rank],
+        sum(layout.elements_per_rank),
+        len(layout.owned_by(group_rank)),
+        engine.sharing.messages,
+        engine.sharing.staging_bytes,
+    )
+    if group_rank == 0:
+        logger.info("%s", layout)

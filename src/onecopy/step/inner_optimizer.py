@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 
 from onecopy.common.torch_private import bare_step
 from onecopy.layout import Layout, Shard
-from onecopy.step.group_options import apply_changes, options_of, replace_options
 from onecopy.step.master_weights import MasterWeight, MasterWeightPolicy, MasterWeights
 from onecopy.step.optimizer_classes import (
     REFUSES_SPARSE_GRADIENTS,
@@ -30,7 +29,7 @@ from onecopy.step.owned_shards import (
     set_flat_gradients,
     set_gradients,
 )
-from onecopy.step.parameter_groups import Group, first_places
+from onecopy.step.parameter_groups import Group, apply_changes, first_places, options_of, replace_options
 
 
 class InnerOptimizer:

@@ -3,8 +3,8 @@
 DDP's join hook leaves the gradients of a joined rank as they were, so an active rank sends them in every step.
 One step, in the same order on all ranks:
 
-1. Every rank tells whether it is active and whether it has failed. A joined rank has allocated its gradients before.
-2. If a rank has joined and none has failed, the lowest active rank broadcasts the groups' options (the scheduler of a
+1. The ranks vote whether one has joined, and whether one has failed. A joined rank has allocated its gradients before.
+2. If a rank has joined, the lowest active rank broadcasts the groups' options (the scheduler of a
    joined rank no longer runs) and which parameters have a gradient. It sends each joined rank the gradients of its
    shards, unless the reduce-scatter hook has already done that.
 3. Update, confirm, share, as in any other step.
@@ -34,9 +34,8 @@ from onecopy.common.torch_private import accumulates
 from onecopy.errors import PeerFailedError, RanksDisagreeError
 from onecopy.layout import Shard
 from onecopy.step.engine import Engine
-from onecopy.step.group_options import options_of, replace_options
 from onecopy.step.owned_shards import gradient_range
-from onecopy.step.parameter_groups import Group
+from onecopy.step.parameter_groups import Group, options_of, replace_options
 
 CALL = "step() in a join context"
 
@@ -60,6 +59,8 @@ def with_join_rule() -> Iterator[None]:
     try:
         yield
     except (RanksDisagreeError, PeerFailedError) as error:
+        if isinstance(error, PeerFailedError) and error.__cause__ is None:
+            raise  # a rank has failed for a reason of its own
         raise type(error)(f"{error} {RULE}") from error
 
 
@@ -109,15 +110,12 @@ class ZeROJoinHook(JoinHook):
         self._model = None
         call = "leaving the join context"
         collectives, groups = self._engine.collectives, self._groups()
-        flags = [row[0] for row in collectives.all_gather_flags([int(is_last_joiner)], call)]
-        source, header, failure = flags.index(1), b"", FirstFailure()
-        with failure:
-            if collectives.group_rank == source:
-                header = write_handover(groups, [], False)
-        header = collectives.broadcast_bytes(header, source, call)
         with FailTogether(collectives, call):
-            failure.raise_if_any()
-            if header and not is_last_joiner:
+            header = write_handover(groups, [], False) if is_last_joiner else b""
+        flags = [row[0] for row in collectives.all_gather_flags([int(is_last_joiner)], call)]
+        header = collectives.broadcast_bytes(header, flags.index(1), call)
+        with FailTogether(collectives, call):
+            if not is_last_joiner:
                 read_handover(header).apply_options(groups)
 
 
@@ -148,20 +146,18 @@ def _step(
 ) -> Any:
     loss, failure = None, FirstFailure()
     room: dict[int, Tensor] = {}
-    with failure:
+    with with_join_rule(), FailTogether(engine.collectives, CALL) as together:
         engine.follow_moved_params()
         if not active and not engine.gradients.without_inputs:
             room = _allocate_gradients(engine)
-    with with_join_rule():
-        flags = engine.collectives.all_gather_flags([int(active), int(bool(failure))], CALL)
-    joined = [group_rank for group_rank, (is_active, _) in enumerate(flags) if not is_active]
-    # After a failure nothing is sent or updated. The confirmation, which comes next on all ranks, raises.
-    goes_on = not any(failed for _, failed in flags)
+        together.flag = not active
     has_gradient = engine.gradients.has_gradient()
     gradient_shards: dict[int, Tensor] | None = None
-    if joined and goes_on:
-        source = next(group_rank for group_rank, (is_active, _) in enumerate(flags) if is_active)
+    if together.any_flag:
+        flags = [row[0] for row in engine.collectives.all_gather_flags([int(active)], CALL)]
+        source = flags.index(1)
         if engine.collectives.group_rank == source:
+            joined = [group_rank for group_rank, is_active in enumerate(flags) if not is_active]
             _send_to_joined(engine, groups, has_gradient, joined, failure)
         else:
             header = engine.collectives.broadcast_bytes(None, source, CALL)
@@ -169,7 +165,7 @@ def _step(
                 if not active and header:
                     has_gradient, gradient_shards = _receive_from_active(engine, groups, header, source, room)
     with failure:
-        if goes_on and not failure:
+        if not failure:
             loss = engine.update(groups, closure, kwargs, gradient_shards)
     engine.confirm_and_share(groups, has_gradient, failure.error)
     engine.gradients.without_inputs.clear()

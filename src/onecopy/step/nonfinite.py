@@ -1,10 +1,10 @@
-"""Finds infinities and NaN in tensors, and makes them a flag with which all ranks agree whether a step may go on."""
+"""Finds infinities and NaN in gradients, and lets all ranks agree whether a step may go on."""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -77,15 +77,10 @@ class NonfiniteGuard:
         flag, self._flag = self._flag, None
         return flag
 
-    def found(self, flags: Iterable[int]) -> bool:
-        """Return whether the step is skipped, because a rank has found something; raise if it must not be.
-
-        Args:
-            flags: the flags of all ranks, or the largest of them.
-        """
-        largest = max(flags)
+    def found(self, largest: int) -> None:
+        """Raise, or skip this step, if a rank has found something; ``largest`` is the largest flag of all ranks."""
         if not largest:
-            return False
+            return
         assert self._layout is not None
         place, last = divmod(largest, PLACES)
         name = self._layout.params[PLACES - place].name
@@ -105,9 +100,8 @@ class NonfiniteGuard:
         if here == 0:
             logger.warning("step() is skipped on all ranks: %s", where)
         self._skips_now = True
-        return True
 
     def take_skip(self) -> bool:
-        """Return whether this step is skipped, and forget it."""
+        """Return whether all ranks skip this step, and forget it."""
         skips, self._skips_now = self._skips_now, False
         return skips

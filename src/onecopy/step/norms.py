@@ -1,4 +1,4 @@
-"""The norm of all gradients, and clipping by it, from the part of the gradients that each rank owns."""
+"""Norms of gradients that are divided among ranks, and clipping by them."""
 
 from __future__ import annotations
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from onecopy.comm.agreement import FailTogether
 from onecopy.comm.collectives import Collectives
 from onecopy.common.flat_views import flat_view
 from onecopy.common.torch_private import (
@@ -143,7 +144,8 @@ class GradientGroup:
     def meet(self, call: str) -> None:
         """Raise on all ranks if some of them are not in this call, where that can be expected."""
         if self._may_lack_ranks():
-            self.collectives.all_gather_flags([0], call)
+            with FailTogether(self.collectives, call):
+                pass
 
     def norms(self, gradients: Sequence[ShardGrad], order: float) -> list[Tensor]:
         """The norm of each gradient over all ranks, as torch would return it for the whole gradient."""

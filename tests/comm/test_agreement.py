@@ -1,0 +1,102 @@
+"""The vote of the ranks: what its row tells, and ranks that are in different calls."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from onecopy import PeerFailedError, RanksDisagreeError
+from onecopy.comm.agreement import Fact, FailTogether, Vote, check_vote, vote_at_once, vote_row
+from onecopy.comm.collectives import Collectives
+from tests.support.as_on_accelerators import as_on_accelerators
+from tests.support.failures import expect, failure_of
+from tests.support.harness import distributed
+
+
+def rows_of(*digests: int) -> list[int]:
+    """The largest of the rows of ranks with these digests."""
+    ranks = range(len(digests))
+    rows = [[0, 0, 0, digest << 20 | rank, -(digest << 20 | rank)] for rank, digest in zip(ranks, digests, strict=True)]
+    return [max(column) for column in zip(*rows, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("digests", "different"),
+    [
+        ((5, 5, 5), None),
+        ((0, 0), None),
+        ((5, 5, 6), (0, 2)),
+        ((6, 5, 5), (1, 0)),
+        ((2**40 - 1, 0), (1, 0)),
+        ((1, 2, 3, 2), (0, 2)),
+    ],
+)
+def test_a_row_names_two_ranks_that_differ(digests: tuple[int, ...], different: tuple[int, int] | None) -> None:
+    vote = Vote(rows_of(*digests))
+    assert vote.different(1) == different
+    assert max(map(abs, vote.row)) < 1 << 62
+
+
+def vote(call: str = "here()", failed: bool = False, digest: int = 1, number: int = 0, later: bool = False) -> Vote:
+    """One vote of all ranks."""
+    collectives = Collectives()
+    row = vote_row(collectives, call, failed, [digest], at_once=not later, number=number)
+    return vote_at_once(collectives, row, call)
+
+
+@pytest.mark.parametrize("accelerated", [False, True], ids=["pairwise", "all-reduce"])
+@distributed(1, 2, 3)
+def test_all_ranks_read_the_same(world_size: int, accelerated: bool) -> None:
+    rank, last = dist.get_rank(), world_size - 1
+    with as_on_accelerators() if accelerated else pytest.MonkeyPatch.context():
+        found = vote(number=rank + 7)
+        assert (found.failed_rank, found.different(1), found.number) == (None, None, last + 7)
+        assert vote(failed=rank == last).failed_rank == last
+        assert vote(digest=2 if rank == last else 1).different(1) == ((0, last) if last else None)
+
+
+@pytest.mark.parametrize("accelerated", [False, True], ids=["pairwise", "all-reduce"])
+@distributed(2, 3)
+def test_ranks_in_different_calls_are_all_told(world_size: int, accelerated: bool) -> None:
+    call = "first()" if dist.get_rank() == 0 else "second()"
+    with as_on_accelerators() if accelerated else pytest.MonkeyPatch.context():
+        error = failure_of(lambda: check_vote(vote(call), Collectives(), call))
+        expect(error, RanksDisagreeError, r"different calls\. rank 0: first\(\); rank 1: second\(\)[;.]")
+        # A rank that reads its row later takes part in no exchange of names.
+        error = failure_of(lambda: check_vote(vote(call, later=call == "first()"), Collectives(), call))
+        expect(error, RanksDisagreeError, r"lobal ranks \d and \d differ; this rank: (first|second)\(\)")
+        check_vote(vote(), Collectives(), "here()")
+
+
+@distributed(2)
+def test_a_row_that_is_read_later_tells_what_was_wrong(world_size: int) -> None:
+    collectives, rank = Collectives(), dist.get_rank()
+    with pytest.raises(PeerFailedError, match=r"the previous step\(\) failed on global rank 1; see its error"):
+        check_vote(vote(failed=rank == 1, later=True), collectives, "step()")
+    with pytest.raises(RanksDisagreeError, match="the previous update: global ranks 0 and 1 have different lengths"):
+        check_vote(vote(digest=1 + rank, later=True), collectives, "the update", values=["lengths"])
+    check_vote(vote(later=True), collectives, "step()", values=["lengths"])
+
+
+@distributed(3)
+def test_a_block_fails_on_all_ranks_and_compares_what_must_be_equal(world_size: int) -> None:
+    rank, collectives = dist.get_rank(), Collectives()
+
+    def block(value: str, error: Exception | None = None) -> bool:
+        with FailTogether(collectives, "call()") as together:
+            together.facts = [Fact("one", "1"), Fact("two", value)]
+            together.flag = rank == 2
+            if error is not None:
+                raise error
+        return together.any_flag
+
+    assert block("2")
+    error = failure_of(lambda: block("3" if rank == 1 else "2"))
+    expect(error, RanksDisagreeError, r"disagree in call\(\)\. First difference: ranks 0, 2: two: 2; rank 1: two: 3\.")
+    error = failure_of(lambda: block("2", LookupError("not here") if rank == 1 else None))
+    kind, text = (LookupError, "not here") if rank == 1 else (PeerFailedError, r"failed on rank 1: LookupError: .*here")
+    expect(error, kind, text)
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    assert int(total) == 3

@@ -111,7 +111,7 @@ def test_sparse_gradients_are_stepped(
     for param, expected in zip(ours_model.parameters(), plain_model.parameters(), strict=True):
         assert param.grad is not None
         assert param.grad.is_sparse
-        assert torch.equal(param, expected)
+        torch.testing.assert_close(param, expected)  # rows that occur twice are added in another order
 
 
 @distributed(2)

@@ -37,7 +37,6 @@ from onecopy.common.flat_views import flat_like
 from onecopy.common.torch_private import after_backward, in_backward, in_join_context
 from onecopy.ddp_hooks.bucket_assignment import DDPBucketAssignment, DDPBucketAssignmentCache, GradBucket
 from onecopy.ddp_hooks.checks import ShardedOptimizer, check_reduce_scatter, optimizer_facts
-from onecopy.layout import Shard
 from onecopy.step.engine import Engine, collectives_of
 from onecopy.step.owned_state import engine_of, optimizer_list
 from onecopy.step.sharded_gradient import GradientGroup, ShardGrad
@@ -270,16 +269,20 @@ class GradientReducer:
     def _shard_gradients(self) -> None:
         """Replace the whole gradients in ``param.grad``, of which the owned range is reduced, by sharded ones."""
         targets, sources = [], []
-        for plan, _, _ in self._reduced:
+        for plan, buffer, _ in self._reduced:
+            bucket = buffer.untyped_storage().data_ptr()
             for param, shard in plan.assignment.owned_params:
                 gradient = param.grad
                 if gradient is None or isinstance(gradient, ShardGrad):
                     continue  # unused on all ranks, or DDP has copied into the sharded gradient
-                sharded = self._shard_grad_of(param, shard)
-                flat = flat_like(gradient.detach(), param)
-                targets.append(sharded.local)
-                sources.append(flat[sharded.start : sharded.start + sharded.local.numel()])
-                sharded.unreduced = None
+                start, stop = (0, 0) if shard is None else (shard.start, shard.stop)
+                reduced = flat_like(gradient.detach(), param)[start:stop]
+                # If DDP's gradients are views of its bucket, the sharded one is, too. Otherwise a copy frees the rest.
+                is_view = gradient.untyped_storage().data_ptr() == bucket and gradient.stride() == param.stride()
+                sharded = self._shard_grad_of(param, reduced, start, is_view)
+                if not is_view:
+                    targets.append(sharded.local)
+                    sources.append(reduced)
                 param.grad = sharded
         if targets:
             torch._foreach_copy_(targets, sources)
@@ -287,11 +290,11 @@ class GradientReducer:
         self._gradients.ddp_may_rebuild = self._passes_with_plans < 2  # a static graph is rebuilt after two passes
         self._reduced.clear()
 
-    def _shard_grad_of(self, param: Tensor, shard: Shard | None) -> ShardGrad:
-        """The sharded gradient of a parameter, whose memory is allocated once."""
+    def _shard_grad_of(self, param: Tensor, reduced: Tensor, start: int, is_view: bool) -> ShardGrad:
+        """The sharded gradient of a parameter, which is made again only if DDP has rebuilt the bucket."""
         sharded = self._shard_grads.get(id(param))
-        if sharded is None:
-            numel, start = (0, 0) if shard is None else (shard.numel, shard.start)
-            local = torch.empty(numel, dtype=param.dtype, device=param.device)
+        if sharded is None or (is_view and sharded.local.data_ptr() != reduced.data_ptr()):
+            local = reduced if is_view else torch.empty_like(reduced)
             sharded = self._shard_grads[id(param)] = ShardGrad(local, param, self._gradients, start)
+        sharded.unreduced = None
         return sharded

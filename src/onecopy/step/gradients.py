@@ -42,16 +42,24 @@ class Gradients:
 
     def owned(self, owned: Sequence[OwnedShard]) -> dict[int, Tensor]:
         """This rank's part of each gradient that exists, by parameter: a flat range, or a whole sparse gradient."""
+        for spec, param in zip(self.layout.params, self._params, strict=True) if self.are_sharded else ():
+            if param.grad is not None and not isinstance(param.grad, ShardGrad):
+                raise RuntimeError(
+                    f"the gradient of parameter {spec.name!r} was not reduced: the last backward pass ran under "
+                    "no_sync(), or something has set param.grad; let the last pass before step() synchronise"
+                )
         found = {}
         for entry in owned:
             gradient, name = entry.param.grad, self.layout.params[entry.shard.param].name
-            if self.are_sharded and gradient is not None and not isinstance(gradient, ShardGrad):
-                raise RuntimeError(
-                    f"the gradient of parameter {name!r} was not reduced: the last backward pass ran under no_sync(), "
-                    "or something has set param.grad; let the last pass before step() synchronise"
-                )
             if entry.is_cut or (gradient is not None and gradient.layout is torch.strided):
                 gradient = gradient_range(entry.shard, entry.param, name)
             if gradient is not None:
                 found[entry.shard.param] = gradient
         return found
+
+    def have_own_memory(self) -> bool:
+        """Whether the memory of gradients is that of the owned ranges only, and not that of DDP's buckets."""
+        return self.are_sharded or any(
+            isinstance(param.grad, ShardGrad) and param.grad.local.untyped_storage().nbytes() == param.grad.local.nbytes
+            for param in self._params
+        )

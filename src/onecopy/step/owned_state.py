@@ -218,8 +218,9 @@ def memory_report(engine: Engine) -> MemoryReport:
         copied=[inner.master_policy.applies_to(param) for param in engine.params],
         trained=[param.requires_grad for param in engine.params],
     )
-    is_sharded = engine.gradients.are_sharded
-    way = Way.SHARDED if is_sharded else Way.REDUCE_SCATTER if engine.gradients.is_reduce_scattered else Way.LEVEL_ONE
+    gradients = engine.gradients
+    way = Way.REDUCE_SCATTER if gradients.is_reduce_scattered else Way.LEVEL_ONE
+    way = Way.SHARDED if gradients.are_sharded else way
     pairwise = collectives.uses_pairwise(engine.params[0].device)
     owned = layout.owned_by(collectives.group_rank)
     masters = [entry.tensor for entry in inner.owned if entry.param_view is not None]
@@ -227,7 +228,7 @@ def memory_report(engine: Engine) -> MemoryReport:
         group_rank=collectives.group_rank,
         world_size=collectives.world_size,
         ddp=predict([(spec.index, spec.numel) for spec in layout.params], shards_gradients=False),
-        predicted=predict([(shard.param, shard.numel) for shard in owned], shards_gradients=is_sharded),
+        predicted=predict([(shard.param, shard.numel) for shard in owned], gradients.have_own_memory()),
         measured=measured_bytes(engine.params, inner.optim.state, masters),
         in_flight=buffer_bytes(way, Model(layout.params), Machine(collectives.world_size, 1.0, pairwise=pairwise)),
     )

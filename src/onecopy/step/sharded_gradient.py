@@ -263,13 +263,12 @@ def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         return target
     if not (in_backward() or source.group.ddp_may_rebuild):
         raise _unsupported(func)
+    owned = source.local * source.group.collectives.world_size  # the local range may be in the bucket, too
     if source.unreduced is None:
         target.zero_()
     else:
         target.copy_(source.unreduced)
-    flat_view(target)[source.start : source.start + source.local.numel()].add_(
-        source.local, alpha=source.group.collectives.world_size
-    )
+    flat_view(target)[source.start : source.start + owned.numel()].add_(owned)
     return target  # type: ignore[no-any-return]
 
 

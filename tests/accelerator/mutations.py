@@ -16,15 +16,14 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
-from onecopy.comm import collective_reduce_scatter, limits
-from onecopy.comm.buffer_pool import BufferPool
+from onecopy.comm import limits, reduce_scatter
+from onecopy.comm.buffers import BufferPool
 from onecopy.comm.collectives import Collectives
-from onecopy.comm.packing import InFlight
-from onecopy.comm.parameter_sharing import PackBuffers
-from onecopy.comm.side_stream import SideStream, UsedStreams
 from onecopy.comm.status_flags import DeferredFlags, DeferredRead
-from onecopy.data_parallel import pipelined_step
-from onecopy.data_parallel.pipelined_step import PipelinedStep
+from onecopy.comm.streams import SideStream, UsedStreams
+from onecopy.comm.work import InFlight
+from onecopy.data_parallel import step as level_3_step
+from onecopy.data_parallel.step import PipelinedStep
 from onecopy.ddp_hooks.overlap import OverlappedStep
 from onecopy.step import batched_copies, owned_shards
 from tests.accelerator import device
@@ -88,7 +87,7 @@ def _future_without_devices(patch: Patch) -> None:
 
 def _unpacks_before_waiting(patch: Patch) -> None:
     def finish_oldest(self: Any) -> None:
-        work, _, staged, then = self._entries.popleft()
+        work, _, then, staged = self._entries.popleft()
         if then is not None:
             then()
         work.wait()
@@ -98,8 +97,8 @@ def _unpacks_before_waiting(patch: Patch) -> None:
 
 
 def _one_pack_buffer(patch: Patch) -> None:
-    patch.setattr(PackBuffers, "next", lambda self, where: self._buffers[where][0])
-    patch.setattr(limits, "COLLECTIVES_IN_FLIGHT", 3)
+    _pool_gives_memory_in_use(patch)
+    patch.setattr(limits, "ROUNDS_IN_FLIGHT", 3)
 
 
 def _pool_gives_memory_in_use(patch: Patch) -> None:
@@ -151,17 +150,17 @@ def _flags_copied_too_early(patch: Patch) -> None:
 
 
 def _first_stream_waits_for_all(patch: Patch) -> None:
-    patch.setattr(pipelined_step._Transfers, "for_all_streams", True)
+    patch.setattr(level_3_step._Transfers, "for_all_streams", True)
 
 
 def _sum_read_too_early(patch: Patch) -> None:
-    add_up = collective_reduce_scatter.CollectiveReduction.add_up
+    wait = reduce_scatter.Reduction.wait
 
-    def without_wait(self: Any, *args: Any) -> None:
+    def without_wait(self: Any) -> Any:
         self._work = NoWait(self._work)
-        add_up(self, *args)
+        return wait(self)
 
-    patch.setattr(collective_reduce_scatter.CollectiveReduction, "add_up", without_wait)
+    patch.setattr(reduce_scatter.Reduction, "wait", without_wait)
 
 
 def _host_copies_read_too_early(patch: Patch) -> None:
@@ -170,15 +169,15 @@ def _host_copies_read_too_early(patch: Patch) -> None:
 
 
 MUTATIONS = {
-    "level 1 does not wait for all-gathers": Mutation("level 1", _without_wait("all_gather_single")),
-    "level 1 does not wait for uneven all-gathers": Mutation("level 1 Muon", _without_wait("all_gather_parts")),
+    "level 1 does not wait for all-gathers": Mutation("level 1", _without_wait("all_gather")),
+    "level 1 does not wait for uneven all-gathers": Mutation("level 1 Muon", _without_wait("all_gather")),
     "level 1 unpacks before it waits": Mutation("level 1 by element", _unpacks_before_waiting),
     "level 1 packs into a buffer in flight": Mutation("level 1", _one_pack_buffer),
     "level 1 copies flags before they are exchanged": Mutation("level 1", _flags_copied_too_early),
     "level 1 reads flags before they have arrived": Mutation("level 1", _flags_read_too_early, is_on_host=True),
     "level 1 reads offloaded gradients too early": Mutation("level 1 offload", _host_copies_read_too_early),
     "the norm is read before it is summed": Mutation("level 1 clipped", _without_wait("all_reduce")),
-    "level 2 does not wait for reduce-scatters": Mutation("level 2", _without_wait("reduce_scatter_single")),
+    "level 2 does not wait for reduce-scatters": Mutation("level 2", _without_wait("reduce_scatter")),
     "level 2 reuses a buffer in flight": Mutation("level 2", _pool_gives_memory_in_use),
     "level 2 packs on a side stream that does not wait": Mutation("level 2", _side_stream_does_not_wait),
     "the update in backward does not wait for gradients": Mutation("interleaved", _update_before_gradients),

@@ -16,10 +16,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from onecopy import MixedPrecision, PeerFailedError, RanksDisagreeError, ShardedDataParallel, ZeroRedundancyOptimizer
 from onecopy.comm import collectives, limits
-from onecopy.comm.bucket_reduce_scatter import BucketGradients
-from onecopy.comm.buffer_pool import BufferPool
-from onecopy.comm.collective_reduce_scatter import CollectiveReduceScatter
+from onecopy.comm.buffers import BufferPool
+from onecopy.data_parallel.bucket import GradientBucket, ReductionPolicy
 from onecopy.layout import ParamSpec, plan_buckets
+from onecopy.step.sharded_gradient import GradientGroup
 from tests.accelerator import device
 from tests.accelerator.counters import Step
 from tests.accelerator.harness import HYBRID, SIMCCL, simulated
@@ -320,7 +320,7 @@ def test_what_a_step_costs(world_size: int, backend: str, averages: bool, overla
     assert {(each.kind, each.age) for each in update.synchronizations} <= {("event", 3), ("event", 2)}, update.summary()
     assert len(update.synchronizations) <= 2
     ours = {name: count for (name, where), count in backward.kernels.items() if where.startswith("onecopy/")}
-    assert ours == {"_foreach_copy_": buckets} | ({} if averages else {"mul": buckets}), backward.summary()
+    assert ours == {"_foreach_copy_": buckets} | ({} if averages else {"mul_": buckets}), backward.summary()
     assert sites(update) == {"onecopy/common/torch_private.py"}  # the inner optimizer
     assert update.kernels["_foreach_sqrt", next(where for name, where in update.kernels if name == "_foreach_sqrt")] < 5
     assert sum(backward.copies.values()) == sum(update.copies.values()) == 2, "flags to the device and back"
@@ -406,7 +406,7 @@ def test_a_failure_is_told_without_a_host_that_hangs(world_size: int, failing: s
         calls = [forward_backward, lambda _: zero.step(), forward_backward, lambda _: zero.step()]
         patch.setattr(FailsOnce, "fails", failing == "step")
         if failing == "backward" and here == 0:
-            patch.setattr(CollectiveReduceScatter, "put", mock.Mock(side_effect=LookupError("no update today")))
+            patch.setattr(GradientBucket, "put", mock.Mock(side_effect=LookupError("no update today")))
         done = 0
         error: Exception | None = None
         while error is None:
@@ -422,7 +422,7 @@ def test_a_failure_is_told_without_a_host_that_hangs(world_size: int, failing: s
         else:
             assert isinstance(error, PeerFailedError)
             assert done == 4
-            assert str(error).startswith(f"rank {here}: {'a' if failing == 'backward' else 'the previous'} {failing}()")
+            assert str(error).startswith(f"rank {here}: the previous {failing}() failed on global rank 0")
         dist.barrier(meeting)  # no host hangs
         patch.undo()
         if here == 0:  # so that the simulation can end: the collectives that the others have enqueued
@@ -456,24 +456,22 @@ def test_gradients_from_several_streams_are_packed_and_released_in_order(
         ranks = collectives.Collectives(None, torch.device("sim", dist.get_rank()))
         params = [torch.zeros(SIZE, SIZE, device="sim") for _ in specs]
         streams = [torch.accelerator.current_stream(), torch.Stream("sim"), torch.Stream("sim")]
-        bucket = BucketGradients(plan, params, torch.float32, None, 1.0 / world_size)
-        reduce_scatter, pool = CollectiveReduceScatter(ranks, bucket), BufferPool()
+        policy, names = ReductionPolicy(GradientGroup(ranks, params), None, None), [str(number) for number in range(4)]
+        bucket, pool = GradientBucket(plan, params, names, policy), BufferPool()
         start, stop = plan.range_of(dist.get_rank())
-        shard = torch.zeros(plan.padded_part(dist.get_rank()), device="sim")
         for number in range(4):
+            bucket.begin_pass()
             for position in range(3):  # the last gradient is missing
                 with streams[(number + position) % 3]:
                     gradient = torch.full((SIZE, SIZE), float(number + position), device="sim")
-                    reduce_scatter.put(position, gradient * (1 + dist.get_rank()), pool)
+                    bucket.put(position, gradient * (1 + dist.get_rank()))
             with streams[number % 3]:
-                reduction = reduce_scatter.start(pool, 0, False, shard)
-                reduction.add_up(shard[: stop - start], keep=False)
-                reduction.end()
+                bucket.add_up(bucket.launch(pool, 0), pool)
             streams[0].wait_stream(streams[number % 3])
             mean = (1 + world_size) / 2
             expected = torch.zeros(plan.numel)
             for position in range(3):
                 offset = plan.offsets[position]
                 expected[offset : offset + SIZE * SIZE] = mean * (number + position)
-            torch.testing.assert_close(shard[: stop - start].cpu(), expected[start:stop])
+            torch.testing.assert_close(bucket.shard.cpu(), expected[start:stop])
     assert run.reports == []

@@ -81,7 +81,7 @@ def small_sizes(bucket: int = BUCKET, padding: int = 64) -> Iterator[None]:
         patch.setattr(limits, "COLLECTIVE_BUCKET_BYTES", bucket)
         patch.setattr(limits, "COLLECTIVE_BUCKET_BYTES_PER_RANK", 64)
         patch.setattr(limits, "PADDING_BYTES_PER_RANK", padding)
-        patch.setattr(limits, "SEGMENT_BYTES", 1)
+        patch.setattr(limits, "SEGMENT_GROWTH", 0)
         yield
 
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from onecopy import ZeroRedundancyOptimizer
-from onecopy.comm.parameter_sharing import PackBuffers
+from onecopy.comm import sharing
 from onecopy.common import tagged_json
 from onecopy.state_dict import load
 from onecopy.step import storage
@@ -94,7 +94,7 @@ def test_a_rank_without_memory_when_a_group_is_added(world_size: int, place: str
     zero = trained(parameters_as_bucket_view=True)
     reference = trained()
     new = parameter(7, 9)
-    with failing(storage, "_fill_bucket", culprit) if place == "buckets" else failing(PackBuffers, "reserve", culprit):
+    with failing(storage, "_fill_bucket", culprit) if place == "buckets" else failing(sharing, "_plan_rounds", culprit):
         expect_no_memory(culprit, lambda: zero.add_param_group({"params": [new]}))
     assert len(zero.param_groups) == len(zero.optim.param_groups) == 1
     assert len(zero.layout.params) == 3
@@ -115,7 +115,7 @@ def test_a_rank_without_memory_to_follow_moved_parameters(world_size: int, bucke
     zero, reference = trained(parameters_as_bucket_view=bucket_view), trained()
     for param in zero.param_groups[0]["params"]:
         param.data = param.data.clone()
-    with failing(PackBuffers, "reserve", world_size - 1):
+    with failing(sharing, "_plan_rounds", world_size - 1):
         expect_no_memory(world_size - 1, lambda: step(zero))
     # The others have stepped what they own, so all begin anew.
     state = reference_state(reference)

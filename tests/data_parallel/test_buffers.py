@@ -117,3 +117,22 @@ def test_a_buffer_that_the_module_replaces_follows_too(world_size: int) -> None:
     for step in range(3):
         one_step(side, step)
         assert side.module.get_buffer("seen").item() == step + 1 + dist.get_rank(), "rank 0 adds one each time"
+
+
+@distributed(2, 3)
+def test_buffers_of_every_kind_begin_as_those_of_the_first_rank(world_size: int) -> None:
+    def make(first: bool) -> Layers:
+        module = Layers()
+        scale = 1.0 if first else 7.0
+        module.register_buffer("rows", torch.arange(12.0).view(3, 4).t() * scale)
+        module.register_buffer("some", torch.arange(12.0).view(3, 4)[:, ::2] * scale)
+        module.register_buffer("part", (torch.arange(24.0) * scale).view(3, 8)[:, ::2])
+        module.register_buffer("flags", torch.tensor([first, True]))
+        module.register_buffer("count", torch.tensor(3 if first else 4))
+        module.register_buffer("nothing", torch.zeros(0))
+        return module
+
+    module, expected = Side(True, lambda: make(dist.get_rank() == 0)).module, make(True)
+    for found, wanted in zip(module.buffers(), expected.buffers(), strict=True):
+        assert torch.equal(found, wanted)
+        assert found.stride() == wanted.stride()

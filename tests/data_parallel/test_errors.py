@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -11,14 +11,24 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Optimizer
 
 from onecopy import MixedPrecision, PeerFailedError, RanksDisagreeError, ShardedDataParallel, ZeroRedundancyOptimizer
+from onecopy.data_parallel import bucket
 from tests.support.data_parallel import SMALL, Layers, Side, as_if_large, inputs_of, one_step
 from tests.support.data_parallel_use import Checkpointed, loss_of
-from tests.support.failures import expect, expect_disagreement, expect_failure_of, failure_of
+from tests.support.failures import (
+    NO_MEMORY,
+    check_pool,
+    expect,
+    expect_disagreement,
+    expect_failure_of,
+    expect_no_memory,
+    failing,
+    failure_of,
+)
 from tests.support.harness import distributed
 from tests.support.models import assert_equal, assert_replicas_equal, values
 
@@ -151,20 +161,133 @@ def test_a_bad_argument_is_an_error_on_every_rank(world_size: int, case: str, wh
     one_step(Side(True, Layers), 0)
 
 
+DIFFERENT: dict[str, tuple[Arguments, Arguments, str, str]] = {
+    "broadcast_buffers": ({}, {"broadcast_buffers": False}, "broadcast_buffers: True", "broadcast_buffers: False"),
+    "bucket_bytes": ({}, {"bucket_bytes": SMALL + 1}, f"bucket_bytes: {SMALL}", f"bucket_bytes: {SMALL + 1}"),
+    "overlap_forward": ({}, OVERLAP, "overlap_forward: False", "overlap_forward: True"),
+    "uses": (
+        {**OVERLAP, "uses": {"last": ["first.weight"]}},
+        {"uses": {"last": ["first"]}},
+        r"uses: .*'first\.weight'",
+        r"uses: .*'first'",
+    ),
+    "reduce_dtype": (
+        {},
+        {"mixed_precision": MixedPrecision(reduce_dtype=torch.bfloat16)},
+        "mixed_precision: .*reduce_dtype=None",
+        "mixed_precision: .*reduce_dtype=torch.bfloat16",
+    ),
+    "cast_inputs": (
+        {},
+        {"mixed_precision": MixedPrecision(cast_inputs=False)},
+        "mixed_precision: .*cast_inputs=True",
+        "mixed_precision: .*cast_inputs=False",
+    ),
+}
+"""Arguments of all ranks, other ones of one rank, and what the error says of both."""
+
+
+@pytest.mark.parametrize("case", DIFFERENT)
 @distributed(2, 3)
-def test_ranks_that_disagree(world_size: int) -> None:
+def test_different_arguments_are_an_error_on_every_rank(world_size: int, case: str) -> None:
+    common, odd_arguments, text, odd_text = DIFFERENT[case]
     odd = world_size - 1
-    arguments = good()
-    if dist.get_rank() == odd:
-        arguments["overlap_forward"] = True
-    expect_disagreement(
-        odd, lambda: ShardedDataParallel(**arguments), "overlap_forward: False", "overlap_forward: True"
-    )
-    arguments = good()
-    if dist.get_rank() == odd:
-        arguments["bucket_bytes"] = 1 << 20
-    error = failure_of(lambda: ShardedDataParallel(**arguments))
-    assert type(error) is RanksDisagreeError
+    arguments = {**good(), **common, **(odd_arguments if dist.get_rank() == odd else {})}
+    expect_disagreement(odd, lambda: ShardedDataParallel(**arguments), text, odd_text)
+    check_pool()
+
+
+@distributed(2)
+def test_a_mesh_on_one_rank_only_is_an_error(world_size: int) -> None:
+    module, mesh = Layers(), init_device_mesh("cpu", (1, world_size))
+    optimizer = zero(module, process_group=mesh.get_group(1))
+    mine = mesh if dist.get_rank() == 1 else None
+    expect_disagreement(1, lambda: ShardedDataParallel(module, optimizer, mesh=mine), "mesh: None", r"mesh: \(1, 2\)")
+
+
+def on_mesh() -> tuple[DeviceMesh, Arguments]:
+    module, mesh = Layers(), init_device_mesh("cpu", (2, 2))
+    return mesh, {"module": module, "optimizer": zero(module, process_group=mesh.get_group(1)), "mesh": mesh}
+
+
+def train_once(arguments: Arguments) -> None:
+    ShardedDataParallel(**arguments)(inputs_of(dist.get_rank(), 0)).square().mean().backward()
+    arguments["optimizer"].step()
+    assert_replicas_equal(list(arguments["module"].parameters()))
+
+
+@distributed(4)
+def test_a_mistake_on_one_rank_is_told_to_all_replicas(world_size: int) -> None:
+    _, arguments = on_mesh()
+    for bad, own, text in (
+        ({"mixed_precision": 3}, TypeError, "mixed_precision must be"),
+        ({"optimizer": [arguments["optimizer"], 3]}, TypeError, "optimizer must"),
+        ({"bucket_bytes": 0}, ValueError, "bucket_bytes must be a positive"),
+        ({"bucket_bytes": SMALL}, RanksDisagreeError, f"bucket_bytes: {SMALL}"),
+    ):
+        mine = {**arguments, **(bad if dist.get_rank() == 3 else {})}
+        error = failure_of(lambda mine=mine: ShardedDataParallel(**mine))  # type: ignore[misc]
+        assert type(error) in ((own,) if dist.get_rank() == 3 else (own, PeerFailedError)), repr(error)
+        assert text in str(error)
+    train_once(arguments)
+
+
+@distributed(4)
+def test_a_rank_without_memory_is_told_to_all_replicas(world_size: int) -> None:
+    _, arguments = on_mesh()
+    with failing(bucket, "_flat_bucket", 2):
+        error = failure_of(lambda: ShardedDataParallel(**arguments))
+    expect(error, MemoryError if dist.get_rank() == 2 else PeerFailedError, NO_MEMORY)
+    train_once(arguments)
+
+
+class Made:
+    """A module with a frozen parameter, and two optimizers over the rest."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(5)
+        self.module = Layers()
+        self.module.first.bias.requires_grad_(False)
+        self.params = list(self.module.parameters())
+        parts = [[each for each in self.params if each.requires_grad][part::2] for part in range(2)]
+        self.zeros = [ZeroRedundancyOptimizer(part, torch.optim.Adam, lr=0.1) for part in parts]
+
+    def wrap(self, mixed: MixedPrecision | None) -> ShardedDataParallel:
+        return ShardedDataParallel(self.module, self.zeros, bucket_bytes=1, mixed_precision=mixed)
+
+    def train(self, mixed: MixedPrecision | None, wrapped: bool) -> None:
+        """Steps with equal gradients on all ranks, or one with the wrapper."""
+        if wrapped:
+            self.wrap(mixed)(inputs_of(dist.get_rank(), 0)).square().mean().backward()
+        for zero in self.zeros:
+            for param in [] if wrapped else zero.param_groups[0]["params"]:
+                param.grad = torch.ones_like(param)
+            zero.step()
+
+
+@pytest.mark.parametrize("mixed", [None, MixedPrecision(param_dtype=torch.bfloat16)], ids=["float32", "mixed"])
+@pytest.mark.parametrize("calls", [0, 1, 3])
+@pytest.mark.parametrize("culprit", [0, 1])
+@pytest.mark.parametrize("wrapped", [False, True])
+@distributed(2, 3)
+def test_a_rank_without_memory_for_buckets_changes_nothing(
+    world_size: int, mixed: MixedPrecision | None, calls: int, culprit: int, wrapped: bool
+) -> None:
+    """The optimizers go on as if nothing had happened, or the module is wrapped after all."""
+    made, reference = Made(), Made()
+    before = values(made.params)
+    with failing(bucket, "_flat_bucket", culprit, calls):
+        expect_no_memory(culprit, lambda: made.wrap(mixed))
+    assert_equal(made.params, before, "values")
+    assert {param.dtype for param in made.params} == {torch.float32}
+    assert all(zero.wait_for_transfers is None for zero in made.zeros)
+    for each in (made, reference):
+        each.train(mixed, wrapped)
+    assert_equal(made.params, reference.params, "after a step")
+    assert_replicas_equal(made.params)
+
+
+# After wrapping
 
 
 @pytest.mark.parametrize("name", ["param_dtype", "reduce_dtype"])
@@ -185,18 +308,6 @@ def test_calls_that_are_refused_after_wrapping(world_size: int) -> None:
     ours.optimizer.zero_grad()
     ours.model.double()
     expect(failure_of(ours.optimizer.step), RuntimeError, "was moved or converted")
-
-
-@distributed(2)
-def test_converting_before_the_first_step_is_refused(world_size: int) -> None:
-    ours = Side(True, Layers)
-    ours.model.double()
-
-    def step() -> None:
-        ours.model(inputs_of(dist.get_rank(), 0).double()).square().mean().backward()
-        ours.optimizer.step()
-
-    assert type(failure_of(step)) is RuntimeError
 
 
 @pytest.mark.parametrize("all_ranks", [True, False])
@@ -248,17 +359,6 @@ def test_sparse_gradients(world_size: int, all_ranks: bool) -> None:
     one_step_after_zero(ours)
 
 
-@distributed(4)
-def test_a_sparse_gradient_in_one_part_of_a_mesh(world_size: int) -> None:
-    mesh = init_device_mesh("cpu", (2, 2))
-    ours = Side(True, Words, group=mesh.get_group(1), mesh=mesh)
-    assert isinstance(ours.module, Words)
-    ours.module.words.sparse = dist.get_rank() == 3
-    loss = loss_of(ours, 0)
-    error = failure_of(loss.backward)
-    assert type(error) is (ValueError if dist.get_rank() == 3 else PeerFailedError), repr(error)
-
-
 @distributed(2, 3)
 def test_a_parameter_that_is_frozen_on_one_rank_when_it_is_wrapped(world_size: int) -> None:
     """DDP refuses it too."""
@@ -273,10 +373,11 @@ def test_a_parameter_that_is_frozen_on_one_rank_when_it_is_wrapped(world_size: i
 
 
 @pytest.mark.parametrize("freeze", [True, False], ids=["frozen", "unfrozen"])
+@pytest.mark.parametrize("when_wrapped", [(), ("middle.weight",)], ids=["", "frozen when it was wrapped"])
 @distributed(2, 3)
-def test_a_parameter_that_one_rank_freezes_later(world_size: int, freeze: bool) -> None:
+def test_a_parameter_that_one_rank_freezes_later(world_size: int, freeze: bool, when_wrapped: Sequence[str]) -> None:
     """DDP raises or hangs, and with ``find_unused_parameters=True`` trains it from the other ranks' gradients."""
-    ours = Side(True, Layers)
+    ours = Side(True, Layers, frozen=when_wrapped)
     weight = ours.module.get_parameter("middle.weight")
     weight.requires_grad_(freeze)
     one_step(ours, 0)
@@ -295,13 +396,26 @@ def test_a_parameter_that_one_rank_freezes_later(world_size: int, freeze: bool) 
     assert_equal([weight], before, "the parameter")
 
 
+@pytest.mark.parametrize("mistake", ["frozen", "sparse", "not reduced", "not reduced, overlap_forward"])
 @distributed(4)
-def test_a_parameter_that_is_frozen_in_one_part_of_a_mesh(world_size: int) -> None:
-    mesh = init_device_mesh("cpu", (2, 2))
-    ours = Side(True, Layers, group=mesh.get_group(1), mesh=mesh)
-    ours.module.get_parameter("middle.weight").requires_grad_(dist.get_rank() >= 2)
-    loss = loss_of(ours, 0)
-    expect(failure_of(loss.backward), RanksDisagreeError, "'middle.weight' is frozen on some ranks")
+def test_a_mistake_in_one_part_of_a_mesh_is_told_to_all(world_size: int, mistake: str) -> None:
+    mesh, rank = init_device_mesh("cpu", (2, 2)), dist.get_rank()
+    ours = Side(True, Words, group=mesh.get_group(1), mesh=mesh, overlap_forward="overlap" in mistake)
+    assert isinstance(ours.module, Words)
+    ours.module.layers.middle.weight.requires_grad_(mistake != "frozen" or rank >= 2)
+    ours.module.words.sparse = mistake == "sparse" and rank == 3
+    call: Callable[[], object] = loss_of(ours, 0).backward
+    if mistake.startswith("not reduced"):
+        call()
+        call = ours.optimizer.step
+        if rank == 3:
+            ours.params[0].grad = torch.zeros_like(ours.params[0])
+    error = failure_of(call)
+    if mistake == "frozen":
+        expect(error, RanksDisagreeError, "'layers.middle.weight' is frozen on some ranks")
+    else:
+        own = ValueError if mistake == "sparse" else RuntimeError
+        assert type(error) is (own if rank == 3 else PeerFailedError), repr(error)
 
 
 @distributed(2, 3)
@@ -381,15 +495,6 @@ def test_reentrant_checkpointing_is_refused(world_size: int) -> None:
     ours = Side(True, Reentrant)
     loss = loss_of(ours, 0)
     expect(failure_of(loss.backward), RuntimeError, "use_reentrant=False")
-
-
-@distributed(2)
-def test_a_second_wrap_of_the_same_module(world_size: int) -> None:
-    ours = Side(True, Layers)
-    again = lambda: ShardedDataParallel(ours.module, ours.zero)  # noqa: E731
-    expect_failure_of([0, 1], again, ValueError, "already belongs")
-    one_step(ours, 0)
-    assert_replicas_equal(ours.params)
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap_forward"])

@@ -92,6 +92,8 @@ def test_a_group_of_some_ranks(world_size: int, optimizer: type[Optimizer]) -> N
         return
     plain, ours = (Side(which, Batched, optimizer, {"lr": 1e-2}, group) for which in (False, True))
     assert ours.zero.rank == dist.get_rank() - 1
+    for name in ("process_group", "device", "device_type", "is_multi_device_module"):
+        assert getattr(ours.model, name) == getattr(plain.model, name), name
     for step in range(5):
         for side in (plain, ours):
             one_step(side, step)
@@ -225,7 +227,7 @@ def test_a_rank_that_waits_inside_its_backward_pass_does_not_keep_others_from_ge
             return outputs
 
     with as_if_large(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(limits, "GRADIENT_BYTES_IN_FLIGHT", 1)
+        patch.setattr(limits, "BUCKET_BYTES", 1)
         model, optimizer = wrapped(Meets())
         for step in range(2):
             model(inputs_of(dist.get_rank(), step)).square().sum().backward()

@@ -16,16 +16,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import StepLR
 
 from onecopy import ShardedDataParallel, ZeroRedundancyOptimizer
-from tests.support.data_parallel import ROUNDING, SGD, Layers, Side, as_if_large, different_layers, inputs_of
+from tests.support.data_parallel import ROUNDING, SGD, Layers, Side, inputs_of
 from tests.support.data_parallel_use import Batched, Checkpointed, closure, loss_of
 from tests.support.ddp_training import Branching
 from tests.support.harness import distributed
-from tests.support.models import assert_equal, assert_replicas_equal, small_model, values
+from tests.support.models import assert_equal, assert_replicas_equal, values
 
 STEPS = 5
 
@@ -215,6 +214,57 @@ def gradient_of_an_input(side: Side, step: int) -> None:
     side.optimizer.step()
 
 
+def gradients_that_one_rank_asks_for(side: Side, step: int) -> None:
+    """``torch.autograd.grad`` through the model reduces nothing, so that other ranks need not know of it."""
+    inputs = inputs_of(dist.get_rank(), step).requires_grad_()
+    outputs = side.model(inputs)
+    if dist.get_rank() == step % dist.get_world_size():
+        for wanted in ([inputs], [outputs], side.params[:2], [inputs, *side.params]):
+            side.noted += values(torch.autograd.grad(outputs.square().sum(), wanted, retain_graph=True))
+    outputs.square().mean().backward()
+    side.optimizer.step()
+
+
+def two_graphs(side: Side, step: int) -> None:
+    """Two forward passes, then their two backward passes: the same as one of the sum."""
+    losses = [loss_of(side, 10 * step), loss_of(side, 10 * step + 1)]
+    for loss in losses if side.ours else [losses[0] + losses[1]]:
+        loss.backward()
+    side.optimizer.step()
+
+
+def loss_without_parameters(side: Side, step: int) -> None:
+    """On one rank; DDP needs a loss of 0 there."""
+    skip = dist.get_rank() == step % dist.get_world_size()
+    inputs = inputs_of(dist.get_rank(), step).requires_grad_()
+    loss = side.model(inputs, skip if side.ours else False).square().mean()
+    (loss * 0.0 if skip and not side.ours else loss).backward()
+    side.optimizer.step()
+
+
+def graph_of_the_pass(side: Side, step: int) -> None:
+    """Reduced gradients have no graph; torch warns that a caller who asks for one must release the gradients."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Using backward\\(\\) with create_graph=True")
+        loss_of(side, step).backward(create_graph=side.ours)
+    assert not any(param.grad is not None and param.grad.requires_grad for param in side.params)
+    side.optimizer.step()
+
+
+def hook_that_is_registered_late(side: Side, step: int) -> None:
+    """It sees the local gradient, and changes it."""
+
+    def clamp(param: Tensor) -> None:
+        assert param.grad is not None
+        side.noted.append(param.grad.detach().clone())
+        param.grad.clamp_(-1e-3, 1e-3)
+
+    if step == 1:
+        side.params[2].register_post_accumulate_grad_hook(clamp)
+    loss_of(side, step).backward()
+    side.optimizer.step()
+
+
 def scaled_by_hand(side: Side, step: int) -> None:
     loss_of(side, step).backward()
     for param in side.params:
@@ -283,6 +333,11 @@ USES = (
     Use(forward_twice),
     Use(evaluate_between),
     Use(gradient_of_an_input),
+    Use(gradients_that_one_rank_asks_for, Layers),
+    Use(two_graphs, Layers, exact=False),
+    Use(loss_without_parameters, Skipping),
+    Use(graph_of_the_pass, Layers),
+    Use(hook_that_is_registered_late, Layers),
     Use(scaled_by_hand),
     Use(interrupted),
     Use(no_sync_then_sync, Batched, exact=False),
@@ -307,22 +362,6 @@ def test_use_equals_plain_ddp(world_size: int, use: Use) -> None:
     assert_replicas_equal(ours.params)
 
 
-@distributed(2)
-def test_without_looking_for_unused_parameters_ddp_cannot_go_on_after_one_was_frozen(world_size: int) -> None:
-    """So the reference of ``frozen_after_no_sync`` looks for them."""
-    plain = Side(False, Layers)
-    weight = next(plain.module.parameters())
-    with plain.model.no_sync():
-        loss_of(plain, 0).backward()
-    weight.requires_grad_(False)
-    alone = values([weight.grad] if weight.grad is not None else [])
-    loss_of(plain, 1).backward()
-    assert weight.grad is not None
-    assert torch.equal(weight.grad, alone[0]), "not reduced"
-    with pytest.raises(RuntimeError, match="Expected to have finished reduction"):
-        loss_of(plain, 2)
-
-
 @distributed(2, 3)
 def test_gradients_that_share_memory_are_accumulated_apart(world_size: int) -> None:
     """torch itself adds to such memory once for each parameter, so the reference is computed by hand."""
@@ -343,64 +382,6 @@ def test_gradients_that_share_memory_are_accumulated_apart(world_size: int) -> N
             dist.all_reduce(total)
             param.data.sub_(total, alpha=0.1 / world_size)
         assert_equal(ours.params, params, f"step {step}", ROUNDING)
-
-
-@distributed(2, 3)
-def test_two_graphs_one_after_the_other(world_size: int) -> None:
-    """Two forward passes, then their two backward passes: the same as one of the sum."""
-    plain, ours = Side(False, Layers), Side(True, Layers)
-    for step in range(4):
-        for side in (plain, ours):
-            side.optimizer.zero_grad()
-            losses = [loss_of(side, 10 * step), loss_of(side, 10 * step + 1)]
-            for loss in losses if side.ours else [losses[0] + losses[1]]:
-                loss.backward()
-            side.optimizer.step()
-        assert_equal(ours.params, plain.params, f"step {step}", ROUNDING)
-
-
-@distributed(2, 3)
-def test_a_rank_whose_loss_touches_no_parameter(world_size: int) -> None:
-    plain, ours = Side(False, Skipping), Side(True, Skipping)
-    for step in range(4):
-        skip = dist.get_rank() == step % world_size
-        for side in (plain, ours):
-            side.optimizer.zero_grad()
-            inputs = inputs_of(dist.get_rank(), step).requires_grad_()
-            loss = side.model(inputs, skip if side.ours else False).square().mean()
-            (loss * 0.0 if skip and not side.ours else loss).backward()
-            side.optimizer.step()
-        assert_equal(ours.params, plain.params, f"step {step}", 0.0 if world_size == 2 else ROUNDING)
-
-
-GRADIENTS_OF: dict[str, Callable[[Side, Tensor, Tensor], Any]] = {
-    "the inputs": lambda _, inputs, __: inputs,
-    "the outputs": lambda _, __, outputs: outputs,
-    "parameters": lambda side, _, __: side.params[:2],
-    "everything": lambda side, inputs, _: [inputs, *side.params],
-}
-
-
-@pytest.mark.parametrize("of", GRADIENTS_OF)
-@distributed(2, 3)
-def test_gradients_that_only_one_rank_asks_for(world_size: int, of: str) -> None:
-    """``torch.autograd.grad`` through the model reduces nothing, so that other ranks need not know of it."""
-    plain, ours = Side(False, Layers), Side(True, Layers)
-    for step in range(3):
-        asked = []
-        for side in (plain, ours):
-            side.optimizer.zero_grad()
-            inputs = inputs_of(dist.get_rank(), step).requires_grad_()
-            outputs = side.model(inputs)
-            if dist.get_rank() == step % world_size:
-                wanted = GRADIENTS_OF[of](side, inputs, outputs)
-                found = torch.autograd.grad(outputs.square().sum(), wanted, retain_graph=True)
-                asked.append(values(found))
-            outputs.square().mean().backward()
-            side.optimizer.step()
-        if asked:
-            assert_equal(asked[1], asked[0], "gradients", ROUNDING)
-        assert_equal(ours.params, plain.params, f"step {step}", 0.0 if world_size == 2 else ROUNDING)
 
 
 class Marked(torch.autograd.Function):
@@ -459,30 +440,6 @@ def test_a_backward_pass_that_fails_leaves_the_gradients_it_did_not_reach(world_
 
 
 @distributed(2, 3)
-def test_everything_begins_with_the_values_of_the_first_rank(world_size: int) -> None:
-    ours = Side(True, different_layers)
-    expected = [param.detach() - dist.get_rank() for param in different_layers().parameters()]
-    assert [param.shape for param in ours.params] == [tensor.shape for tensor in expected]
-    assert_replicas_equal(ours.params)
-
-
-@distributed(2, 3)
-def test_a_pass_that_keeps_a_graph_of_itself_gives_the_same_gradients(world_size: int) -> None:
-    """Reduced gradients have no graph; torch warns that a caller who asks for one must release the gradients."""
-    with as_if_large():
-        usual, kept = Side(True, Layers), Side(True, Layers)
-    for step in range(3):
-        for side in (usual, kept):
-            side.optimizer.zero_grad()
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message="Using backward\\(\\) with create_graph=True")
-                loss_of(side, step).backward(create_graph=side is kept)
-            assert not any(param.grad is not None and param.grad.requires_grad for param in side.params)
-            side.optimizer.step()
-    assert_equal(kept.params, usual.params, "three steps")
-
-
-@distributed(2, 3)
 def test_a_gradient_shows_this_ranks_range(world_size: int) -> None:
     plain, ours = Side(False, Layers), Side(True, Layers)
     for side in (plain, ours):
@@ -506,19 +463,6 @@ def test_a_gradient_shows_this_ranks_range(world_size: int) -> None:
         assert "ShardGrad(" in repr(mine.grad)
     dist.all_reduce(seen)
     assert int(seen) == sum(param.numel() for param in ours.params)
-
-
-@distributed(2, 3)
-@pytest.mark.parametrize("own_group", [False, True])
-def test_it_has_the_attributes_of_ddp(world_size: int, own_group: bool) -> None:
-    group = dist.new_group(list(range(world_size))) if own_group else None
-    model = small_model()
-    plain = DistributedDataParallel(small_model(), process_group=group)
-    zero = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, process_group=group, lr=0.1)
-    ours = ShardedDataParallel(model, zero)
-    assert ours.process_group is plain.process_group
-    assert (ours.device, ours.device_type) == (plain.device, plain.device_type) == (torch.device("cpu"), "cpu")
-    assert ours.is_multi_device_module is plain.is_multi_device_module is False
 
 
 @distributed(2)

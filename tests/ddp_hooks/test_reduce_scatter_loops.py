@@ -17,7 +17,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from onecopy import PeerFailedError, ReduceScatter, ZeroRedundancyOptimizer, reduce_scatter_hook
 from onecopy.comm import limits
-from tests.support.data_parallel import little_room
 from tests.support.ddp_training import (
     BRANCHING,
     ROUNDING,
@@ -146,7 +145,7 @@ def test_a_pass_that_failed_on_all_ranks_with_messages_in_flight_leaves_nothing_
     ours, reference = scattered_run(case), plain_run(case)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(limits, "DIRECT_GRADIENT_BYTES", 16)
-        little_room(patch)
+        patch.setattr("onecopy.comm.limits.REDUCE_MESSAGE_BYTES", 256)
         train_both(ours, reference, range(2))  # DDP makes its buckets anew after the first
         ours.ddp.zero_grad()
         handle = ours.params[0].register_hook(_fail)

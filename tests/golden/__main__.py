@@ -17,7 +17,12 @@ from tests.golden.pool import Pool
 from tests.golden.programs import PROGRAMS, Program, with_plain_ddp
 
 EXACT = ("losses", "params", "state", "errors")
-INTENDED = ("bytes", "collectives", "order")
+COUNTED = ("bytes", "collectives", "order")
+
+INTENDED = {
+    ("error: state_dict without consolidation", "errors"): "raises, and names the line to add",
+}
+"""Differences in results that are meant, by program and field."""
 
 
 def row(answers: list[dict[str, Any]]) -> dict[str, Any]:
@@ -30,7 +35,7 @@ def row(answers: list[dict[str, Any]]) -> dict[str, Any]:
         "losses": [answer["losses"] for answer in answers],
         "params": first["params"] if len(digests) == 1 else f"differ between ranks: {sorted(digests)}",
         "errors": failed,
-        **{key: first[key] for key in ("state", "values", *INTENDED)},
+        **{key: first[key] for key in ("state", "values", *COUNTED)},
     }
 
 
@@ -66,6 +71,7 @@ def measured(only: str) -> dict[str, Any]:
             found["as DDP"] = [key for key in ("losses", "params", "state") if found.get(key) == theirs.get(key)]
             narrow = program.dtype == "bfloat16" or "mixed_precision" in program.wrapper
             found["far"] = far(found, theirs, 0.1 if narrow else 2e-3)
+            found["new"] = program.new
             found["ddp"] = {key: theirs.get(key) for key in ("params", "state", "errors")}
             found["exact"] = program.exact and size == 2 and not program.resize[0]
             found.pop("values", None)
@@ -94,11 +100,12 @@ def main() -> int:
     parser.add_argument("command", choices=["record", "compare"])
     parser.add_argument("file")
     parser.add_argument("--only", default="", help="a regular expression for names of programs")
+    parser.add_argument("--verbose", action="store_true", help="list every difference in bytes and collectives")
     given = parser.parse_args()
     start, rows = time.monotonic(), measured(given.only)
     for name, found in rows.items():
         missing = sorted({"losses", "params", "state"} - set(found.get("as DDP", ())))
-        if (found.get("exact") and missing) or found.get("far"):
+        if not found.get("new") and ((found.get("exact") and missing) or found.get("far")):
             print(f"not as plain DDP: {name}: {', '.join(missing)} {''.join(found.get('text', '')[:1])}")
     print(f"{len(rows)} programs and errors in {time.monotonic() - start:.0f} s")
     if given.command == "record":
@@ -107,33 +114,54 @@ def main() -> int:
             file.write("{\n" + ",\n".join(texts) + "\n}\n")
         return 0
     with open(given.file, encoding="utf-8") as file:
-        return compare(json.load(file), rows)
+        return compare(json.load(file), rows, given.verbose)
 
 
-def compare(recorded: dict[str, Any], rows: dict[str, Any]) -> int:
+def compare(recorded: dict[str, Any], rows: dict[str, Any], verbose: bool) -> int:
     """Print the differences; return 1 if results differ."""
-    wrong, rounding, intended = list[str](), list[str](), list[str]()
+    wrong, rounding, intended, counted = list[str](), list[str](), list[str](), list[str]()
+    sums: dict[str, list[int]] = {}
+    kept: list[str] = []
     for name, found in rows.items():
         old = recorded.get(name)
+        if found.get("new"):
+            found["exact"] &= "params" in found
+            done = "params" in found and not found["far"] and (not found["exact"] or len(found["as DDP"]) == 3)
+            kept.append(
+                f"{name:<60} {'as plain DDP' if done else 'NOT AS PLAIN DDP ' + ''.join(found.get('text', []))[-300:]}"
+            )
+            continue
         if old is None:
             wrong.append(f"{name:<60} was not recorded")
             continue
         for key in EXACT:
             if old.get(key) != found.get(key):
                 texts = " ".join(filter(None, found.get("text", ())))
-                if name.endswith("3 ranks") and key != "errors" and "params" in found and not found["far"]:
+                if (name, key) in INTENDED:
+                    intended.append(f"{name:<60} {key}: {INTENDED[name, key]}: {found.get(key)}")
+                elif name.endswith("3 ranks") and key != "errors" and "params" in found and not found["far"]:
                     rounding.append(f"{name:<60} {key}")
                 elif key == "errors":
                     wrong.append(f"{name:<60} {key}: {old.get(key)} -> {found.get(key)} {texts[-600:]}")
                 else:
                     wrong.append(f"{name:<60} {key}: {str(old.get(key))[:40]} -> {str(found.get(key))[:40]}")
-        intended += [
+        if "bytes" in old and "bytes" in found:
+            sums.setdefault(name.partition(":")[0] + name[-9:], [0, 0])
+            sums[name.partition(":")[0] + name[-9:]][0] += old["bytes"]
+            sums[name.partition(":")[0] + name[-9:]][1] += found["bytes"]
+        counted += [
             f"{name:<60} {key}: {str(old.get(key))[:90]} -> {str(found.get(key))[:90]}"
-            for key in INTENDED[:2]
+            for key in COUNTED[:2]
             if old.get(key) != found.get(key)
         ]
     for title, lines in (
-        ("Bytes and collectives", intended),
+        ("New, compared with plain DDP alone", kept),
+        ("Bytes and collectives (--verbose lists them)", counted if verbose else []),
+        (
+            "Bytes sent by all programs of a level",
+            [f"{level}: {old:,} -> {new:,}" for level, (old, new) in sums.items()],
+        ),
+        ("Intended differences", intended),
         ("Other rounding with 3 ranks, near plain DDP", rounding),
         ("DIFFERENT RESULTS", wrong),
     ):

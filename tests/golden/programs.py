@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy
+
 Options = dict[str, Any]
 UNUSED = {"find_unused_parameters": True}
 VIEW = {"gradient_as_bucket_view": True}
@@ -24,6 +26,9 @@ class Program:
         resume: "dict" for a consolidated state dict, "checkpoint" for ``checkpoint``.
         resize: the numbers of ranks before and after, through a checkpoint.
         to_none: whether ``zero_grad`` removes the gradients.
+        turns: whether the second of two optimizers, over the branch, steps in the pass that does not use the branch.
+        frozen_base: whether the model has frozen parameters, one of them of integers.
+        new: whether the version that was recorded does not do it yet: it is compared with plain DDP only.
         exact: whether it trains as plain DDP does, bit by bit on two ranks.
     """
 
@@ -49,6 +54,9 @@ class Program:
     closure: bool = False
     sparse: bool = False
     to_none: bool = True
+    turns: bool = False
+    frozen_base: bool = False
+    new: bool = False
     exact: bool = True
 
 
@@ -117,6 +125,19 @@ ROWS: dict[str, tuple[str, Options]] = {
     "kept gradients": ("123oi", {"to_none": False}),
     "closure": ("123", {"closure": True}),
     "sparse gradients": ("1", {"sparse": True, "optimizer": "SGD", "options": {"lr": 0.1}}),
+    "accumulation synchronised, level 2": ("2", {"passes": 3, "no_sync": False, "new": True, "exact": False}),
+    "accumulation synchronised, kept": ("2", {"passes": 2, "no_sync": False, "to_none": False, "new": True}),
+    "clipping by torch, level 2": ("2", {"clip": "torch", "new": True, "exact": False}),
+    "clipping, accumulation by torch": ("2", {"clip": "torch", "passes": 2, "new": True, "exact": False, "ddp": VIEW}),
+    "unused branch, bucket view, kept": ("12", {"branch": True, "ddp": UNUSED | VIEW, "to_none": False, "new": True}),
+    "freezing, bucket view, kept": ("12", {"freeze": True, "ddp": UNUSED | VIEW, "to_none": False, "new": True}),
+    "optimizers in turn": (
+        "123",
+        {"turns": True, "branch": True, "optimizer": "Adagrad+AdamW", "ddp": UNUSED | VIEW, "new": True},
+    ),
+    "frozen base": ("123oi", {"frozen_base": True, "new": True}),
+    "frozen base, checkpoint": ("123", {"frozen_base": True, "resume": "checkpoint", "new": True}),
+    "numpy option": ("13", {"options": {"lr": 0.01, "eps": numpy.float32(1e-6)}, "resume": "checkpoint", "new": True}),
     "SparseAdam": ("1", {"sparse": True, "optimizer": "SparseAdam+AdamW"}),
 }
 
@@ -130,4 +151,4 @@ PROGRAMS = {
 def with_plain_ddp(program: Program) -> Program:
     """What the program is compared with: without interruptions, and without anything of ours."""
     clip = "torch" if program.clip else ""
-    return replace(program, level="ddp", zero={}, wrapper={}, clip=clip, resume="", resize=(0, 0))
+    return replace(program, level="ddp", new=False, zero={}, wrapper={}, clip=clip, resume="", resize=(0, 0))

@@ -73,16 +73,22 @@ def count_collectives() -> None:
 class Model(nn.Module):
     """Parameters of many sizes, two of them only used in every second pass if ``branches``."""
 
-    def __init__(self, sparse: bool, branches: bool) -> None:
+    def __init__(self, program: Program) -> None:
         super().__init__()
+        sparse, branches = program.sparse, program.branch
         self.embedding = nn.Embedding(50, 24, sparse=sparse)
         self.first, self.norm = nn.Linear(24, 64), nn.LayerNorm(64)
         self.second, self.last = nn.Linear(64, 48), nn.Linear(48, 10)
         self.scale = nn.Parameter(torch.tensor(1.5))
         self.branch = nn.Linear(64, 48) if branches else None
+        if program.frozen_base:
+            self.base = nn.Linear(64, 64).requires_grad_(False)
+            self.codes = nn.Parameter(torch.arange(100, dtype=torch.int8), requires_grad=False)
 
     def forward(self, tokens: torch.Tensor, number: int) -> torch.Tensor:
         hidden = self.norm(torch.tanh(self.first(self.embedding(tokens))))
+        if hasattr(self, "base"):
+            hidden = hidden + self.base(hidden) * self.codes.float().mean() / 100
         if self.branch is not None and number % 2:
             hidden = self.second(hidden) + self.branch(hidden)
         else:
@@ -110,7 +116,7 @@ class Run:
     def __init__(self, program: Program, source: Run | None = None) -> None:
         torch.manual_seed(0)
         self.program = program
-        self.module = Model(program.sparse, program.branch).to(getattr(torch, program.dtype))
+        self.module = Model(program).to(getattr(torch, program.dtype))
         if source is not None:
             self.module.load_state_dict(source.module.state_dict())
         names = program.optimizer.split("+")
@@ -128,7 +134,8 @@ class Run:
             named = [pair for pair in named if not pair[0].startswith("last")]
         if count == 2:
             special = name != "AdamW"
-            is_special = (lambda pair: "embed" in pair[0]) if "Sparse" in self.program.optimizer else is_matrix
+            part = "embed" if "Sparse" in self.program.optimizer else "branch" if self.program.turns else ""
+            is_special = (lambda pair: part in pair[0]) if part else is_matrix
             named = [pair for pair in named if bool(is_special(pair)) == special]
         groups: Any = named
         if self.program.groups:
@@ -195,7 +202,8 @@ class Run:
             self.module.norm.requires_grad_(step < 4)
         if program.late_group and step == 2:
             self.optimizers[0].add_param_group({"params": list(self.module.last.named_parameters("last")), "lr": 0.05})
-        for each in self.optimizers:
+        stepped = self.optimizers[step % 2 if program.turns else 0 :]
+        for each in self.optimizers if not program.turns else self.optimizers[1:] + self.optimizers[: step % 2]:
             each.zero_grad(set_to_none=program.to_none)
         if program.closure:
             return float(self.optimizers[0].step(lambda: self.backward(step)))
@@ -206,7 +214,7 @@ class Run:
         self.clip()
         if program.level == "ddp" and program.overflow and self.scaler is None and step == 2:
             return loss  # what nonfinite="skip" does
-        for each in self.optimizers:
+        for each in stepped:
             each.step() if self.scaler is None else self.scaler.step(each)
         if self.scaler is not None:
             self.scaler.update()

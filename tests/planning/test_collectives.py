@@ -192,11 +192,11 @@ def test_level_two_by_hand() -> None:
 def test_between_pairs_an_operation_is_a_message_of_one_rank() -> None:
     model = Model(specs_of({"a": (4 << 20,)}))  # 16 MiB
     four = summary(collectives_of(Way.SHARDED, model, 4, pairwise=True))
-    # A quarter of 4 MiB goes to each of three ranks, in messages of 16 MiB / 2 / 3; it comes back in one message each.
-    assert four[Kind.REDUCE_SCATTER] == (1, 6, 12 << 20)
+    # A quarter of 4 MiB goes to each of three ranks, in a message of 4 MiB each; it comes back in one message each.
+    assert four[Kind.REDUCE_SCATTER] == (1, 3, 12 << 20)
     assert four[Kind.ALL_GATHER] == (1, 3, 12 << 20)
     with_hook = summary(collectives_of(Way.REDUCE_SCATTER, model, 4, pairwise=True))
-    assert with_hook[Kind.REDUCE_SCATTER] == (1, 6, 12 << 20)
+    assert with_hook[Kind.REDUCE_SCATTER] == (1, 3, 12 << 20)
     assert with_hook[Kind.BROADCAST] == (1, 3, 12 << 20)
     assert summary(collectives_of(Way.DDP, model, 4, pairwise=True)) == {Kind.ALL_REDUCE: (1, 6, 24 << 20)}
 

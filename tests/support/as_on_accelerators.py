@@ -16,7 +16,6 @@ def as_on_accelerators() -> Iterator[None]:
     """Use the collectives that all backends have, and defer the host's reads of status flags."""
     with (
         mock.patch.object(Collectives, "defers_host_reads", True),
-        mock.patch.object(Collectives, "uses_pairwise", return_value=False),
         mock.patch.object(limits, "PADDING_BYTES_PER_RANK", 0),  # small parts are treated as large ones
         as_if_large(),
     ):

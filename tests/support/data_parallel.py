@@ -36,26 +36,18 @@ SGD: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
 # Both ways to train a model
 
 
-def little_room(patch: pytest.MonkeyPatch) -> None:
-    """Make messages short, and the room in which they are received so small that they take turns."""
-    patch.setattr(limits, "MIN_REDUCE_MESSAGE_BYTES", 64)
-    patch.setattr(limits, "MAX_REDUCE_MESSAGE_BYTES", 256)
-    patch.setattr(limits, "STAGED_BYTES", 600)
-
-
 @contextlib.contextmanager
 def as_if_large() -> Iterator[None]:
     """Make a tiny model be treated as a large one.
 
     Every bucket is updated and sent on its own, so that several are on their way at once; all but the smallest
-    gradients are sent from where they are, the longer ones in several messages, for which there is little room.
+    gradients are sent from where they are, the longer ones in several messages.
     """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(limits, "SEGMENT_BYTES", 1)
-        patch.setattr(limits, "COLLECTIVE_SEGMENT_GROWTH", 0)
+        patch.setattr(limits, "SEGMENT_GROWTH", 0)
         patch.setattr(limits, "DIRECT_GRADIENT_BYTES", 200)
         patch.setattr(limits, "CHUNK_BYTES", 256)
-        little_room(patch)
+        patch.setattr(limits, "REDUCE_MESSAGE_BYTES", 256)
         yield
 
 
@@ -69,11 +61,14 @@ class Side:
         optimizer: type[Optimizer] = torch.optim.SGD,
         options: dict[str, Any] | None = None,
         group: Any = None,
+        frozen: Sequence[str] = (),
         **wrap: Any,
     ) -> None:
         torch.manual_seed(5)
         self.ours = ours
         self.module = make()
+        if ours:
+            self.freeze(*frozen)
         self.noted: list[Tensor] = []
         self.scaler: torch.amp.GradScaler | None = None
         self.scheduler: LRScheduler | None = None
@@ -88,6 +83,12 @@ class Side:
             unused = any("never" in name for name, _ in self.module.named_modules())
             self.model = DistributedDataParallel(self.module, process_group=group, find_unused_parameters=unused)
             self.optimizer = optimizer(self.module.parameters(), **(options or SGD))
+            self.freeze(*frozen)  # DDP never reduces what was frozen when it was constructed
+
+    def freeze(self, *names: str, frozen: bool = True) -> None:
+        """Freeze or unfreeze parameters, by name."""
+        for name in names:
+            self.module.get_parameter(name).requires_grad_(not frozen)
 
     @property
     def sharded(self) -> ShardedDataParallel:
@@ -153,14 +154,14 @@ def train(case: Case, steps: int, ours: bool, overlap: bool = False, hook: Hook 
 
 
 def in_rank_order(group: Any, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]
-    """A hook for DDP that adds gradients up in the order of ranks, whose result does not depend on the backend."""
-    mine = bucket.buffer()
+    """A hook for DDP that scales gradients first, as DDP does, and adds them up in the order of ranks."""
+    mine = bucket.buffer() * (1.0 / dist.get_world_size())
     rows = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(rows, mine)
     for row in rows[1:]:
         rows[0].add_(row)
     done: Future[Tensor] = Future()
-    done.set_result(rows[0].mul_(1.0 / dist.get_world_size()))
+    done.set_result(rows[0])
     return done
 
 

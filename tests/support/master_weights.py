@@ -179,17 +179,17 @@ def optimizers_of(model: ShardedDataParallel) -> list[ZeroRedundancyOptimizer]:
 
 
 def reduced(params: Iterable[Tensor], dtype: torch.dtype | None = None) -> list[Tensor]:
-    """The mean of all ranks' gradients, added up in rank order and in this type, or their own."""
+    """The mean of all ranks' gradients, scaled and added up in rank order and in this type, or their own."""
     means = []
     for param in params:
         assert param.grad is not None
-        mine = param.grad.to(dtype or param.dtype)
+        mine = param.grad.to(dtype or param.dtype) * (1.0 / dist.get_world_size())
         everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
         dist.all_gather(everyone, mine)
         total = everyone[0]
         for other in everyone[1:]:
             total = total + other
-        means.append(total * (1.0 / len(everyone)))
+        means.append(total)
     return means
 
 

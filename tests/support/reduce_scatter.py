@@ -15,7 +15,6 @@ from torch.optim import Optimizer
 
 from onecopy import ReduceScatter, ZeroRedundancyOptimizer, reduce_scatter_hook
 from onecopy.comm import limits
-from tests.support.data_parallel import little_room
 from tests.support.ddp_training import (
     ADAMW,
     ELEMENT,
@@ -131,7 +130,7 @@ def assert_parity(case: Case, iterations: int = 5) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(limits, "DIRECT_GRADIENT_BYTES", 200)
         patch.setattr(limits, "CHUNK_BYTES", 256)
-        little_room(patch)
+        patch.setattr("onecopy.comm.limits.REDUCE_MESSAGE_BYTES", 256)
         train_both(ours, reference, range(iterations))
     assert_replicas_equal(ours.params)
     assert_same_state(ours, reference)

@@ -1,7 +1,6 @@
 """Every byte that onecopy sends goes through here: one class that knows a process group and its backends.
 
-``comm/transports.py`` chooses between messages between pairs of ranks and the backend's collectives; both are made of
-the calls here.
+Where the backend is gloo, what it cannot do well is made of messages between pairs of ranks (``comm/gloo.py``).
 """
 
 from __future__ import annotations
@@ -14,21 +13,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from onecopy.comm import limits, process_groups
-from onecopy.comm.backend_errors import ExplainedErrors
+from onecopy.comm.buffers import BufferPool
+from onecopy.comm.gloo import Pairs, PairwiseReduction
 from onecopy.comm.process_groups import DedicatedGroups
-from onecopy.comm.side_stream import SideStream
 from onecopy.comm.status_flags import flags_on
-from onecopy.comm.work import ExplainedWork, Work, WorkGroup, WorkThenCopy, run_all
-from onecopy.common.flat_views import as_bytes, flat_view, to_bytes
+from onecopy.comm.streams import SideStream
+from onecopy.comm.work import ExplainedErrors, ExplainedWork, Work, WorkAfter, WorkGroup, run_all
+from onecopy.common.flat_views import to_bytes
 from onecopy.common.torch_private import counts_calls
 from onecopy.errors import OnecopyError
-
-MESSAGE_TAG = limits.TAG_BLOCKS * limits.TAGS
-"""The tag of messages between two ranks: not 0, the tag of messages that a user has in flight in the same group."""
-
-VOTE_TAG = MESSAGE_TAG + 1
-"""The tag of votes between two ranks: ranks that are in different calls must not take them for other data."""
-
 
 AVERAGING_BACKENDS = {"nccl"}
 """Backends whose reductions have the operation ``ReduceOp.AVG``."""
@@ -66,17 +59,40 @@ class Collectives:
         # TORCH_DISTRIBUTED_DEBUG=DETAIL counts calls and compares the counts in every collective. Messages between two
         # ranks would upset the counts, so there they get a group in which no collective runs.
         self._message_group = group
+        self._pairs: Pairs | None = None  # on the CPU with gloo
         if counts_calls():
             self._message_group = self._side_group("messages") or group
+        if self._backends.get("cpu") == "gloo":
+            self._pairs = Pairs(self._message_group, self.group_rank, self.world_size)
 
     @property
     def defers_host_reads(self) -> bool:
         """Whether status flags live on an accelerator, where reading them at once would make the host wait."""
         return self.control_device.type != "cpu"
 
-    def uses_pairwise(self, device: torch.device) -> bool:
-        """Whether memory on a device is sent between pairs of ranks: on the CPU with gloo."""
-        return device.type == "cpu" and self._backends.get("cpu") == "gloo"
+    def sends_in_place(self, device: torch.device) -> bool:
+        """Whether pieces on a device are sent from where they lie, between pairs of ranks: on the CPU with gloo.
+
+        Elsewhere they are packed, because a copy costs less than another collective.
+        """
+        return self._backends.get(device.type) == "gloo" and device.type == "cpu"
+
+    def bucket_bytes(self, device: torch.device) -> int:
+        """The default size of a bucket, and the most bytes of a packed all-gather, on a device."""
+        return limits.bucket_bytes(self.world_size, pairwise=self.sends_in_place(device))
+
+    def segment_bytes(self, device: torch.device, before: int, total: int) -> int:
+        """The size from which a segment of buckets, which are updated and sent together, is full.
+
+        Args:
+            device: the device.
+            before: the bytes of all segments before it, which are sent first.
+            total: the bytes of all segments.
+        """
+        largest = self.bucket_bytes(device)
+        if not self.sends_in_place(device):
+            largest = max(largest, total // limits.LARGEST_SEGMENTS)  # few all-gathers, and few updates
+        return min(largest, limits.SEGMENT_GROWTH * before)
 
     @property
     def averages(self) -> bool:
@@ -144,14 +160,14 @@ class Collectives:
         On gloo it is sent between pairs of ranks, with a tag of its own: a rank that is in a collective of the user's
         cannot take it for other data, and an all-reduce of two lengths would end its process.
         """
-        if not self.uses_pairwise(row.device):
+        if not self.sends_in_place(row.device):
             self.all_reduce(row, largest=True).wait()
             return
         rows = row.new_empty(len(self._others), len(row))
         errors = run_all(
             [
-                *(partial(self.receive, rows[turn], other, VOTE_TAG) for turn, other in enumerate(self._others)),
-                *(partial(self.send, row, other, VOTE_TAG) for other in self._others),
+                *(partial(self.receive, rows[turn], other, limits.VOTE_TAG) for turn, other in enumerate(self._others)),
+                *(partial(self.send, row, other, limits.VOTE_TAG) for other in self._others),
             ]
         )
         for error in errors:
@@ -197,10 +213,8 @@ class Collectives:
 
     def broadcast(self, tensor: Tensor, source: int) -> Work:
         """Start sending contiguous memory of ``source`` into the same memory of all other ranks."""
-        if self.uses_pairwise(tensor.device):
-            is_source = source == self.group_rank
-            pairs = [(self.send, other) for other in self._others] if is_source else [(self.receive, source)]
-            return WorkGroup(tuple(start(part, peer) for part in self._chunks(tensor) for start, peer in pairs))
+        if self._pairs is not None and self.sends_in_place(tensor.device):
+            return WorkGroup(tuple(self._pairs.broadcast(tensor, source)))
         work: Work = dist.broadcast(tensor, group=self.process_group, group_src=source, async_op=True)
         return work
 
@@ -209,79 +223,99 @@ class Collectives:
         work: Work = dist.all_gather_single(output, mine, group=self.process_group, async_op=True)
         return work
 
-    def all_gather_parts(self, parts: Sequence[Tensor]) -> Work:
-        """Start gathering memory of all ranks, of any lengths: ``parts`` has one tensor for each rank.
-
-        This rank's part is sent, and the others are received into.
-        """
-        if self._is_gloo(parts[0].device):  # its list form takes equal lengths only
-            sources = [source for source, part in enumerate(parts) if part.numel()]
-            return WorkGroup(tuple(self.broadcast(parts[source], source) for source in sources))
-        work: Work = dist.all_gather(list(parts), parts[self.group_rank], group=self.process_group, async_op=True)
-        return work
-
-    def reduce_scatter_single(self, output: Tensor, parts: Tensor, average: bool = False) -> Work:
-        """Start adding up ``parts``, equally long for all ranks; this rank's part of the sum arrives in ``output``.
+    def all_gather(self, memory: Tensor, lengths: Sequence[int]) -> Work:
+        """Start gathering, in place, the parts of all ranks, which lie one behind the other.
 
         Args:
-            output: room for this rank's part.
-            parts: the parts of all ranks, one after the other.
-            average: divide the sum by the number of ranks; only if the backend :attr:`averages`.
+            memory: the parts. This rank's is sent, and the others are received into.
+            lengths: the number of elements of each part.
         """
-        op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
-        work: Work = dist.reduce_scatter_single(output, parts, op=op, group=self.process_group, async_op=True)
+        parts = list(memory.split(list(lengths)))
+        work: Work = WorkGroup(())
+        if self.sends_in_place(memory.device):
+            return WorkGroup(tuple(self.broadcast(part, source) for source, part in enumerate(parts) if part.numel()))
+        if memory.numel() and len(set(lengths)) == 1:
+            return self.all_gather_single(memory, parts[self.group_rank])
+        if memory.numel():
+            work = dist.all_gather(parts, parts[self.group_rank], group=self.process_group, async_op=True)
         return work
 
-    def reduce_scatter_parts(self, output: Tensor, parts: Sequence[Tensor], average: bool = False) -> Work:
-        """As :meth:`reduce_scatter_single`, with one tensor for each rank, of any lengths."""
-        op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
-        if self._is_gloo(output.device):  # its list form takes equal lengths only
-            works: list[Work] = [
-                dist.reduce(part, group_dst=owner, op=op, group=self.process_group, async_op=True)
-                for owner, part in enumerate(parts)
-                if part.numel()
-            ]
-            return WorkThenCopy(WorkGroup(tuple(works)), parts[self.group_rank], output)
-        work: Work = dist.reduce_scatter(output, list(parts), op=op, group=self.process_group, async_op=True)
+    def reduce_scatter(self, mean: Tensor, memory: Tensor, lengths: Sequence[int], scale: float) -> Work:
+        """Start adding up, over all ranks, the parts of all ranks, which lie one behind the other.
+
+        Args:
+            mean: room for the sum of this rank's part.
+            memory: the parts. They are overwritten where the backend cannot average.
+            lengths: the number of elements of each part.
+            scale: the factor by which values are multiplied first: 1 / the number of ranks, or less with a mesh.
+        """
+        work: Work = WorkGroup(())
+        if not memory.numel():
+            return work
+        if not self.averages:
+            memory.mul_(scale)
+        op = dist.ReduceOp.AVG if self.averages else dist.ReduceOp.SUM
+        if len(set(lengths)) == 1:
+            work = dist.reduce_scatter_single(mean, memory, op=op, group=self.process_group, async_op=True)
+        else:
+            parts = list(memory.split(list(lengths)))
+            work = dist.reduce_scatter(mean, parts, op=op, group=self.process_group, async_op=True)
         return work
 
-    def _is_gloo(self, device: torch.device) -> bool:
-        return self._backends.get(device.type) == "gloo"
+    def reduce_scatter_in_place(
+        self, pieces: Sequence[Sequence[Tensor]], means: Sequence[Tensor], scale: float, pool: BufferPool, tag: int
+    ) -> Work:
+        """As :meth:`reduce_scatter`, of pieces that lie anywhere; only where this class :meth:`sends_in_place`.
 
-    def all_reduce(self, tensor: Tensor, largest: bool = False) -> Work:
-        """Start summing contiguous memory over all ranks in place, or with ``largest`` taking the maximum."""
-        op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
+        Args:
+            pieces: by owner, its pieces.
+            means: room for the sum of each piece of this rank, which may be the piece itself.
+            scale: the factor.
+            pool: gives memory for what arrives.
+            tag: a number that no other reduction in flight between these ranks has.
+        """
+        assert self._pairs is not None
+        return PairwiseReduction(self._pairs, pieces, means, scale, pool, tag)
+
+    def all_reduce(self, tensor: Tensor, largest: bool = False, average: bool = False) -> Work:
+        """Start summing contiguous memory over all ranks in place.
+
+        Args:
+            tensor: the memory.
+            largest: take the maximum.
+            average: take the mean where the backend :attr:`averages`.
+        """
+        op = dist.ReduceOp.MAX if largest else dist.ReduceOp.AVG if average and self.averages else dist.ReduceOp.SUM
         work: Work = dist.all_reduce(tensor, op=op, group=self.process_group, async_op=True)
         return work
 
-    def all_reduce_after(self, work: Work, tensor: Tensor, largest: bool = False) -> Work:
-        """As :meth:`all_reduce`, of memory that ``work`` writes. The current stream waits for neither."""
+    def all_reduce_after(self, work: Work, tensor: Tensor, largest: bool = False, average: bool = False) -> Work:
+        """As :meth:`all_reduce`, of memory that ``work`` writes. The current stream waits for neither.
+
+        Args:
+            work: the work before.
+            tensor: the memory.
+            largest: take the maximum.
+            average: take the mean where the backend :attr:`averages`.
+        """
+        if tensor.device.type == "cpu":
+            return WorkAfter(work, partial(self.all_reduce, tensor, largest, average))
         with _chain_stream(tensor.device).use():
             work.wait()
-            return self.all_reduce(tensor, largest)
+            return self.all_reduce(tensor, largest, average)
 
-    def send(self, tensor: Tensor, destination: int, tag: int = MESSAGE_TAG) -> Work:
+    def _tag(self, tag: int, tensor: Tensor) -> int:
+        return tag if self._backends.get(tensor.device.type) == "gloo" else 0  # not all backends have so many
+
+    def send(self, tensor: Tensor, destination: int, tag: int = limits.MESSAGE_TAG) -> Work:
         """Start sending contiguous memory to one rank."""
-        work: Work = self._message_group.send([tensor], destination, self._tag(tag, tensor.device))
+        work: Work = self._message_group.send([tensor], destination, self._tag(tag, tensor))
         return work
 
-    def receive(self, tensor: Tensor, source: int, tag: int = MESSAGE_TAG) -> Work:
+    def receive(self, tensor: Tensor, source: int, tag: int = limits.MESSAGE_TAG) -> Work:
         """Start receiving into contiguous memory; messages with one tag arrive in the order they were sent."""
-        work: Work = self._message_group.recv([tensor], source, self._tag(tag, tensor.device))
+        work: Work = self._message_group.recv([tensor], source, self._tag(tag, tensor))
         return work
-
-    def _tag(self, tag: int, device: torch.device) -> int:
-        return tag if self._is_gloo(device) else 0  # not all backends have so many
-
-    def _chunks(self, tensor: Tensor) -> tuple[Tensor, ...]:
-        """Parts of contiguous memory as bytes, because sender and receiver may see it as different types."""
-        if not tensor.numel():
-            return ()
-        chunk = limits.CHUNK_BYTES * max(1, self.world_size - 1)
-        if tensor.dtype == torch.uint8 and tensor.dim() == 1 and tensor.numel() <= chunk:
-            return (tensor,)  # most messages of a step: splitting them would take a third of the time of sending
-        parts: tuple[Tensor, ...] = as_bytes(flat_view(tensor)).split(chunk)
-        return parts
 
 
 @lru_cache

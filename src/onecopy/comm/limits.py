@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 # Sharing parameters, gathering state, Join.
 
 DIRECT_BYTES = 1 << 20
@@ -25,11 +27,8 @@ Parts let both directions and all pairs make progress at once. The factor keeps 
 there are more ranks.
 """
 
-MIN_REDUCE_MESSAGE_BYTES, MAX_REDUCE_MESSAGE_BYTES = 1 << 18, 4 << 20
-"""The range of sizes for one message of a reduce-scatter: the more ranks send at once, the shorter."""
-
-STAGED_BYTES = 16 << 20
-"""Room for gradients that other ranks send and that cannot be received in place."""
+REDUCE_MESSAGE_BYTES = 4 << 20
+"""The most bytes of one message of a reduce-scatter: an owner adds one up while the next one arrives."""
 
 TAGS = 1 << 16
 """Number of message tags that one user of a process group gets."""
@@ -37,13 +36,16 @@ TAGS = 1 << 16
 TAG_BLOCKS = 1 << 14
 """Number of users of a process group before tags are used again."""
 
+MESSAGE_TAG = TAG_BLOCKS * TAGS
+"""The tag of other messages: not 0, the tag of messages that a user has in flight in the same group."""
+
+VOTE_TAG = MESSAGE_TAG + 1
+"""The tag of votes: ranks that are in different calls must not take them for other data."""
+
 # Reducing gradients.
 
 DIRECT_GRADIENT_BYTES = 1 << 18
 """Gradients from this size on are sent from autograd's own memory: a message costs less than a copy."""
-
-GRADIENT_BYTES_IN_FLIGHT = 16 << 20
-"""ShardedDataParallel launches another bucket only while fewer bytes of gradients than these are in flight."""
 
 DDP_BUCKETS_IN_FLIGHT = 2
 """Number of DDP's buckets that the reduce-scatter hook leaves in flight when another one comes."""
@@ -51,19 +53,10 @@ DDP_BUCKETS_IN_FLIGHT = 2
 DDP_BUCKETS_WITH_TAGS = 1 << 12
 """Number of DDP's buckets in a backward pass whose messages have tags of their own."""
 
-GATHERED_COPY_BYTES = 1 << 14
-"""Gradients of at least this size on average are copied one by one into a packed buffer."""
-
 # ShardedDataParallel.
 
 BUCKET_BYTES = 8 << 20
 """The default size from which a bucket is full, between pairs of ranks."""
-
-SEGMENT_BYTES = 8 << 20
-"""Buckets are updated and sent together up to this size, or up to the size of all segments before.
-
-So the first buckets, which the next forward pass reads first, go alone.
-"""
 
 # The backend's collectives.
 
@@ -76,16 +69,20 @@ COLLECTIVE_BUCKET_BYTES_PER_RANK = 1 << 20
 MOST_COLLECTIVE_BUCKET_BYTES = 512 << 20
 """The size that a bucket reaches with very many ranks: buckets in flight are extra memory."""
 
-COLLECTIVE_SEGMENT_GROWTH = 3
+SEGMENT_GROWTH = 3
 """A segment of ShardedDataParallel has up to this many times the bytes of all segments before it.
 
-So a handful of segments is enough: each is one step of the inner optimizer.
+So few segments are enough, each of which is one step of the inner optimizer, and the first buckets, which the next
+forward pass reads first, go alone.
 """
 
 LARGEST_SEGMENTS = 3
-"""A segment has at most one of this many parts of all bytes, so that the update of the last one hides behind others."""
+"""With the backend's collectives a segment has at most one of this many parts of all bytes.
 
-COLLECTIVES_IN_FLIGHT = 1
+So the update of the last one hides behind others. Between pairs of ranks a segment has the size of a bucket.
+"""
+
+ROUNDS_IN_FLIGHT = 1
 """Number of packed all-gathers that may be in flight while the next one is packed."""
 
 MOST_PADDING = 1 / 16
@@ -101,6 +98,19 @@ def bucket_bytes(ranks: int, pairwise: bool) -> int:
         return BUCKET_BYTES
     growing = max(COLLECTIVE_BUCKET_BYTES, ranks * COLLECTIVE_BUCKET_BYTES_PER_RANK)
     return min(growing, MOST_COLLECTIVE_BUCKET_BYTES)
+
+
+def padded(sizes: Sequence[int], itemsize: int) -> list[int]:
+    """The lengths of one part per rank: equal if padding adds little, else the sizes themselves.
+
+    Args:
+        sizes: the number of elements of each rank's part.
+        itemsize: the bytes of an element.
+    """
+    longest = max(sizes)
+    if allows_padding(longest * itemsize, sum(sizes) * itemsize, len(sizes)):
+        return [longest] * len(sizes)
+    return list(sizes)
 
 
 def allows_padding(longest: int, total: int, ranks: int) -> bool:

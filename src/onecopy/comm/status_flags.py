@@ -13,7 +13,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from onecopy.comm.side_stream import SideStream
+from onecopy.comm.streams import SideStream
 from onecopy.comm.work import Work
 
 

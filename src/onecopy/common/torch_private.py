@@ -121,9 +121,8 @@ def is_profiling() -> bool:
     return bool(torch.autograd.profiler._is_profiler_enabled)
 
 
-def backward_number() -> int:
-    """Return autograd's number of the backward pass in the calling thread, or -1 if there is none."""
-    return torch._C._current_graph_task_id()
+backward_number: Callable[[], int] = torch._C._current_graph_task_id
+"""Returns autograd's number of the backward pass in the calling thread, or -1 if there is none."""
 
 
 def will_accumulate(node: Any) -> bool:

@@ -1,19 +1,4 @@
-"""The backward pass of ``ShardedDataParallel``: every bucket of gradients is reduced to its owners when it is full.
-
-1. A hook before autograd's accumulation removes the ``ShardGrad`` of an earlier pass from ``param.grad``, so that
-   autograd adds to nothing. A hook after it gives the new gradient to its bucket.
-2. All ranks launch the buckets in the same order. A bucket is launched when it is full and all buckets before it are
-   launched; buckets that do not fill (unused parameters) are launched when the pass ends. The bytes in flight are
-   limited.
-3. When the pass ends, all buckets are added up, the ranks exchange which parameters have a gradient on any rank, and
-   ``param.grad`` becomes a ``ShardGrad``.
-
-Hooks do not raise, because the other ranks wait for every reduction. The first failure is kept, and the flags at the
-end of the pass tell all ranks. On an accelerator the host reads them when they have arrived, at the latest in the
-second ``step()`` after the pass. A rank that has no gradient for a parameter which is not frozen reads them at once,
-because it cannot know whether the parameter has a gradient on another rank (DDP with ``find_unused_parameters`` waits
-there, too).
-"""
+"""The backward pass of ``ShardedDataParallel``: every bucket of gradients is reduced to its owners when it is full."""
 
 from __future__ import annotations
 
@@ -21,60 +6,121 @@ import contextlib
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from onecopy.comm.agreement import FirstFailure, start_vote
-from onecopy.comm.bucket_reduce_scatter import InFlightReduction
-from onecopy.comm.buffer_pool import BufferPool
-from onecopy.comm.side_stream import UsedStreams
+from onecopy.comm.agreement import FailTogether, FirstFailure, Vote, check_vote, start_vote, vote_row
+from onecopy.comm.buffers import BufferPool
+from onecopy.comm.collectives import Collectives
+from onecopy.comm.reduce_scatter import Reduction
 from onecopy.comm.status_flags import DeferredFlags
+from onecopy.comm.streams import UsedStreams
 from onecopy.common.profiler_ranges import profile_range
 from onecopy.common.torch_private import backward_number, when_backward_ends, will_accumulate
-from onecopy.data_parallel.gradient_buckets import GradientBucket, GradState, ReductionPolicy
-from onecopy.data_parallel.pass_flags import CALL, PassVote
+from onecopy.data_parallel.bucket import GradientBucket, GradState, ReductionPolicy
+from onecopy.data_parallel.construction import AttachedOptimizer, restored_on_failure
+from onecopy.errors import RanksDisagreeError
 from onecopy.step.sharded_gradient import ShardGrad
 
+CALL = "backward()"
 
-@dataclass(frozen=True, slots=True)
-class _BucketInFlight:
-    """A bucket and its reduction, which reads the bucket's gradients until it has ended."""
-
-    bucket: GradientBucket
-    reduction: InFlightReduction
-
-    def end(self, pool: BufferPool) -> None:
-        """End the reduction and release the gradients."""
-        self.reduction.end()
-        self.bucket.release_gradients(pool)
+_FROZEN = 2
 
 
 @dataclass(slots=True)
 class _BackwardPass:
-    """One backward pass.
+    """One backward pass."""
+
+    number: int  # autograd's number of the pass
+    buckets: Sequence[GradientBucket]  # in the order of their launch
+    failure: FirstFailure = field(default_factory=FirstFailure)  # of this rank
+    next_bucket: int = 0  # the position of the bucket that is launched next
+    in_flight: deque[tuple[GradientBucket, Reduction]] = field(default_factory=deque)  # launched, and not added up yet
+
+
+_interrupted: weakref.WeakKeyDictionary[dist.ProcessGroup, list[Reduction]] = weakref.WeakKeyDictionary()
+"""Reductions of deleted reducers, which other ranks may never end. A backend may use their memory while it exists."""
+
+
+class _PassVote:
+    """The vote at the end of a pass: whether it has failed, and which parameters have a gradient, or are frozen.
+
+    The row of the vote is followed by two integers for each parameter: ``2`` if it is frozen, ``+ 1`` if it has a
+    gradient, and the negative of this. Their maxima tell what holds on any rank, and what on all.
 
     Attributes:
-        number: autograd's number of the pass.
-        failure: the first failure of this rank in the pass.
-        next_bucket: the position of the bucket that is launched next.
-        in_flight: the buckets that are not added up yet, in the order of their launch.
+        row: the row to exchange.
+        present: for each parameter, whether it has a gradient; after the vote, on any rank.
+        trainable: for each parameter, whether it is not frozen.
     """
 
-    number: int
-    failure: FirstFailure = field(default_factory=FirstFailure)
-    next_bucket: int = 0
-    in_flight: deque[_BucketInFlight] = field(default_factory=deque)
+    def __init__(
+        self,
+        collectives: Collectives,
+        names: Sequence[str],
+        present: Sequence[bool],
+        trainable: Sequence[bool],
+        failure: Exception | None,
+    ) -> None:
+        self._collectives, self._names, self._failure = collectives, names, failure
+        self.present, self.trainable = present, trainable
+        codes = [_FROZEN * (not is_trainable) + has for has, is_trainable in zip(present, trainable, strict=True)]
+        self.row = vote_row(
+            collectives,
+            CALL,
+            failure is not None,
+            at_once=not collectives.defers_host_reads,
+            rest=[*codes, *(-code for code in codes)],
+        )
+
+    def check(self, row: Tensor) -> None:
+        """Raise if the row of all ranks tells of a failure; else note which parameters have a gradient on any rank."""
+        vote = Vote(row.tolist())
+        check_vote(vote, self._collectives, CALL, self._failure)
+        count = len(self._names)
+        codes = vote.rest[:count]
+        for place, (code, negated) in enumerate(zip(codes, vote.rest[count:], strict=True)):
+            if code >= _FROZEN > -negated:
+                # Without the error, the gradients of the other ranks alone would train it.
+                raise RanksDisagreeError(
+                    f"rank {self._collectives.group_rank}: parameter {self._names[place]!r} is frozen on some ranks "
+                    f"and not on others (on this rank requires_grad={self.trainable[place]}). Call requires_grad_() "
+                    "for it on all ranks or on none, and zero the gradients."
+                )
+        self.present = [bool(code & 1) for code in codes]
 
 
 class BackwardReducer:
-    """Reduces the gradients of all buckets, in order, in every backward pass that synchronises.
+    """Reduces gradients to their owners in every backward pass that synchronises.
+
+    The phases of a pass:
+
+    1. **Begin.** At the first gradient of a pass, or when the pass reaches the model's output, buckets are reset.
+    2. **Collect.** A hook before autograd's accumulation removes the ``ShardGrad`` of an earlier pass from
+       ``param.grad``, so that autograd adds to nothing. A hook after it gives the new gradient to its bucket.
+    3. **Launch.** A bucket's reduction starts when the bucket is full and all buckets before it are launched, so that
+       all ranks launch in the same order. Buckets that do not fill (unused parameters) are launched when the pass ends.
+       The bytes in flight are limited.
+    4. **Add up.** The mean of all ranks is written into this rank's shard, or added to it.
+    5. **Agree.** When the pass ends, the ranks tell each other whether it has failed, which parameters have a gradient,
+       and which are frozen.
+    6. **Unfreeze.** Parameters that are trainable now and have no bucket yet get one, and are reduced, too.
+    7. **Show.** ``param.grad`` of every parameter with a gradient on any rank becomes a ``ShardGrad``.
+
+    Hooks do not raise, because the other ranks wait for every reduction. The first failure is kept, and phase 5 tells
+    all ranks. On an accelerator the host reads the flags when they have arrived, at the latest in the second ``step()``
+    after the pass. A rank reads them at once if they may change what it does: if a parameter is trainable and has no
+    gradient here (DDP with ``find_unused_parameters`` waits there, too), or has no bucket.
 
     Args:
-        buckets: the buckets, in the order of their launch.
+        optimizers: the attached optimizers.
+        names: the name of each of their parameters, by ``id()``, in the order in which a forward pass uses them.
         policy: the process groups and the data type of all reductions.
         flags: the queue of status flags that the host reads later.
 
@@ -82,34 +128,84 @@ class BackwardReducer:
         synchronises: whether backward passes reduce gradients; False under ``no_sync()``.
     """
 
-    def __init__(self, buckets: Sequence[GradientBucket], policy: ReductionPolicy, flags: DeferredFlags) -> None:
+    def __init__(
+        self,
+        optimizers: Sequence[AttachedOptimizer],
+        names: Mapping[int, str],
+        policy: ReductionPolicy,
+        flags: DeferredFlags,
+    ) -> None:
         self.synchronises = True
-        self._buckets = list(buckets)
+        self._unfollowed: str | None = None
+        self._optimizers = list(optimizers)
         self._policy = policy
+        # Autograd reaches the last parameter first.
+        self._order = {param: place for place, param in enumerate(reversed(list(names)))}
+        self._params = [param for each in optimizers for param in each.engine.params]
+        self._names = [names[id(param)] for param in self._params]
+        self._buckets: list[GradientBucket] = []
+        self._places: dict[int, tuple[GradientBucket, int]] = {}  # by parameter, its bucket and its position there
+        # Autograd may run hooks on other streams than the one on which backward() was called.
+        self._streams: dict[torch.device, UsedStreams] = {}
+        self._add_buckets([bucket for each in optimizers for bucket in each.buckets])
         self._pool = BufferPool()
         # Two modules in one backward pass may launch their buckets in another order on every rank, so each has tags of
         # its own.
         self._tags = policy.collectives.reserve_tags()
-        # Autograd may run hooks on other streams than the one on which backward() was called.
-        self._streams = {bucket.device: UsedStreams(bucket.device) for bucket in buckets}
         self._deferred_flags = flags
         self._pass: _BackwardPass | None = None
         self._no_sync_owners: dict[int, Tensor] = {}  # by address of a no_sync() gradient, its parameter
-        self._accumulators: dict[int, Any] = {}  # autograd's nodes, which live only as long as a reference to them
+        # Autograd's nodes, with the hooks: they live only as long as a reference to them.
+        self._accumulators: dict[int, Any] = {}
         self._lock = threading.RLock()  # a module on several devices has several autograd threads
         self.attach_hooks()
 
+    def __del__(self) -> None:
+        current = getattr(self, "_pass", None)
+        if current is not None and current.in_flight:
+            group = self._policy.collectives.process_group
+            _interrupted.setdefault(group, []).extend(reduction for _, reduction in current.in_flight)
+
+    def _add_buckets(self, buckets: Sequence[GradientBucket]) -> None:
+        self._buckets += buckets
+        self._buckets.sort(key=lambda bucket: max(self._order[id(param)] for param in bucket.params))
+        for bucket in buckets:
+            self._streams.setdefault(bucket.device, UsedStreams(bucket.device))
+            for position, param in enumerate(bucket.params):
+                self._places[id(param)] = bucket, position
+
     def attach_hooks(self) -> None:
         """Attach hooks to all parameters that need a gradient and have no hooks yet."""
-        for bucket in self._buckets:
-            for position, param in enumerate(bucket.params):
-                if param.requires_grad and id(param) not in self._accumulators:
-                    self._accumulators[id(param)] = torch.autograd.graph.get_gradient_edge(param).node
-                    _attach_hooks(weakref.ref(self), weakref.ref(bucket), position, param)
+        for param in self._params:
+            if param.requires_grad and id(param) not in self._accumulators:
+                # A node's hooks run after all hooks of the tensor, as DDP's do: hooks of the user's see the gradient
+                # that this rank has accumulated, whenever they were registered.
+                node = torch.autograd.graph.get_gradient_edge(param).node
+                node.register_prehook(partial(_before_accumulation, weakref.ref(self), weakref.ref(param)))
+                node.register_hook(partial(_after_accumulation, weakref.ref(self), weakref.ref(param)))
+                self._accumulators[id(param)] = node
 
     def reaches_params(self) -> bool:
         """Whether the current backward pass will accumulate a gradient for a parameter of the buckets."""
         return any(will_accumulate(node) for node in self._accumulators.values())
+
+    def note_unfollowed(self, output: object) -> None:
+        """Note that a forward pass returned something in which no tensor can be found."""
+        if self.synchronises:
+            self._unfollowed = torch.typename(output)
+
+    def check_followed(self) -> None:
+        """In a step without gradients: raise if a backward pass may have gone unnoticed here."""
+        if self._unfollowed is not None:
+            kind, self._unfollowed = self._unfollowed, None
+            raise RuntimeError(
+                f"rank {self._policy.collectives.group_rank}: step() finds no gradient, and forward() returned a "
+                f"{kind}, in which ShardedDataParallel finds no tensor. If backward() was called and reached no "
+                "parameter on this rank, the other ranks wait for this one in backward(). Return tensors, or tuples, "
+                "lists, dicts or dataclasses of tensors"
+            )
+
+    # 1. Begin
 
     def begin_pass(self) -> None:
         """Begin a backward pass, unless it has begun already.
@@ -125,18 +221,12 @@ class BackwardReducer:
                 "use_reentrant=False; after an exception in backward() run a forward pass first"
             )
         self._deferred_flags.check_arrived()
-        self._pass = _BackwardPass(number)
+        self._unfollowed = None
+        self._pass = _BackwardPass(number, self._buckets)
         self._no_sync_owners.clear()
         for bucket in self._buckets:
-            bucket.begin_pass(self._pool)
-        reducer = weakref.ref(self)
-
-        def end() -> None:
-            live = reducer()
-            if live is not None and live._pass is not None and live._pass.number == number:
-                live.end_pass()
-
-        when_backward_ends(end)
+            bucket.begin_pass()
+        when_backward_ends(partial(_end_pass, weakref.ref(self), number))
 
     def reset(self) -> None:
         """End a backward pass that an exception has interrupted, so that the ranks can begin another pass together.
@@ -148,24 +238,17 @@ class BackwardReducer:
         if current is not None:
             current.failure = FirstFailure(RuntimeError("backward() was interrupted by an exception"))
             with contextlib.suppress(RuntimeError):
-                self._reduce_remaining(current)
+                self._agree(current)
 
-    def clear_accumulated(self, params: Collection[int]) -> None:
-        """Note that the gradients of one optimizer's parameters, given by ``id()``, were zeroed."""
-        for bucket in self._buckets:
-            if id(bucket.params[0]) in params:  # a bucket has parameters of one optimizer
-                bucket.clear_accumulated()
+    # 2. Collect
 
-    def before_accumulation(self, bucket: GradientBucket, position: int) -> None:
+    def before_accumulation(self, param: Tensor) -> None:
         """Before autograd accumulates: remove the ``ShardGrad`` of an earlier pass from ``param.grad``."""
-        param = bucket.params[position]
-        if param.grad is None and self._pass is not None and self._pass.number == backward_number():
-            bucket.has_reduced_grad[position] = False  # the usual case: nothing to remove
-            return
-        if not will_accumulate(self._accumulators[id(param)]):  # torch.autograd.grad() runs this hook too
-            return
         with self._lock:
             self.begin_pass()
+            bucket, position = self._places.get(id(param), (None, 0))
+            if bucket is None:
+                return
             if isinstance(param.grad, ShardGrad):
                 bucket.has_reduced_grad[position] = True
                 bucket.states[position] = GradState.SHARD_REMOVED
@@ -173,87 +256,107 @@ class BackwardReducer:
             elif param.grad is None or bucket.was_zeroed(position):
                 bucket.has_reduced_grad[position] = False
 
-    def after_accumulation(self, bucket: GradientBucket, position: int) -> None:
+    def after_accumulation(self, param: Tensor) -> None:
         """After autograd has accumulated: give the whole local gradient to its bucket, and launch full buckets."""
-        current, param = self._pass, bucket.params[position]
+        current = self._pass
+        bucket, position = self._places.get(id(param), (None, 0))
         if param.grad is None:
             return
-        if not self.synchronises or current is None:
-            self._leave_unreduced(bucket, position)
+        if not self.synchronises or current is None or bucket is None:
+            self._leave_unreduced(param)
             return
         with self._lock:
             try:  # not `with current.failure`, which takes longer: this runs for every parameter
-                bucket.put(position, param.grad, self._pool)
+                bucket.put(position, param.grad)
                 param.grad = None
                 while (
-                    current.next_bucket < len(self._buckets) and self._buckets[current.next_bucket].pending_count == 0
+                    current.next_bucket < len(current.buckets)
+                    and not current.buckets[current.next_bucket].pending_count
                 ):
                     self._launch(current)
             except Exception as error:
                 current.failure.error = current.failure.error or error
 
-    def _leave_unreduced(self, bucket: GradientBucket, position: int) -> None:
+    def _leave_unreduced(self, param: Tensor) -> None:
         """Leave a whole gradient in ``param.grad`` for a later pass, in memory that no other gradient has.
 
         Autograd gives two parameters the same memory if their gradients are equal, and then adds to both in place.
         """
-        param = bucket.params[position]
         with self._lock:
             other = self._no_sync_owners.get(_address(param.grad))
             if other is not None and other is not param and _address(other.grad) == _address(param.grad) != 0:
                 assert param.grad is not None
                 param.grad = param.grad.clone()
             self._no_sync_owners[_address(param.grad)] = param
-        bucket.note_no_sync_grad(position)
+        bucket, position = self._places.get(id(param), (None, 0))
+        if bucket is not None:
+            bucket.note_no_sync_grad(position)
+        else:
+            self._streams.setdefault(param.device, UsedStreams(param.device)).note()
+
+    # 3. Launch
 
     def _launch(self, current: _BackwardPass) -> None:
         """Start the reduction of the next bucket, when few enough bytes are in flight."""
         number = current.next_bucket
-        bucket = self._buckets[number]
+        bucket = current.buckets[number]
         current.next_bucket += 1
-        while sum(each.bucket.nbytes for each in current.in_flight) >= bucket.transport.gradient_bytes_in_flight:
+        most = 2 * self._policy.collectives.bucket_bytes(bucket.device)
+        while sum(each.nbytes for each, _ in current.in_flight) >= most:
             self._add_up_oldest(current)
         with current.failure:
             if not current.failure:  # after a failure nothing is reduced, and no_sync() gradients stay in param.grad
-                self._put_no_sync_grads(bucket)
+                bucket.put_no_sync_grads()
         with profile_range("onecopy.reduce"):
             self._streams[bucket.device].note()
-            reduction = bucket.launch(self._pool, self._tags + number, is_last=number == len(self._buckets) - 1)
-        current.in_flight.append(_BucketInFlight(bucket, reduction))
+            current.in_flight.append((bucket, bucket.launch(self._pool, self._tags + number)))
 
-    def _put_no_sync_grads(self, bucket: GradientBucket) -> None:
-        """Put gradients of ``no_sync()`` passes into the bucket, for parameters that this pass does not use."""
-        for position, param in enumerate(bucket.params):
-            if bucket.states[position] is GradState.ARRIVED or param.grad is None or isinstance(param.grad, ShardGrad):
-                continue
-            if bucket.was_zeroed(position):
-                bucket.has_reduced_grad[position] = False
-            bucket.put(position, param.grad, self._pool)
-            param.grad = None
+    # 4. Add up
 
     def _add_up_oldest(self, current: _BackwardPass) -> None:
         """Add up the bucket that has been in flight for the longest time."""
-        oldest = current.in_flight.popleft()
-        self._streams[oldest.bucket.device].note()
-        oldest.bucket.add_up(oldest.reduction)
-        oldest.end(self._pool)
+        bucket, reduction = current.in_flight.popleft()
+        self._streams[bucket.device].note()
+        bucket.add_up(reduction, self._pool)
 
-    def end_pass(self) -> None:
-        """End a backward pass: reduce the remaining buckets and set ``param.grad``."""
-        current, self._pass = self._pass, None
-        assert current is not None
-        self._set_shard_grads(self._reduce_remaining(current).present)
+    def end_pass(self, number: int) -> None:
+        """End the backward pass with this number, if it is still running: phases 3 to 7."""
+        current = self._pass
+        if current is None or current.number != number:
+            return
+        self._pass = None
+        vote = self._agree(current)
+        trainable = [param for param, is_trainable in zip(self._params, vote.trainable, strict=True) if is_trainable]
+        new = [param for param in trainable if id(param) not in self._places]
+        if new:
+            self._unfreeze(new)
+        for param, has in zip(self._params, vote.present, strict=True):
+            place = self._places.get(id(param))
+            if has and place is not None:
+                param.grad = place[0].shard_grads[place[1]]
 
-    def _reduce_remaining(self, current: _BackwardPass) -> PassVote:
+    # 5. Agree
+
+    def _agree(self, current: _BackwardPass) -> _PassVote:
         """Launch the remaining buckets, add all buckets up, and let the ranks vote on the pass."""
-        collectives = self._policy.collectives
+        collectives, failure = self._policy.collectives, current.failure
         with collectives.explained_errors(CALL):
             for streams in self._streams.values():
                 streams.join()
-            while current.next_bucket < len(self._buckets):
+            while current.next_bucket < len(current.buckets):
                 self._launch(current)
-            failure = current.failure.error
-            vote = PassVote(self._buckets, failure)
+            present = {
+                id(param): has
+                for bucket in self._buckets
+                for param, has in zip(bucket.params, bucket.present, strict=True)
+            }
+            has_gradient = [present.get(id(param), param.grad is not None) for param in self._params]
+            # A frozen parameter may have a gradient of a no_sync() pass in which it was trainable: it needs a bucket.
+            trainable = [
+                param.requires_grad or (has and id(param) not in present)
+                for param, has in zip(self._params, has_gradient, strict=True)
+            ]
+            vote = _PassVote(collectives, self._names, has_gradient, trainable, failure.error)
             work = start_vote(collectives, vote.row, CALL, self._policy.replicas)
             while current.in_flight:
                 self._add_up_oldest(current)
@@ -263,19 +366,38 @@ class BackwardReducer:
             vote.check(vote.row)
             return vote
         self._deferred_flags.put(vote.row, work, vote.check)
-        if failure is not None:
+        if failure.error is not None:
             self._deferred_flags.clear()
-            raise failure
-        if not vote.knows_others:
+            raise failure.error
+        # Ranks freeze alike: if each trainable parameter has a gradient and a bucket here, it has both on all ranks.
+        if any(
+            is_trainable and not (has and id(param) in present)
+            for param, has, is_trainable in zip(self._params, has_gradient, trainable, strict=True)
+        ):
             self._deferred_flags.check_all()
         return vote
 
-    def _set_shard_grads(self, present: Sequence[Sequence[bool]]) -> None:
-        """Set ``param.grad`` for every parameter that has a gradient on any rank."""
-        for bucket, flags in zip(self._buckets, present, strict=True):
-            for param, gradient, has in zip(bucket.params, bucket.shard_grads, flags, strict=True):
-                if has:
-                    param.grad = gradient
+    # 6. Unfreeze
+
+    def _unfreeze(self, params: Sequence[Tensor]) -> None:
+        """Give parameters that all ranks have unfrozen their buckets, and reduce their gradients."""
+        collectives, replicas = self._policy.collectives, self._policy.replicas
+        identities = set(map(id, params))
+        restored = restored_on_failure(params, self._optimizers)
+        with restored, FailTogether(replicas, CALL), FailTogether(collectives, CALL):
+            buckets = [bucket for each in self._optimizers for bucket in each.unfreeze(identities)]
+            for bucket in buckets:
+                bucket.begin_pass()
+                bucket.put_no_sync_grads()
+        self._add_buckets(buckets)
+        late = _BackwardPass(-1, [bucket for bucket in self._buckets if bucket in buckets])
+        with collectives.explained_errors(CALL):
+            while late.next_bucket < len(late.buckets):
+                self._launch(late)
+            while late.in_flight:
+                self._add_up_oldest(late)
+        for streams in self._streams.values():
+            streams.release()
 
 
 def _address(gradient: Tensor | None) -> int:
@@ -285,24 +407,25 @@ def _address(gradient: Tensor | None) -> int:
     return gradient.untyped_storage().data_ptr()
 
 
-def _attach_hooks(
-    reducer: Callable[[], BackwardReducer | None],
-    bucket: Callable[[], GradientBucket | None],
-    position: int,
-    param: Tensor,
-) -> None:
-    """Attach hooks that do not keep the reducer alive, and do nothing when it is gone."""
+# Hooks and callbacks keep neither the reducer nor its parameters alive, and do nothing when they are gone.
 
-    def before(gradient: Tensor | None) -> None:
-        live_reducer, live_bucket = reducer(), bucket()
-        # A function may return no gradient; then autograd accumulates nothing.
-        if live_reducer is not None and live_bucket is not None and gradient is not None:
-            live_reducer.before_accumulation(live_bucket, position)
+_Reducer = Callable[[], BackwardReducer | None]
 
-    def after(_param: Tensor) -> None:
-        live_reducer, live_bucket = reducer(), bucket()
-        if live_reducer is not None and live_bucket is not None:
-            live_reducer.after_accumulation(live_bucket, position)
 
-    param.register_hook(before)
-    param.register_post_accumulate_grad_hook(after)
+def _before_accumulation(reducer: _Reducer, param: Callable[[], Tensor | None], gradients: Sequence[Any]) -> None:
+    live, tensor = reducer(), param()
+    # A function may return no gradient; then autograd accumulates nothing.
+    if live is not None and tensor is not None and gradients[0] is not None:
+        live.before_accumulation(tensor)
+
+
+def _after_accumulation(reducer: _Reducer, param: Callable[[], Tensor | None], *_gradients: Any) -> None:
+    live, tensor = reducer(), param()
+    if live is not None and tensor is not None:
+        live.after_accumulation(tensor)
+
+
+def _end_pass(reducer: _Reducer, number: int) -> None:
+    live = reducer()
+    if live is not None:
+        live.end_pass(number)

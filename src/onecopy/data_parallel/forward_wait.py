@@ -9,13 +9,13 @@ The last forward pass shows which submodules run. Before the first one has ended
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from torch import nn
 
-from onecopy.data_parallel.argument_checks import resolve_uses
-from onecopy.data_parallel.pipelined_step import PipelinedStep
+from onecopy.data_parallel.construction import resolve_uses
+from onecopy.data_parallel.step import PipelinedStep
 
 READ_THEIR_CHILDREN = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)
 """torch's modules that read the parameters of their children themselves."""
@@ -91,21 +91,5 @@ def _pre_hook(hooks: weakref.ref[ForwardWaitHooks], name: str) -> Any:
         live = hooks()
         if live is not None:
             live.before_submodule(name)
-
-    return wait
-
-
-class _Waits(Protocol):
-    def wait(self) -> None:
-        """Wait for all parameters in flight."""
-
-
-def waiting_hook(model: Callable[[], _Waits | None]) -> Callable[..., None]:
-    """A hook that waits for all parameters in flight, given a weak reference, so that it keeps nothing alive."""
-
-    def wait(*_arguments: object) -> None:
-        live = model()
-        if live is not None:
-            live.wait()
 
     return wait

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from onecopy.comm import limits
+from onecopy.comm.buffers import plan_messages, unpacker
 from onecopy.comm.collectives import Collectives
-from onecopy.comm.packing import InFlight, plan_messages, unpacker
+from onecopy.comm.work import InFlight
 from onecopy.common.flat_views import as_bytes, flat_view
 from onecopy.common.torch_private import buffers_of
 
@@ -70,13 +71,14 @@ def _broadcast(tensors: Sequence[Tensor], collectives: Collectives, source: int)
         for message in plan_messages(sizes, direct_bytes=sys.maxsize):
             if message.stop > limits.PACK_BYTES:
                 in_flight.drain()  # one large tensor at a time has a copy
+            in_flight.leave(limits.PACKS_IN_FLIGHT)
             packed = [members[position] for position in message.ranges]
             if collectives.group_rank == source:
                 buffer = torch.cat([_bytes_of(tensor.detach().contiguous()) for tensor in packed])
                 in_flight.add(collectives.broadcast(buffer, source), buffer, staged=True)
             else:
                 buffer = torch.empty(message.stop, dtype=torch.uint8, device=packed[0].device)
-                in_flight.add(collectives.broadcast(buffer, source), buffer, True, _writer(buffer, packed))
+                in_flight.add(collectives.broadcast(buffer, source), buffer, _writer(buffer, packed), staged=True)
     in_flight.drain()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -14,29 +14,28 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from onecopy.comm.agreement import Fact, FailTogether
 from onecopy.comm.status_flags import DeferredFlags
-from onecopy.comm.transports import transport_for
 from onecopy.common.nested_tensors import cast_floating, tensors_in
 from onecopy.common.torch_private import accumulates_into_leaves, in_backward
-from onecopy.data_parallel.argument_checks import (
+from onecopy.data_parallel.backward import BackwardReducer
+from onecopy.data_parallel.bucket import ReductionPolicy
+from onecopy.data_parallel.construction import (
+    AttachedOptimizer,
+    MixedPrecision,
+    OptimizerPlan,
     check_mixed_precision,
     check_module,
     check_optimizers,
-    check_uses,
-    replicas_of,
-)
-from onecopy.data_parallel.backward import BackwardReducer
-from onecopy.data_parallel.forward_wait import ForwardWaitHooks, waiting_hook
-from onecopy.data_parallel.gradient_buckets import GradientBucket, ReductionPolicy
-from onecopy.data_parallel.mixed_precision import MixedPrecision, convert_params, params_to_convert
-from onecopy.data_parallel.module_sync import ModuleSync
-from onecopy.data_parallel.optimizer_takeover import (
-    OptimizerPlan,
     construction_facts,
+    convert_params,
+    params_to_convert,
     plan_optimizer,
+    replicas_of,
+    resolve_uses,
     restored_on_failure,
-    take_over,
 )
-from onecopy.data_parallel.pipelined_step import PipelinedStep
+from onecopy.data_parallel.forward_wait import ForwardWaitHooks
+from onecopy.data_parallel.module_sync import ModuleSync
+from onecopy.data_parallel.step import PipelinedStep
 from onecopy.optimizer import ZeroRedundancyOptimizer
 from onecopy.step.engine import Engine, collectives_of, log_layout
 from onecopy.step.join import JOIN_REFUSAL
@@ -110,9 +109,11 @@ class ShardedDataParallel(nn.Module):
             check_mixed_precision(mixed_precision)
             check_module(module, optimizers)
             if bucket_bytes is None:
-                bucket_bytes = transport_for(collectives, next(module.parameters()).device).bucket_bytes
+                bucket_bytes = collectives.bucket_bytes(next(module.parameters()).device)
             plans = [plan_optimizer(module, each, bucket_bytes, mixed_precision) for each in optimizers]
-            check_uses(module, uses, overlap_forward)
+            if uses and not overlap_forward:
+                raise ValueError("uses says what to wait for with overlap_forward=True, and means nothing without it")
+            resolve_uses(module, uses)
             arguments = {
                 "broadcast_buffers": bool(broadcast_buffers),
                 "bucket_bytes": bucket_bytes,
@@ -132,9 +133,24 @@ class ShardedDataParallel(nn.Module):
         self._module_sync.broadcast_all()
         self._pipelines: list[tuple[ZeroRedundancyOptimizer, PipelinedStep]] = []
         self._deferred_flags = DeferredFlags()  # of backward passes and steps, in the order of their exchange
-        self._reducer = self._take_over(plans, overlap_forward)
-        self._wait_hooks = ForwardWaitHooks(module, self._pipelines_by_param(), uses) if overlap_forward else None
-        module.register_state_dict_pre_hook(waiting_hook(weakref.ref(self)))
+        attached = self._attach(plans)
+        names = {id(param): name for name, param in module.named_parameters()}
+        self._reducer = BackwardReducer(attached, names, self._reduction_policy, self._deferred_flags)
+        for plan in plans:
+            engine, is_only = plan.optimizer.engine, len(plans) == 1
+            pipeline = PipelinedStep(engine, self._reducer, overlap_forward, is_only, replicas is not None)
+            self._pipelines.append((plan.optimizer, pipeline))
+            plan.optimizer.step_schedule, plan.optimizer.wait_for_transfers = pipeline.step, pipeline.wait
+            if engine.replica_check is not None:
+                engine.replica_check.replicas = replicas
+            log_layout(engine)
+        pipelines = {
+            id(param): (pipeline, index)
+            for optimizer, pipeline in self._pipelines
+            for index, param in enumerate(optimizer.engine.params)
+        }
+        self._wait_hooks = ForwardWaitHooks(module, pipelines, uses) if overlap_forward else None
+        module.register_state_dict_pre_hook(functools.partial(_wait_before_state_dict, weakref.ref(self)))
 
     def _set_ddp_attributes(self) -> None:
         """Set the attributes that DDP has too, under the names it has them."""
@@ -146,46 +162,18 @@ class ShardedDataParallel(nn.Module):
         self.require_backward_grad_sync = True
         self.require_forward_param_sync = True  # whether the last pass synchronises
 
-    def _take_over(self, plans: Sequence[OptimizerPlan], overlap_forward: bool) -> BackwardReducer:
-        """Take over the optimizers, make their step schedules, and return the reducer of all gradient buckets."""
-        module, policy, flags = self.module, self._reduction_policy, self._deferred_flags
+    def _attach(self, plans: Sequence[OptimizerPlan]) -> list[AttachedOptimizer]:
+        """Attach the optimizers. If a rank has no memory for its buckets, all ranks raise, and nothing has changed."""
+        module, policy = self.module, self._reduction_policy
         to_convert = params_to_convert(module, self.mixed_precision)
-        names = {id(param): name for name, param in module.named_parameters()}
-        order = {id(param): place for place, param in enumerate(reversed(list(module.parameters())))}
-        gradient_sources = []
-        buckets: list[tuple[int, GradientBucket]] = []  # with the place of the parameter that autograd reaches last
-        # If a rank has no memory for its buckets, the ranks of all replicas raise, and nothing has changed.
         across, together = FailTogether(policy.replicas, _CONSTRUCTING), FailTogether(self._collectives, _CONSTRUCTING)
-        with restored_on_failure(module, plans), across, together:
-            for plan in plans:
-                engine = plan.optimizer.engine
-                gradient_sources.append(take_over(plan, to_convert, self.mixed_precision))
-                engine.share_flags(flags, policy.replicas)
-                pipeline = PipelinedStep(engine, overlap_forward, len(plans) == 1, policy.replicas is not None)
-                self._pipelines.append((plan.optimizer, pipeline))
-                for bucket_plan in plan.buckets:
-                    params = [engine.params[index] for index in bucket_plan.params]
-                    bucket = GradientBucket(bucket_plan, params, [names[id(param)] for param in params], policy)
-                    buckets.append((max(order[id(param)] for param in params), bucket))
+        engines = [plan.optimizer.engine for plan in plans]
+        with restored_on_failure(module.parameters(), engines=engines), across, together:
+            attached = [AttachedOptimizer(plan, policy, to_convert, self.mixed_precision) for plan in plans]
+            for engine in engines:
+                engine.share_flags(self._deferred_flags, policy.replicas)
             convert_params(module.parameters(), to_convert, self.mixed_precision)  # parameters that no optimizer has
-        for optimizer, pipeline in self._pipelines:
-            optimizer.step_schedule, optimizer.wait_for_transfers = pipeline.step, pipeline.wait
-            if optimizer.engine.replica_check is not None:
-                optimizer.engine.replica_check.replicas = policy.replicas
-            log_layout(optimizer.engine)
-        buckets.sort(key=lambda entry: entry[0])
-        reducer = BackwardReducer([bucket for _, bucket in buckets], policy, flags)
-        for plan, gradients in zip(plans, gradient_sources, strict=True):
-            identities = frozenset(map(id, plan.optimizer.engine.params))
-            gradients.on_zero = functools.partial(reducer.clear_accumulated, identities)
-        return reducer
-
-    def _pipelines_by_param(self) -> dict[int, tuple[PipelinedStep, int]]:
-        return {
-            id(param): (pipeline, index)
-            for optimizer, pipeline in self._pipelines
-            for index, param in enumerate(optimizer.engine.params)
-        }
+        return attached
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module's forward, after buffers are broadcast and failures of the last step are raised."""
@@ -228,8 +216,10 @@ class ShardedDataParallel(nn.Module):
     def _watch_backward(self, output: Any) -> None:
         """Begin the reducer's pass with every ``backward()`` from the output, even if it reaches no parameter."""
         reducer = weakref.ref(self._reducer)
-        tensors = [tensor for tensor in tensors_in(output) if tensor.grad_fn is not None]
-
+        found = list(tensors_in(output))
+        tensors = [tensor for tensor in found if tensor.grad_fn is not None]
+        if not found and output is not None and not isinstance(output, (int, float, str)):
+            self._reducer.note_unfollowed(output)
         # Not the outputs' own nodes: a hook on an output that refers to its node would keep the output alive.
         producers = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
         inner_nodes = [node for producer in producers for node, _ in producer.next_functions if node is not None]
@@ -321,3 +311,9 @@ class ShardedDataParallel(nn.Module):
     def _ddp_params_and_buffers_to_ignore(self) -> NoReturn:
         """The attribute that DDP reads first: it raises, because DDP would reduce reduced gradients again."""
         raise TypeError("ShardedDataParallel takes the place of DDP: do not wrap it in DDP")
+
+
+def _wait_before_state_dict(model: Callable[[], ShardedDataParallel | None], *_arguments: object) -> None:
+    live = model()
+    if live is not None:
+        live.wait()

@@ -5,14 +5,14 @@ DDP decides which parameters are in a bucket, and may rebuild its buckets. The l
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Protocol
 
 from torch import Tensor
 
-from onecopy.comm.range_reduction import GradientRange
+from onecopy.comm.reduce_scatter import Piece
 from onecopy.layout import Layout, Shard
 
 
@@ -33,64 +33,69 @@ class GradBucket(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class BucketSegment:
-    """A range of a bucket's buffer that holds the gradient of one shard.
+class ParamInBucket:
+    """A parameter of a bucket that belongs to an optimizer.
 
     Attributes:
-        numel: the length of the range.
-        layout_index: the position of the shard's layout among the layouts; -1 without a shard.
-        shard: the shard, or None if the parameter belongs to no optimizer.
+        param: the parameter.
+        layout_index: the position of its layout among the layouts.
+        index: the position of the parameter in the layout.
+        shard: this rank's shard of it, or None.
+        start: the position of the shard's gradient in the buffer.
     """
 
-    numel: int
+    param: Tensor
     layout_index: int
+    index: int
     shard: Shard | None
+    start: int
+
+    def owned_view(self, buffer: Tensor) -> Tensor:
+        """Return the view of the buffer that is this rank's part of the gradient."""
+        return buffer[self.start : self.start + (0 if self.shard is None else self.shard.numel)]
 
 
 class DDPBucketAssignment:
-    """Divides one DDP bucket into segments, each owned by one rank.
+    """Divides one DDP bucket into ranges that one rank each owns.
 
     Attributes:
-        segments: all segments, in the order of the buffer.
-        ranges: the ranges of the buffer that have an owner. Neighbours with one owner and layout are one range.
-        owned_params: the parameters that belong to an optimizer, each with this rank's shard, or None if it has none.
+        params: the parameters that belong to an optimizer.
+        pieces: the ranges of the buffer that have an owner. Neighbours with one owner are one piece.
     """
 
     def __init__(
-        self, segments: Sequence[BucketSegment], owned_params: Sequence[tuple[Tensor, Shard | None]], group_rank: int
+        self,
+        params: Sequence[Tensor],
+        shards_of: Mapping[int, tuple[int, Sequence[Shard]]],
+        group_rank: int,
     ) -> None:
-        self.segments = tuple(segments)
-        self.owned_params = tuple(owned_params)
-        self._sizes = [segment.numel for segment in segments]
-        self._owned_here = [
-            position
-            for position, each in enumerate(segments)
-            if each.shard is not None and each.shard.owner == group_rank
-        ]
-        self._without_optimizer = [position for position, segment in enumerate(segments) if segment.shard is None]
-        self.ranges: list[GradientRange] = []
-        for segment, start in zip(segments, self._starts(), strict=True):
-            if segment.shard is not None and segment.numel:
-                made = GradientRange(start, start + segment.numel, segment.shard.owner, segment.layout_index)
-                last = self.ranges[-1] if self.ranges else None
-                if last is not None and (last.stop, last.owner, last.optimizer) == (start, made.owner, made.optimizer):
-                    made = replace(self.ranges.pop(), stop=made.stop)
-                self.ranges.append(made)
-
-    def _starts(self) -> list[int]:
-        """Return the start of each segment in the buffer."""
-        return [0, *accumulate(self._sizes)][:-1]
-
-    def owned_views(self, buffer: Tensor) -> list[tuple[BucketSegment, Tensor]]:
-        """Return the segments that this rank owns, each with its view of the buffer."""
-        views = buffer.split(self._sizes)
-        return [(self.segments[position], views[position]) for position in self._owned_here]
+        self._sizes = [param.numel() for param in params]
+        self._without_optimizer: list[int] = []
+        self.params: list[ParamInBucket] = []
+        ranges: list[tuple[int, int, int]] = []  # owner, start, stop
+        for position, (param, start) in enumerate(zip(params, [0, *accumulate(self._sizes)], strict=False)):
+            if id(param) not in shards_of:
+                self._without_optimizer.append(position)
+                continue
+            layout_index, shards = shards_of[id(param)]
+            mine = next((shard for shard in shards if shard.owner == group_rank), None)
+            own_start = start if mine is None else start + mine.start
+            self.params.append(ParamInBucket(param, layout_index, shards[0].param, mine, own_start))
+            for shard in shards:
+                first, stop = start + shard.start, start + shard.stop
+                if ranges and (ranges[-1][0], ranges[-1][2]) == (shard.owner, first):
+                    first = ranges.pop()[1]
+                if first < stop:
+                    ranges.append((shard.owner, first, stop))
+        ends: dict[int, int] = {}
+        self.pieces: list[Piece] = []
+        for owner, start, stop in sorted(ranges):
+            self.pieces.append(Piece(0, start, stop, owner, ends.get(owner, 0)))
+            ends[owner] = ends.get(owner, 0) + stop - start
 
     def views_without_optimizer(self, buffer: Tensor) -> list[Tensor]:
         """Return views of the gradients of parameters that belong to no optimizer."""
-        if not self._without_optimizer:
-            return []
-        views = buffer.split(self._sizes)
+        views = buffer.split(self._sizes) if self._without_optimizer else ()
         return [views[position] for position in self._without_optimizer]
 
 
@@ -105,11 +110,10 @@ class DDPBucketAssignmentCache:
         self.layouts = list(layouts)
         self._group_rank = group_rank
         self._cached: dict[int, tuple[list[int], DDPBucketAssignment]] = {}
-        self._segments_of: dict[int, list[BucketSegment]] = {}  # by the identity of the parameter
+        self._shards_of: dict[int, tuple[int, list[Shard]]] = {}  # by the identity of the parameter
         for layout_index, (layout, tensors) in enumerate(zip(layouts, params, strict=True)):
             for shard in layout.shards:
-                segment = BucketSegment(shard.numel, layout_index, shard)
-                self._segments_of.setdefault(id(tensors[shard.param]), []).append(segment)
+                self._shards_of.setdefault(id(tensors[shard.param]), (layout_index, []))[1].append(shard)
 
     def get(self, bucket_index: int, params: Sequence[Tensor]) -> DDPBucketAssignment:
         """Return the assignment of a bucket.
@@ -121,13 +125,6 @@ class DDPBucketAssignmentCache:
         identities = list(map(id, params))
         cached = self._cached.get(bucket_index)
         if cached is None or cached[0] != identities:
-            segments, owned_params = [], []
-            for param in params:
-                found = self._segments_of.get(id(param))
-                segments += found or [BucketSegment(param.numel(), -1, None)]
-                if found:
-                    shards = [each.shard for each in found if each.shard is not None]
-                    owned_params.append((param, next((s for s in shards if s.owner == self._group_rank), None)))
-            cached = (identities, DDPBucketAssignment(segments, owned_params, self._group_rank))
-            self._cached[bucket_index] = cached
+            assignment = DDPBucketAssignment(params, self._shards_of, self._group_rank)
+            cached = self._cached[bucket_index] = (identities, assignment)
         return cached[1]

@@ -29,14 +29,12 @@ from torch import Tensor
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from onecopy.comm import limits
 from onecopy.comm.agreement import Fact, FailTogether, FirstFailure
-from onecopy.comm.backend_errors import is_backend_error
-from onecopy.comm.packing import InFlight
-from onecopy.comm.parameter_sharing import PackBuffers, ParameterSharing
-from onecopy.comm.side_stream import SideStream
+from onecopy.comm.buffers import BufferPool
+from onecopy.comm.sharing import Sharing
 from onecopy.comm.status_flags import flags_on
-from onecopy.comm.transports import SharingByDevice
+from onecopy.comm.streams import SideStream
+from onecopy.comm.work import InFlight, is_backend_error
 from onecopy.common.profiler_ranges import profiled
 from onecopy.common.torch_private import after_backward, in_join_context, version_of
 from onecopy.ddp_hooks.bucket_assignment import DDPBucketAssignment, DDPBucketAssignmentCache, GradBucket
@@ -190,8 +188,8 @@ class OverlappedStep:
         self._side_stream = SideStream(engine.params[0].device)
         self._passes = 0
         self._iteration: _Iteration | None = None
-        self._sharings: dict[int, tuple[DDPBucketAssignment, ParameterSharing]] = {}
-        self._pack_buffers = PackBuffers()
+        self._sharings: dict[int, tuple[DDPBucketAssignment, Sharing]] = {}
+        self._pool = BufferPool()
         self._assignments = self._make_assignments()
         self._options_after_update: list[dict[str, str]] = []
         self.updated = False
@@ -291,9 +289,8 @@ class OverlappedStep:
 
     def _plan_update(self, bucket: GradBucket, reduced: "Future[Any]") -> _BucketUpdate:
         assignment = self._assignments.get(bucket.index(), bucket.parameters())
-        params = dict.fromkeys(segment.shard.param for segment in assignment.segments if segment.shard is not None)
         # param.grad is read here, because the flat buffer has zeros for a missing gradient.
-        has_gradient = {index: self._engine.params[index].grad is not None for index in params}
+        has_gradient = {each.index: each.param.grad is not None for each in assignment.params}
         done = self._side_stream.future()
         return _BucketUpdate(bucket.index(), bucket.is_last(), assignment, bucket.buffer(), reduced, done, has_gradient)
 
@@ -366,9 +363,9 @@ class OverlappedStep:
         """Step the inner optimizer over this rank's shards in one bucket."""
         inner = self._engine.inner
         gradient_shards = {
-            segment.shard.param: view
-            for segment, view in update.assignment.owned_views(gradients)
-            if segment.shard is not None and update.has_gradient[segment.shard.param]
+            each.index: each.owned_view(gradients)
+            for each in update.assignment.params
+            if each.shard is not None and update.has_gradient[each.index]
         }
         # Counters that an optimizer class has in its groups must advance once in an iteration, on every rank.
         if gradient_shards or update.is_last:
@@ -382,7 +379,7 @@ class OverlappedStep:
         cached = self._sharings.get(update.index)
         if cached is None or cached[0] is not update.assignment:
             ranges = [each for each in engine.storage.ranges if not has_gradient.keys().isdisjoint(each.params)]
-            sharing = SharingByDevice(engine.collectives, ranges, limits.DIRECT_BYTES, self._pack_buffers)
+            sharing = Sharing(engine.collectives, ranges, pool=self._pool)
             cached = self._sharings[update.index] = (update.assignment, sharing)
         changed = (
             None

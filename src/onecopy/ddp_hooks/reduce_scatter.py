@@ -28,10 +28,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from onecopy.comm import limits
 from onecopy.comm.agreement import Fact, FailTogether
-from onecopy.comm.buffer_pool import BufferPool
-from onecopy.comm.range_reduction import FinishReduction, RangeReduction
-from onecopy.comm.side_stream import SideStream
-from onecopy.comm.transports import transport_for
+from onecopy.comm.buffers import BufferPool
+from onecopy.comm.reduce_scatter import ReduceScatterPlan, Reduction
+from onecopy.comm.streams import SideStream
 from onecopy.comm.work import Work
 from onecopy.common.flat_views import flat_like
 from onecopy.common.torch_private import after_backward, in_backward, in_join_context
@@ -119,7 +118,7 @@ class _BucketPlan:
 
     assignment: DDPBucketAssignment
     dtype: torch.dtype
-    reduction: RangeReduction
+    reduce_scatter: ReduceScatterPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,13 +128,13 @@ class _BucketInFlight:
     Attributes:
         plan: its plan.
         buffer: the bucket's gradients.
-        finish: finishes the reduction.
+        reduction: its reduction.
         all_reduce: the all-reduce of the gradients that belong to no optimizer, and its buffer.
     """
 
     plan: _BucketPlan
     buffer: Tensor
-    finish: FinishReduction
+    reduction: Reduction
     all_reduce: tuple[Work, Tensor] | None
 
 
@@ -177,7 +176,7 @@ class GradientReducer:
             while len(self._in_flight) >= limits.DDP_BUCKETS_IN_FLIGHT:
                 self._finish_bucket(self._in_flight.popleft())
             plan = self._plan_of(bucket, buffer)
-            self._in_flight.append(self._start_bucket(plan, buffer, self._tag(bucket.index()), bucket.is_last()))
+            self._in_flight.append(self._start_bucket(plan, buffer, self._tag(bucket.index())))
             self._reduced.append((plan, buffer, future))
             if bucket.is_last():
                 self._finish_pass()
@@ -207,12 +206,10 @@ class GradientReducer:
         assignment = self._assignments.get(bucket.index(), bucket.parameters())
         plan = self._plans.get(bucket.index())
         if plan is None or plan.assignment is not assignment or plan.dtype is not buffer.dtype:
-            transport = transport_for(self._collectives, buffer.device)
-            reduction = transport.plan_range_reduction(
-                assignment.ranges, buffer.dtype, self._reduce_dtype or buffer.dtype, self._pool
-            )
+            dtype = self._reduce_dtype or buffer.dtype
+            reduce_scatter = ReduceScatterPlan(self._collectives, assignment.pieces, buffer.dtype, dtype, buffer.device)
             self._passes_with_plans = 0
-            plan = self._plans[bucket.index()] = _BucketPlan(assignment, buffer.dtype, reduction)
+            plan = self._plans[bucket.index()] = _BucketPlan(assignment, buffer.dtype, reduce_scatter)
         return plan
 
     def _tag(self, bucket_index: int) -> int:
@@ -233,19 +230,19 @@ class GradientReducer:
         for engine in self._engines:
             engine.gradients.without_inputs.clear()
 
-    def _start_bucket(self, plan: _BucketPlan, buffer: Tensor, tag: int, is_last: bool) -> _BucketInFlight:
+    def _start_bucket(self, plan: _BucketPlan, buffer: Tensor, tag: int) -> _BucketInFlight:
         """Start the reduction of one bucket."""
-        finish = plan.reduction.start(buffer, tag, is_last)
+        reduction = plan.reduce_scatter.start([buffer], self._pool, tag, None)
         views = plan.assignment.views_without_optimizer(buffer)
         all_reduce = None
         if views:
             packed_views = torch.cat(views).mul_(1.0 / self._collectives.world_size)
             all_reduce = (self._collectives.all_reduce(packed_views), packed_views)
-        return _BucketInFlight(plan, buffer, finish, all_reduce)
+        return _BucketInFlight(plan, buffer, reduction, all_reduce)
 
     def _finish_bucket(self, bucket: _BucketInFlight) -> None:
         """Finish the reduction of a bucket."""
-        bucket.finish()
+        bucket.reduction.wait()
         if bucket.all_reduce is not None:
             work, reduced = bucket.all_reduce
             work.wait()
@@ -260,9 +257,10 @@ class GradientReducer:
             after_backward(self._shard_gradients)
         else:  # a rank without inputs, where DDP does not change param.grad
             for plan, buffer, _ in self._reduced:
-                for segment, view in plan.assignment.owned_views(buffer):
-                    assert segment.shard is not None
-                    self._engines[segment.layout_index].gradients.without_inputs[segment.shard.param] = view
+                for each in plan.assignment.params:
+                    if each.shard is not None:
+                        gradients = self._engines[each.layout_index].gradients
+                        gradients.without_inputs[each.index] = each.owned_view(buffer)
         for _, buffer, future in self._reduced:
             future.set_result(buffer)
 
@@ -271,8 +269,8 @@ class GradientReducer:
         targets, sources = [], []
         for plan, buffer, _ in self._reduced:
             bucket = buffer.untyped_storage().data_ptr()
-            for param, shard in plan.assignment.owned_params:
-                gradient = param.grad
+            for each in plan.assignment.params:
+                param, gradient, shard = each.param, each.param.grad, each.shard
                 if gradient is None or isinstance(gradient, ShardGrad):
                     continue  # unused on all ranks, or DDP has copied into the sharded gradient
                 start, stop = (0, 0) if shard is None else (shard.start, shard.stop)

@@ -1,6 +1,6 @@
 """Which rank owns which range of which parameter: pure values and functions that communicate nothing."""
 
-from onecopy.layout.bucket_plans import BucketPlan, BucketSize, bucket_sizes, plan_buckets
+from onecopy.layout.bucket_plans import BucketPlan, BucketSize, bucket_sizes, plan_buckets, restricted
 from onecopy.layout.policies import OwnerFunction, ShardBy, default_shard_by, even_range, extend
 from onecopy.layout.shards import CUT_MULTIPLE, Layout, ParamSpec, Shard
 
@@ -18,4 +18,5 @@ __all__ = [
     "even_range",
     "extend",
     "plan_buckets",
+    "restricted",
 ]

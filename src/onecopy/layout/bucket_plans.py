@@ -7,7 +7,7 @@ the parameters of a bucket are ordered by owner.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -55,10 +55,12 @@ class BucketPlan:
         """The number of elements to allocate, so that an equal plan can be cut into parts of the same length."""
         return self.longest * (len(self.bounds) - 1) if self.equal else self.numel
 
-    def padded_part(self, group_rank: int) -> int:
-        """The number of elements of a rank's part of the allocated bucket."""
-        start, stop = self.range_of(group_rank)
-        return self.longest if self.equal else stop - start
+    @property
+    def padded_parts(self) -> tuple[int, ...]:
+        """The number of elements of each rank's part of the allocated bucket."""
+        if self.equal:
+            return (self.longest,) * (len(self.bounds) - 1)
+        return tuple(stop - start for start, stop in pairwise(self.bounds))
 
     def range_of(self, group_rank: int) -> tuple[int, int]:
         """The start and the end of the range that one rank owns."""
@@ -106,10 +108,11 @@ def plan_buckets(
     world_size: int,
     splittable: bool,
     bucket_bytes: int,
+    frozen: Collection[int] = (),
 ) -> tuple[Layout, tuple[BucketPlan, ...]]:
     """Put parameters into buckets in the given order, and divide every bucket among the ranks.
 
-    All parameters of a bucket have the same data type and device.
+    All parameters of a bucket have the same data type and device, and all or none of them are frozen.
 
     Args:
         specs: all parameters of one optimizer.
@@ -117,12 +120,14 @@ def plan_buckets(
         world_size: the number of ranks.
         splittable: whether a parameter may be cut.
         bucket_bytes: a bucket is closed at this size, the last ones earlier. A single parameter may be larger.
+        frozen: the indices of frozen parameters.
 
     Returns:
-        The layout, and the buckets in the order in which their gradients are complete.
+        The layout, and the buckets in the order in which their gradients are complete, those of frozen parameters last.
     """
-    members = _fill(specs, order, bucket_bytes)
-    owners = {} if splittable else _whole_owners(specs, world_size)
+    kinds = [[index for index in order if (index in frozen) is is_frozen] for is_frozen in (False, True)]
+    members = [params for kind in kinds for params in _fill(specs, kind, bucket_bytes)]
+    owners = {} if splittable else _whole_owners(specs, world_size, frozen)
     plans, shards = [], []
     for params in members:
         plan = _even_plan(specs, params, world_size) if splittable else _whole_plan(specs, params, owners, world_size)
@@ -132,9 +137,31 @@ def plan_buckets(
     return Layout(tuple(specs), tuple(shards), world_size), tuple(plans)
 
 
-def _whole_owners(specs: Sequence[ParamSpec], world_size: int) -> dict[int, int]:
-    """Return the owner of each parameter if parameters may not be cut."""
-    return {shard.param: shard.owner for shard in by_parameter(specs, [0] * world_size, splittable=False)}
+def restricted(plan: BucketPlan, specs: Sequence[ParamSpec], chosen: Collection[int]) -> BucketPlan:
+    """The plan of a bucket with only the chosen parameters. Each rank owns the same range of each of them."""
+    kept = [(index, offset) for index, offset in zip(plan.params, plan.offsets, strict=True) if index in chosen]
+    params = [index for index, _ in kept]
+    offsets, end = _lay_out(specs, params)
+
+    def moved(bound: int) -> int:
+        for (index, old), new in zip(kept, offsets, strict=True):
+            if old + specs[index].numel > bound:
+                return new + max(bound - old, 0)
+        return end
+
+    return BucketPlan(tuple(params), tuple(offsets), (0, *map(moved, plan.bounds[1:])))
+
+
+def _whole_owners(specs: Sequence[ParamSpec], world_size: int, frozen: Collection[int] = ()) -> dict[int, int]:
+    """Return the owner of each parameter if parameters may not be cut; trainable ones are balanced first."""
+    owners: dict[int, int] = {}
+    loads = [0] * world_size
+    for is_frozen in (False, True):
+        members = [spec for spec in specs if (spec.index in frozen) is is_frozen]
+        for shard in by_parameter(members, loads, splittable=False):
+            owners[shard.param] = shard.owner
+            loads[shard.owner] += shard.numel
+    return owners
 
 
 def _part(end: int, world_size: int) -> int:

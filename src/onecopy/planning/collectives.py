@@ -19,7 +19,6 @@ from torch import Tensor
 
 from onecopy.comm import limits
 from onecopy.comm.agreement import VOTE_BYTES
-from onecopy.comm.pairwise_exchange import message_length
 from onecopy.layout import ParamSpec, bucket_sizes, default_shard_by
 from onecopy.planning.model_shapes import Model
 from onecopy.planning.ownership import owned_bytes
@@ -269,7 +268,7 @@ class _Planner:
     # Messages between pairs of ranks: how many of them a rank sends on average, at least.
 
     def _reduce_message_bytes(self) -> int:
-        return message_length(self.ranks, 1)
+        return limits.REDUCE_MESSAGE_BYTES
 
     def _broadcast_chunk_bytes(self) -> int:
         return limits.CHUNK_BYTES * max(1, self.ranks - 1)

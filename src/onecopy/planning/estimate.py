@@ -158,9 +158,9 @@ def buffer_bytes(way: Way, model: Model, machine: Machine) -> float:
         return 0.0
     if way.shards_gradients:
         # Whole gradients of the buckets in flight. Between pairs, also the messages of all other ranks but one, whose
-        # messages are received in place. The buffer for messages is bounded: long messages are received in parts.
+        # messages are received in place.
         in_flight = float(min(max(2 * bucket, model.largest_bytes), model.nbytes))
-        received = min(in_flight * max(0, machine.ranks - 2) / machine.ranks, limits.STAGED_BYTES)
+        received = in_flight * max(0, machine.ranks - 2) / machine.ranks
         return in_flight + (received if machine.pairwise else 0)
     if machine.pairwise:
         # Only ranges of less than DIRECT_BYTES are packed. A parameter may be cut into one range for each rank.
@@ -179,8 +179,6 @@ def _gradient_buffer_bytes(model: Model, machine: Machine) -> float:
     # By the backend: a packed copy of a bucket, and this rank's part. Between pairs: the messages of all other ranks.
     others = machine.ranks - 1 if machine.pairwise else machine.ranks + 1
     needed = [size * others / machine.ranks for size in sizes]
-    if machine.pairwise and needed:  # the last bucket is received in parts
-        needed[-1] = min(needed[-1], limits.STAGED_BYTES)
     count = limits.DDP_BUCKETS_IN_FLIGHT
     return max((sum(needed[start : start + count]) for start in range(len(needed))), default=0.0)
 

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from onecopy.comm.agreement import Fact, FailTogether
+from onecopy.comm.buffers import receive_ranges, send_ranges
 from onecopy.comm.collectives import Collectives
-from onecopy.comm.packing import receive_ranges, send_ranges
 from onecopy.common import nested_tensors, tagged_json
 from onecopy.common.flat_views import as_bytes, dense_copy, flat_view, to_bytes
 from onecopy.common.tensor_subclasses import check_not_cut, map_parts

@@ -2,7 +2,7 @@
 
 "Share" means a broadcast or all-gather of updated parameters. ``Engine`` has the three phases. A *step schedule* calls
 them in its own order: ``sequential_step`` here, ``step/join.py`` for uneven inputs, ``ddp_hooks/overlap.py``
-inside the backward pass, ``data_parallel/pipelined_step.py`` bucket by bucket.
+inside the backward pass, ``data_parallel/step.py`` bucket by bucket.
 """
 
 from __future__ import annotations
@@ -105,17 +105,10 @@ class Engine:
         self.storage, self.sharing = storage, sharing
         self.inner.repoint(storage.flats)
 
-    def take_over(
-        self, layout: Layout, inner: InnerOptimizer, storage_class: StorageClass, gradients: Gradients
-    ) -> None:
+    def attach(self, layout: Layout, inner: InnerOptimizer, storage_class: StorageClass, gradients: Gradients) -> None:
         """Replace the layout of the same parameters, and everything that depends on it."""
         self.inner, self._storage_class, self.gradients = inner, storage_class, gradients
         self.set_layout(list(self.params), layout)
-
-    def restore_function(self) -> Callable[[], None]:
-        """Return a function that undoes a later :meth:`take_over`; the caller puts the parameters' memory back."""
-        attributes = dict(vars(self))
-        return lambda: vars(self).update(attributes)
 
     def follow_moved_params(self) -> None:
         """Follow parameters whose memory was moved since the last step; raise if their state cannot follow."""
@@ -445,13 +438,12 @@ def log_layout(engine: Engine) -> None:
         return
     layout, group_rank = engine.layout, engine.collectives.group_rank
     logger.info(
-        "rank %d owns %d of %d elements in %d shards; %d messages a step, %d bytes of staging",
+        "rank %d owns %d of %d elements in %d shards; %d messages a step",
         group_rank,
         layout.elements_per_rank[group_rank],
         sum(layout.elements_per_rank),
         len(layout.owned_by(group_rank)),
         engine.sharing.messages,
-        engine.sharing.staging_bytes,
     )
     if group_rank == 0:
         logger.info("%s", layout)

@@ -27,7 +27,7 @@ from torch.distributed.algorithms.join import JoinHook
 from torch.nn.parallel import DistributedDataParallel
 
 from onecopy.comm.agreement import FailTogether, FirstFailure
-from onecopy.comm.packing import receive_ranges, send_ranges
+from onecopy.comm.buffers import receive_ranges, send_ranges
 from onecopy.common import tagged_json
 from onecopy.common.flat_views import as_bytes
 from onecopy.common.torch_private import accumulates

@@ -1,4 +1,4 @@
-"""Norms of gradients that are divided among ranks, and clipping by them."""
+"""The norm of all gradients, and clipping by it, from the part of the gradients that each rank owns."""
 
 from __future__ import annotations
 

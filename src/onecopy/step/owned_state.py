@@ -148,8 +148,8 @@ class OwnedStateOptimizer(Optimizer):
         """Return the predicted and the measured bytes of this rank's tensors, by kind. Print it for a table.
 
         Call it after the first step and before ``zero_grad()``, on any rank: it does not communicate. Only the
-        parameters of this optimizer are counted. DDP's own copy of the gradients is not, which it has without
-        ``gradient_as_bucket_view=True``.
+        parameters of this optimizer are counted. The buckets of gradients that DDP has without
+        ``gradient_as_bucket_view=True`` are not.
         """
         return memory_report(self.engine)
 
@@ -221,14 +221,16 @@ def memory_report(engine: Engine) -> MemoryReport:
     gradients = engine.gradients
     way = Way.REDUCE_SCATTER if gradients.is_reduce_scattered else Way.LEVEL_ONE
     way = Way.SHARDED if gradients.are_sharded else way
-    pairwise = collectives.uses_pairwise(engine.params[0].device)
+    pairwise = collectives.sends_in_place(engine.params[0].device)
     owned = layout.owned_by(collectives.group_rank)
     masters = [entry.tensor for entry in inner.owned if entry.param_view is not None]
     return MemoryReport(
         group_rank=collectives.group_rank,
         world_size=collectives.world_size,
         ddp=predict([(spec.index, spec.numel) for spec in layout.params], shards_gradients=False),
-        predicted=predict([(shard.param, shard.numel) for shard in owned], gradients.have_own_memory()),
+        predicted=predict(
+            [(shard.param, shard.numel) for shard in owned], shards_gradients=gradients.have_own_memory()
+        ),
         measured=measured_bytes(engine.params, inner.optim.state, masters),
         in_flight=buffer_bytes(way, Model(layout.params), Machine(collectives.world_size, 1.0, pairwise=pairwise)),
     )

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from onecopy.comm import limits
 from onecopy.comm.collectives import Collectives
-from onecopy.comm.parameter_sharing import OwnedMemory, ParameterSharing
-from onecopy.comm.transports import SharingByDevice
+from onecopy.comm.sharing import OwnedMemory, Sharing
 from onecopy.common.flat_views import as_bytes, flat_view
 from onecopy.layout import Layout
 
@@ -42,14 +41,13 @@ class Storage(Protocol):
     def moved(self) -> list[int]:
         """The indices of parameters that were moved."""
 
-    def plan_sharing(self, collectives: Collectives) -> ParameterSharing:
+    def plan_sharing(self, collectives: Collectives) -> Sharing:
         """Plan the messages that share all parameters."""
 
 
 class InPlaceStorage:
     """Every parameter stays in place. There is one memory range per shard; small ranges are packed to be sent."""
 
-    direct_bytes = limits.DIRECT_BYTES
     convertible = True
 
     def __init__(self, params: Sequence[Tensor], layout: Layout) -> None:
@@ -81,9 +79,9 @@ class InPlaceStorage:
             if addresses[index] != self._addresses[index] or id(param) in restrided
         ]
 
-    def plan_sharing(self, collectives: Collectives) -> ParameterSharing:
+    def plan_sharing(self, collectives: Collectives) -> Sharing:
         """Plan the messages that share all memory ranges."""
-        return SharingByDevice(collectives, self.ranges, self.direct_bytes)
+        return Sharing(collectives, self.ranges)
 
 
 class BucketStorage(InPlaceStorage):
@@ -92,8 +90,6 @@ class BucketStorage(InPlaceStorage):
     A parameter that is cut needs no bucket: its shards are contiguous. A bucket has at most ``limits.MESSAGE_BYTES``,
     or one parameter, so that filling it needs little extra memory.
     """
-
-    direct_bytes = 1
 
     def __init__(self, params: Sequence[Tensor], layout: Layout) -> None:
         buckets = [_fill_bucket(params, members) for members in _plan_buckets(layout)]

@@ -1,20 +1,11 @@
-"""The step schedule of ``ShardedDataParallel``: it updates a segment of buckets while the one before is sent.
-
-1. Confirm: the ranks vote that all have gradients for the same parameters and the same options, and none has failed
-   yet. With ``nonfinite``, all gradients are finite, too; otherwise all ranks raise or skip the step.
-2. For each segment, in the order in which the next forward pass reads them: update, start sending.
-3. Vote that no update has failed, and wait for all transfers. With ``overlap``, the next forward pass does both: each
-   submodule waits for the parameters that it reads.
-
-On an accelerator 1 is a part of 3, in one vote, which the host reads when it has arrived, at the latest in the next
-``step()``. Nothing there makes the stream of the computation wait for it. With ``nonfinite="skip"`` the host reads 1 at
-once there, too.
-"""
+"""The step of ``ShardedDataParallel``: it updates a segment of buckets while the one before is sent."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,11 +13,12 @@ from torch import Tensor
 
 from onecopy.comm.agreement import FirstFailure
 from onecopy.comm.collectives import Collectives
-from onecopy.comm.side_stream import current_stream
-from onecopy.comm.transports import BucketSharing, Transport, transport_for
+from onecopy.comm.sharing import Sharing
+from onecopy.comm.streams import current_stream
 from onecopy.comm.work import Work
 from onecopy.common.profiler_ranges import profile_range
-from onecopy.data_parallel.parameter_buckets import ParameterBuckets
+from onecopy.data_parallel.backward import BackwardReducer
+from onecopy.data_parallel.bucket import ParameterBuckets
 from onecopy.step.consistency import CALL
 from onecopy.step.engine import Engine
 from onecopy.step.owned_shards import OwnedShard
@@ -39,7 +31,7 @@ class _UpdateSegment:
 
     params: frozenset[int]
     owned: tuple[OwnedShard, ...]
-    sharing: BucketSharing
+    sharing: Sharing
     devices: tuple[torch.device, ...]
 
 
@@ -48,22 +40,14 @@ class _Transfers:
     """The transfers of one segment in one step.
 
     On an accelerator they are kept until the next step, because every stream that reads the parameters must wait.
-
-    Attributes:
-        collectives: the ranks among which they are.
-        works: the transfers.
-        devices: the devices of the buckets.
-        changed: the parameters that the transfers change.
-        increment_versions: increments their version counters.
-        waiting: the current streams of all devices that have waited, by their ids.
     """
 
     collectives: Collectives
     works: list[Work]
     devices: tuple[torch.device, ...]
-    changed: list[Tensor]
+    changed: list[Tensor]  # the parameters that the transfers change
     increment_versions: Callable[[list[Tensor]], None]
-    waiting: set[tuple[int, ...]] = field(default_factory=set)
+    waiting: set[tuple[int, ...]] = field(default_factory=set)  # ids of the streams, of all devices, that have waited
 
     @property
     def for_all_streams(self) -> bool:
@@ -86,10 +70,24 @@ class _Transfers:
 
 
 class PipelinedStep:
-    """Steps one engine, whose storage is :class:`~onecopy.data_parallel.parameter_buckets.ParameterBuckets`.
+    """Steps one engine, whose parameters are in buckets.
+
+    The phases of a step:
+
+    1. **Confirm.** The ranks vote that all have gradients for the same parameters and the same options, and none has
+       failed yet. With ``nonfinite``, all gradients are finite, too; otherwise all ranks raise or skip the step.
+    2. **Update and send.** For each segment of buckets, in the order in which the next forward pass reads them: update
+       this rank's shards, start sending them. A rank that fails goes on sending, because the other ranks receive.
+    3. **Vote and wait.** The ranks vote that no update has failed, and wait for all transfers. With ``overlap``, the
+       next forward pass does both: each submodule waits for the parameters that it reads.
+
+    On an accelerator 1 is a part of 3, in one vote, which the host reads when it has arrived, at the latest in the next
+    ``step()``. Nothing there makes the stream of the computation wait for it. With ``nonfinite="skip"`` the host reads
+    1 at once there, too.
 
     Args:
         engine: the engine.
+        reducer: the backward pass of the module.
         overlap: whether ``step()`` returns while parameters are in flight.
         is_only_optimizer: whether the module has no other optimizer.
         has_replicas: whether there are other replicas (with a mesh).
@@ -98,11 +96,12 @@ class PipelinedStep:
     def __init__(
         self,
         engine: Engine,
+        reducer: BackwardReducer,
         overlap: bool,
         is_only_optimizer: bool,
         has_replicas: bool,
     ) -> None:
-        self._engine = engine
+        self._engine, self._reducer = engine, reducer
         self._overlap = overlap
         # On an accelerator the host must not wait. On the CPU, if another optimizer steps next, the ranks must know of
         # a failure before that.
@@ -127,6 +126,9 @@ class PipelinedStep:
             with torch.enable_grad():
                 loss = closure()
         inner, gradients = engine.inner, engine.gradients
+        has_gradient = gradients.has_gradient()
+        if not any(has_gradient):
+            self._reducer.check_followed()
         gradient_shards: dict[int, Tensor] = {}
         failure = FirstFailure()
         self.wait()
@@ -141,10 +143,9 @@ class PipelinedStep:
             gradient_shards = gradients.owned(inner.owned)
             if engine.guard is not None:
                 engine.guard.look(gradient_shards, engine.layout)
-        has_gradient = gradients.has_gradient()
         if self._confirms_first and engine.confirm(groups, has_gradient, failure.error, at_once=True):
             return loss
-        # 2. Update and send. A rank that fails goes on sending, because the other ranks receive.
+        # 2. Update and send.
         options = OptionsSnapshot.of(inner.optim.param_groups)
         for number, segment in enumerate(self._segments):
             with failure:
@@ -164,7 +165,7 @@ class PipelinedStep:
         sends_all = engine.inner.updates_without_gradient or self._confirms_later
         changed = [engine.params[index] for index in segment.params if sends_all or has_gradient[index]]
         with profile_range("onecopy.share"), engine.collectives.explained_errors(CALL):
-            works = segment.sharing.start_works(None if sends_all else has_gradient)
+            works = segment.sharing.start_in_place(None if sends_all else has_gradient)
             self._transfers[number] = _Transfers(
                 engine.collectives, works, segment.devices, changed, engine.inner.master_weights.increment_versions
             )
@@ -186,6 +187,11 @@ class PipelinedStep:
             self.wait()
             self._transfers.clear()
 
+    def __del__(self) -> None:
+        """Wait for the messages that use this memory, before it is freed."""
+        with contextlib.suppress(Exception):  # another rank has ended
+            self._end_transfers(list(self._transfers))
+
     def wait(self) -> None:
         """Wait for all transfers; on an accelerator, make the current stream wait."""
         self._end_transfers(list(self._transfers))
@@ -201,7 +207,7 @@ class PipelinedStep:
     def wait_for(self, params: Iterable[int]) -> None:
         """Wait for the segments that hold these parameters; on an accelerator, make the current stream wait."""
         if self._transfers:
-            self._end_transfers(dict.fromkeys(self._segment_of[param] for param in params))
+            self._end_transfers(dict.fromkeys(self._segment_of.get(param, -1) for param in params))
 
     def _end_transfers(self, numbers: Iterable[int]) -> None:
         for number in numbers:
@@ -221,26 +227,31 @@ class PipelinedStep:
         buckets_of_segment: list[Sequence[int]] = [range(len(sizes))[::-1]]
         # An unknown class may change parameters that have no gradient, so it steps once only.
         if sizes and not engine.inner.updates_without_gradient:
-            transport = transport_for(engine.collectives, storage.buckets[0].memory.device)
-            buckets_of_segment = divide_into_segments(sizes, transport)
+            device = storage.buckets[0].memory.device
+            buckets_of_segment = divide_into_segments(sizes, partial(engine.collectives.segment_bytes, device))
         segments = []
         for numbers in buckets_of_segment:
             buckets = [storage.buckets[number] for number in numbers]
             params = frozenset(index for bucket in buckets for index in bucket.params)
             owned = tuple(entry for entry in engine.inner.owned if entry.shard.param in params)
             devices = tuple(dict.fromkeys(bucket.memory.device for bucket in buckets))
-            segments.append(_UpdateSegment(params, owned, BucketSharing(engine.collectives, buckets), devices))
+            segments.append(_UpdateSegment(params, owned, Sharing(engine.collectives, buckets=buckets), devices))
         # Assigned last, so that planning is repeated after a failure.
         self._storage, self._segments = storage, segments
         self._segment_of = {param: number for number, each in enumerate(self._segments) for param in each.params}
 
 
-def divide_into_segments(sizes: Sequence[int], transport: Transport) -> list[Sequence[int]]:
-    """The buckets of each segment, by their sizes in bytes. A forward pass reads the last buckets first."""
+def divide_into_segments(sizes: Sequence[int], full: Callable[[int, int], int]) -> list[Sequence[int]]:
+    """The buckets of each segment, by their sizes in bytes. A forward pass reads the last buckets first.
+
+    Args:
+        sizes: the sizes of the buckets.
+        full: returns the size from which a segment is full, by the bytes of the segments before it, and of all.
+    """
     segments: list[list[int]] = [[]]
     size = size_before = 0
     for number in reversed(range(len(sizes))):
-        if segments[-1] and size >= transport.segment_bytes(size_before, sum(sizes)):
+        if segments[-1] and size >= full(size_before, sum(sizes)):
             segments.append([])
             size_before += size
             size = 0

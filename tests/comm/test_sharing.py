@@ -1,4 +1,4 @@
-"""Rounds of all-gathers: the parts of the owners' memory in a round, and equal parameters on all ranks."""
+"""Sharing: the parts of the owners' memory in a round, and equal parameters on all ranks."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from torch import Tensor
 
 from onecopy.comm import limits
 from onecopy.comm.collectives import Collectives
-from onecopy.comm.gather_sharing import PIECE_MULTIPLE, GatherSharing, _plan_rounds, padded_part
-from onecopy.comm.parameter_sharing import OwnedMemory, PackBuffers
+from onecopy.comm.sharing import PIECE_MULTIPLE, OwnedMemory, SharedBucket, Sharing, _plan_rounds
 from onecopy.common.flat_views import as_bytes
 from tests.support.harness import distributed
 
@@ -33,7 +32,7 @@ def test_rounds_have_every_element_once_in_order_and_within_bounds(sizes: list[t
     with mock.patch.object(limits, "PADDING_BYTES_PER_RANK", 0):
         rounds = _plan_rounds(group, 4, limit)
     for owner in range(4):
-        sent = [value for each in rounds for part in each.memories[owner] for value in part.tolist()]
+        sent = [value for each in rounds for part, _ in each.memories[owner] for value in part.tolist()]
         assert sent == [value for owned, part in group if owned.owner == owner for value in part.tolist()]
     for each in rounds:
         assert sum(each.sizes) <= max(4 * PIECE_MULTIPLE, limit // 4)
@@ -41,7 +40,7 @@ def test_rounds_have_every_element_once_in_order_and_within_bounds(sizes: list[t
             index
             for index, part in enumerate(parts)
             for memories in each.memories
-            for piece in memories
+            for piece, _ in memories
             if piece.numel() and part.numel() and part[0] <= piece[0] <= part[-1]
         }
 
@@ -51,46 +50,64 @@ def test_rounds_have_every_element_once_in_order_and_within_bounds(sizes: list[t
 @example([100, 99])
 def test_parts_are_padded_only_where_that_adds_little(sizes: list[int]) -> None:
     with mock.patch.object(limits, "PADDING_BYTES_PER_RANK", 40):
-        part = padded_part(sizes, 4)
+        lengths = limits.padded(sizes, 4)
     padding = max(sizes) * len(sizes) - sum(sizes)
-    assert (part is not None) == (4 * padding <= max(limits.MOST_PADDING * 4 * sum(sizes), 40 * (len(sizes) - 1)))
-    assert part in (None, max(sizes))
+    adds_little = 4 * padding <= max(limits.MOST_PADDING * 4 * sum(sizes), 40 * (len(sizes) - 1))
+    assert lengths == ([max(sizes)] * len(sizes) if adds_little else sizes)
+
+
+def make_ranges(ranks: int, here: int, uneven: bool) -> tuple[list[Tensor], list[OwnedMemory]]:
+    """Parameters with the owner's values at the owner, and -1 elsewhere."""
+    dtypes = [torch.float32, torch.bfloat16, torch.float32, torch.int8, torch.complex128]
+    params, ranges = [], []
+    for number in range(4 * ranks):
+        owner = 0 if uneven and number < 3 * ranks else number % ranks
+        value = number if owner == here else -1
+        params.append(torch.full((50 + 13 * (number % 3),), value, dtype=dtypes[number % len(dtypes)]))
+        ranges.append(OwnedMemory(owner, (number,), as_bytes(params[-1]), params[-1].element_size()))
+    return params, ranges
 
 
 @pytest.mark.parametrize("uneven", [False, True], ids=["even", "uneven"])
+@pytest.mark.parametrize("direct_bytes", [1, 300, 1 << 20], ids=["in place", "some in place", "packed"])
 @distributed(2, 3)
-def test_all_ranks_end_with_the_owners_values(world_size: int, uneven: bool) -> None:
+def test_all_ranks_end_with_the_owners_values(world_size: int, direct_bytes: int, uneven: bool) -> None:
     collectives = Collectives()
-    here = collectives.group_rank
-    dtypes = [torch.float32, torch.bfloat16, torch.float32, torch.int8, torch.complex128]
-    params: list[Tensor] = []
-    owners: list[int] = []
-    for number in range(4 * world_size):
-        owner = 0 if uneven and number < 3 * world_size else number % world_size
-        owners.append(owner)
-        value = number if owner == here else -1
-        params.append(torch.full((50 + 13 * (number % 3),), value, dtype=dtypes[number % len(dtypes)]))
-    ranges = [
-        OwnedMemory(owner, (index,), as_bytes(param), param.element_size())
-        for index, (owner, param) in enumerate(zip(owners, params, strict=True))
-    ]
-    with mock.patch.object(limits, "PADDING_BYTES_PER_RANK", 0):
-        sharing = GatherSharing(collectives, ranges, 2048, PackBuffers())
+    params, ranges = make_ranges(world_size, collectives.group_rank, uneven)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(limits, "DIRECT_BYTES", direct_bytes)
+        patch.setattr(limits, "BUCKET_BYTES", 1024)
+        sharing = Sharing(collectives, ranges)
     assert sharing.messages > 3, "several rounds, to use the buffers in turns"
     for factor in (1, 2):
-        for owner, param in zip(owners, params, strict=True):
-            if owner == here:
+        for each, param in zip(ranges, params, strict=True):
+            if each.owner == collectives.group_rank:
                 param.mul_(factor)
         sharing.start().drain()
         for number, param in enumerate(params):
             assert torch.equal(param, torch.full_like(param, number * factor)), (number, factor)
 
 
+@pytest.mark.parametrize("lengths", [(7, 7, 7), (3, 0, 5)], ids=["equal", "unequal"])
+@distributed(3)
+def test_buckets_are_shared_where_they_lie(world_size: int, lengths: tuple[int, ...]) -> None:
+    collectives = Collectives()
+    here = collectives.group_rank
+    bucket = torch.full((sum(lengths),), -1.0)
+    bucket.split(lengths)[here].fill_(here)
+    Sharing(collectives, buckets=[SharedBucket(bucket, lengths, (0,))]).start().drain()
+    assert bucket.tolist() == [owner for owner, length in enumerate(lengths) for _ in range(length)]
+
+
+@pytest.mark.parametrize("direct_bytes", [1, 1 << 20], ids=["in place", "packed"])
 @distributed(2)
-def test_rounds_without_a_changed_parameter_are_left_out(world_size: int) -> None:
+def test_what_has_not_changed_is_not_written(world_size: int, direct_bytes: int) -> None:
     collectives = Collectives()
     params = [torch.full((64,), float(collectives.group_rank)) for _ in range(4)]
     ranges = [OwnedMemory(index % 2, (index,), as_bytes(param), 4) for index, param in enumerate(params)]
-    sharing = GatherSharing(collectives, ranges, 512, PackBuffers())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(limits, "DIRECT_BYTES", direct_bytes)
+        sharing = Sharing(collectives, ranges)
     sharing.start([False, False, True, False]).drain()
-    assert [param[0].item() for param in params] == [collectives.group_rank, collectives.group_rank, 0, 1]
+    here = collectives.group_rank
+    assert [param[0].item() for param in params] == [here, here, 0, here]

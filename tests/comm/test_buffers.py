@@ -1,4 +1,4 @@
-"""Messages that small tensors are packed into, and the bound on packs in flight."""
+"""The pool of buffers, the messages for many memory ranges, and messages in flight."""
 
 from __future__ import annotations
 
@@ -11,20 +11,59 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from onecopy.comm.limits import (
-    DIRECT_BYTES,
-    MESSAGE_BYTES,
-    PACK_BYTES,
-    PACKS_IN_FLIGHT,
-)
-from onecopy.comm.packing import (
-    InFlight,
-    plan_messages,
-    receive_ranges,
-    send_ranges,
-)
+from onecopy.comm.buffers import BufferPool, plan_messages, receive_ranges, send_ranges
+from onecopy.comm.limits import DIRECT_BYTES, MESSAGE_BYTES, PACK_BYTES, PACKS_IN_FLIGHT
+from onecopy.comm.work import InFlight
 
 CPU = torch.device("cpu")
+
+
+def lend(pool: BufferPool, *sizes: int) -> list[torch.Tensor]:
+    return [pool.take(size, torch.float32, CPU) for size in sizes]
+
+
+def addresses(tensors: list[torch.Tensor]) -> set[int]:
+    return {tensor.data_ptr() for tensor in tensors}
+
+
+def test_the_same_memory_is_given_out_again_in_any_order() -> None:
+    pool = BufferPool()
+    sizes = (1000, 10, 400_000, 30, 1000)
+    first = lend(pool, *sizes)
+    assert len(addresses(first)) == len(sizes)
+    pool.give_back(*first)
+    second = lend(pool, *reversed(sizes))
+    assert addresses(second) == addresses(first), "small ones do not take what large ones need"
+    assert [tensor.numel() for tensor in second] == list(reversed(sizes))
+
+
+def test_the_pool_keeps_little_more_memory_than_was_in_use_at_a_time() -> None:
+    pool = BufferPool()
+    for size in (100_000, 10_000, 40_000, 300):
+        pool.give_back(*lend(pool, size))
+    assert sum(each.nbytes for each in pool._free) <= 4 * 100_000 * 9 // 8
+    half, rest = lend(pool, 50_000, 50_000)
+    pool.give_back(half, rest)
+    assert sum(each.nbytes for each in pool._free) <= 4 * 100_000 * 9 // 8
+
+
+def test_a_few_bytes_more_do_not_cost_the_largest() -> None:
+    pool = BufferPool()
+    first = lend(pool, 100_000, 10, 20_000)
+    pool.give_back(*first)
+    again = lend(pool, 40, 100_000)
+    assert again[1].data_ptr() == first[0].data_ptr()
+
+
+def test_other_types_fit_and_foreign_tensors_are_ignored() -> None:
+    pool = BufferPool()
+    (floats,) = lend(pool, 100)
+    pool.give_back(floats, torch.zeros(100))
+    halves = pool.take(200, torch.bfloat16, CPU)
+    assert halves.data_ptr() == floats.data_ptr()
+    assert halves.numel() == 200
+    assert pool.take(0, torch.float32, CPU).numel() == 0
+
 
 SIZES = st.one_of(
     st.sampled_from(
@@ -86,8 +125,9 @@ def test_staged_buffers_in_flight_are_bounded_and_finish_in_order() -> None:
     finished: list[int] = []
     flying = InFlight()
     for number in range(10):
-        flying.add(Transfer(waited, number), torch.empty(0), True, functools.partial(finished.append, number))
-        assert number + 1 - len(waited) <= PACKS_IN_FLIGHT
+        flying.leave(PACKS_IN_FLIGHT)
+        assert number - len(waited) <= PACKS_IN_FLIGHT
+        flying.add(Transfer(waited, number), None, functools.partial(finished.append, number), staged=True)
     flying.drain()
     assert waited == finished == list(range(10))
 
@@ -96,7 +136,8 @@ def test_transfers_in_place_are_not_bounded_but_all_waited_for() -> None:
     waited: list[int] = []
     flying = InFlight()
     for number in range(10):
-        flying.add(Transfer(waited, number), torch.empty(0), staged=False)
+        flying.leave(PACKS_IN_FLIGHT)
+        flying.add(Transfer(waited, number))
     assert waited == []
     flying.drain()
     assert waited == list(range(10))

@@ -1,0 +1,255 @@
+"""Sharing parameters: an all-gather of the memory ranges that the ranks own, after an update.
+
+The ranges of all owners are divided into *rounds*. A round is one all-gather of one part from each owner:
+
+- In a flat bucket whose ranges lie one behind the other, the parts are the ranges themselves. Nothing is copied.
+- Other ranges are packed: every rank copies its ranges into a buffer, and copies the other ranks' out of it. Between
+  pairs of ranks (gloo) only small ranges are; a large one is a round of its own, in place.
+
+Owners usually have almost equally much memory. Then the memory of each owner, one range behind the other, is cut into
+equal pieces, and round j has piece j of all owners, padded by a few elements. A layout that is uneven by design is not
+padded: the memory of all owners, one owner behind the other, is cut into rounds, whose parts have different lengths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import accumulate, chain, compress, zip_longest
+
+import torch
+from torch import Tensor
+
+from onecopy.comm import limits
+from onecopy.comm.buffers import BufferPool, pack
+from onecopy.comm.collectives import Collectives
+from onecopy.comm.work import InFlight, Work
+from onecopy.common.flat_views import as_bytes
+
+PIECE_MULTIPLE = 64
+"""Pieces are multiples of this many elements, for vectorised copies."""
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+"""Types in which memory is copied, by size of an element: bytes would be copied more slowly."""
+
+
+@dataclass(frozen=True, slots=True)
+class OwnedMemory:
+    """Contiguous memory, as bytes, of parameters that one rank owns.
+
+    Attributes:
+        owner: the group rank of the owner.
+        params: the indices of the parameters.
+        memory: the bytes.
+        itemsize: the bytes of one element; the memory is aligned to it.
+    """
+
+    owner: int
+    params: tuple[int, ...]
+    memory: Tensor
+    itemsize: int
+
+
+@dataclass(frozen=True, slots=True)
+class SharedBucket:
+    """A flat bucket of parameters that is sharded among all ranks.
+
+    Attributes:
+        memory: the ranges of all owners, one behind the other.
+        lengths: by owner, the number of elements of its range.
+        params: the indices of the parameters.
+    """
+
+    memory: Tensor
+    lengths: tuple[int, ...]
+    params: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Views:
+    """The views of a round's buffer.
+
+    Attributes:
+        mine: this rank's part, without padding.
+        theirs: views of the other ranks' parts, one for each of their memory ranges.
+        targets: these memory ranges.
+        params: their parameters.
+    """
+
+    mine: Tensor
+    theirs: list[Tensor]
+    targets: list[Tensor]
+    params: list[tuple[int, ...]]
+
+
+@dataclass(slots=True)
+class _Round:
+    """One all-gather of packed memory ranges.
+
+    Attributes:
+        memories: by owner, the memory ranges that it sends, and the parameters of each.
+        lengths: by owner, the number of elements of its part of the buffer, padding included.
+    """
+
+    memories: list[list[tuple[Tensor, tuple[int, ...]]]]
+    lengths: list[int] = field(default_factory=list)
+    views: dict[int, _Views] = field(default_factory=dict)  # by address of the buffer
+
+    @property
+    def sizes(self) -> list[int]:
+        """By owner, the number of elements that it sends."""
+        return [sum(memory.numel() for memory, _ in owned) for owned in self.memories]
+
+    @property
+    def params(self) -> set[int]:
+        """All parameters in the round."""
+        return {index for owned in self.memories for _, params in owned for index in params}
+
+    @property
+    def like(self) -> Tensor:
+        """A tensor with the device and the type of the round."""
+        return next(memory for owned in self.memories for memory, _ in owned)
+
+    def views_of(self, buffer: Tensor, group_rank: int) -> _Views:
+        """The views of a buffer; made once for each buffer, because there may be many."""
+        if buffer.data_ptr() not in self.views:
+            if len(self.views) > limits.ROUNDS_IN_FLIGHT:
+                self.views.clear()  # of buffers that the pool may have freed
+            parts = buffer.split(self.lengths)
+            others = [owner for owner in range(len(parts)) if owner != group_rank]
+            self.views[buffer.data_ptr()] = _Views(
+                parts[group_rank][: self.sizes[group_rank]],
+                [view for owner in others for view in _split(parts[owner], [each for each, _ in self.memories[owner]])],
+                [memory for owner in others for memory, _ in self.memories[owner]],
+                [params for owner in others for _, params in self.memories[owner]],
+            )
+        return self.views[buffer.data_ptr()]
+
+
+class Sharing:
+    """The all-gathers that share some memory, planned once.
+
+    Args:
+        collectives: the ranks.
+        ranges: memory that lies anywhere.
+        buckets: flat buckets.
+        pool: gives the buffers.
+    """
+
+    def __init__(
+        self,
+        collectives: Collectives,
+        ranges: Sequence[OwnedMemory] = (),
+        buckets: Sequence[SharedBucket] = (),
+        pool: BufferPool | None = None,
+    ) -> None:
+        self._collectives, self._buckets, self._pool = collectives, list(buckets), pool or BufferPool()
+        direct: list[list[OwnedMemory]] = [[] for _ in range(collectives.world_size)]
+        packed: dict[tuple[torch.device, torch.dtype], list[tuple[OwnedMemory, Tensor]]] = {}
+        for each in ranges:
+            if each.memory.numel() >= limits.DIRECT_BYTES and collectives.sends_in_place(each.memory.device):
+                direct[each.owner].append(each)
+            elif each.memory.numel():
+                elements = each.memory.view(_INTEGERS.get(each.itemsize, torch.int64))
+                packed.setdefault((elements.device, elements.dtype), []).append((each, elements))
+        # Owners alternate, so that all of them send at the same time.
+        self._direct = [each for each in chain(*zip_longest(*direct)) if each is not None]
+        self._rounds: list[_Round] = []
+        for (device, dtype), group in packed.items():
+            in_place = collectives.sends_in_place(device)  # then the parts need not be equally long
+            for planned in _plan_rounds(group, collectives.world_size, collectives.bucket_bytes(device)):
+                planned.lengths = planned.sizes if in_place else limits.padded(planned.sizes, dtype.itemsize)
+                self._rounds.append(planned)
+
+    def start(self, changed: Sequence[bool] | None = None, in_flight: InFlight | None = None) -> InFlight:
+        """Start sending the parameters of all owners to all ranks, and return the messages in flight.
+
+        What arrives packed is written when it is waited for.
+
+        Args:
+            changed: whether each parameter has changed, equal on all ranks. What has not is not written: autograd may
+                still need it. All-gathers without a changed parameter are left out.
+            in_flight: messages in flight to which these are added.
+        """
+        in_flight = in_flight or InFlight()
+        for work in self.start_in_place(changed):
+            in_flight.add(work)
+        for each in self._rounds:
+            if _has_changed(each.params, changed):
+                self._start_round(each, changed, in_flight)
+        return in_flight
+
+    def start_in_place(self, changed: Sequence[bool] | None = None) -> list[Work]:
+        """Start sending what needs no copies: buckets, and large ranges between pairs of ranks."""
+        works = [
+            self._collectives.all_gather(each.memory, each.lengths)
+            for each in self._buckets
+            if _has_changed(each.params, changed)
+        ]
+        works += [
+            self._collectives.broadcast(each.memory, each.owner)
+            for each in self._direct
+            if _has_changed(each.params, changed)
+        ]
+        return works
+
+    def _start_round(self, each: _Round, changed: Sequence[bool] | None, in_flight: InFlight) -> None:
+        here, like = self._collectives.group_rank, each.like
+        in_flight.leave(limits.ROUNDS_IN_FLIGHT)
+        buffer = self._pool.take(sum(each.lengths), like.dtype, like.device)
+        views = each.views_of(buffer, here)
+        memories = [memory for memory, _ in each.memories[here]]
+        pack(views.mine, _split(views.mine, memories), memories)
+        targets, theirs = views.targets, views.theirs
+        if changed is not None:
+            chosen = [_has_changed(params, changed) for params in views.params]
+            targets, theirs = list(compress(targets, chosen)), list(compress(theirs, chosen))
+        # As bytes: a backend need not know 16-bit integers.
+        work = self._collectives.all_gather(as_bytes(buffer), [length * like.element_size() for length in each.lengths])
+        in_flight.add(work, buffer, partial(self._end_round, buffer, targets, theirs), staged=True)
+
+    def _end_round(self, buffer: Tensor, targets: list[Tensor], theirs: list[Tensor]) -> None:
+        """Write what has arrived."""
+        if targets:
+            torch._foreach_copy_(targets, theirs)
+        self._pool.give_back(buffer)
+
+    @property
+    def messages(self) -> int:
+        """The number of all-gathers of a full ``start``."""
+        return len(self._buckets) + len(self._direct) + len(self._rounds)
+
+
+def _has_changed(params: Iterable[int], changed: Sequence[bool] | None) -> bool:
+    return changed is None or any(changed[index] for index in params)
+
+
+def _split(part: Tensor, memories: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The views of a part, one for each memory range in it, without the padding."""
+    sizes = [memory.numel() for memory in memories]
+    views: tuple[Tensor, ...] = part[: sum(sizes)].split(sizes)
+    return views if sizes else ()
+
+
+def _plan_rounds(group: Sequence[tuple[OwnedMemory, Tensor]], world_size: int, round_bytes: int) -> list[_Round]:
+    """Cut the memory of the owners into rounds of at most ``round_bytes``."""
+    itemsize = group[0][1].element_size()
+    totals = [0] * world_size
+    for owned, elements in group:
+        totals[owned.owner] += elements.numel()
+    parts = world_size if len(set(limits.padded(totals, itemsize))) == 1 else 1
+    piece = max(1, round_bytes // (parts * itemsize * PIECE_MULTIPLE)) * PIECE_MULTIPLE
+    # Where each owner's memory begins: at the beginning of the first round, or behind the memory of the owners before.
+    ends = [0] * world_size if parts > 1 else [0, *accumulate(totals)][:world_size]
+    rounds: dict[int, _Round] = {}
+    for owned, elements in group:
+        start = 0
+        while start < elements.numel():
+            number, used = divmod(ends[owned.owner], piece)
+            length = min(elements.numel() - start, piece - used)
+            each = rounds.setdefault(number, _Round([[] for _ in range(world_size)]))
+            each.memories[owned.owner].append((elements[start : start + length], owned.params))
+            ends[owned.owner] += length
+            start += length
+    return [each for _, each in sorted(rounds.items())]

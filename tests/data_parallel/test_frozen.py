@@ -1,0 +1,239 @@
+"""Frozen parameters cost nothing, unfreezing them later trains as under DDP, and what is deleted is freed."""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.optim import SGD, Adafactor, AdamW, Optimizer
+
+from onecopy import MixedPrecision, ShardedDataParallel, ZeroRedundancyOptimizer
+from onecopy.comm.collectives import Collectives
+from onecopy.data_parallel import bucket
+from tests.support.data_parallel import ROUNDING, Layers, Side, inputs_of, one_step
+from tests.support.data_parallel_use import loss_of
+from tests.support.failures import expect, failing, failure_of
+from tests.support.harness import distributed
+from tests.support.models import assert_equal, assert_replicas_equal
+
+FROZEN = ("first.weight", "first.bias", "middle.weight")
+BF16 = MixedPrecision(param_dtype=torch.bfloat16)
+
+
+class Searched(Layers):
+    """A submodule's name makes ``Side`` let DDP look for unused parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.never = nn.Identity()
+
+
+class Decaying(SGD):
+    """A class that is not known, and changes parameters without a gradient."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.data.mul_(0.99)
+        return super().step(closure)
+
+
+@dataclass(frozen=True)
+class Case:
+    """An optimizer and options of the wrapper."""
+
+    optimizer: type[Optimizer] = SGD
+    options: dict[str, Any] = field(default_factory=lambda: {"lr": 0.1, "momentum": 0.9})
+    wrap: dict[str, Any] = field(default_factory=dict)
+
+
+CASES = {
+    "cut": Case(),
+    "AdamW, overlap_forward": Case(AdamW, {"lr": 1e-2}, {"overlap_forward": True}),
+    "whole": Case(Adafactor, {"lr": 1e-2}),
+    "whole, many buckets": Case(Adafactor, {"lr": 1e-2}, {"bucket_bytes": 1, "overlap_forward": True}),
+    "unknown class": Case(Decaying),
+}
+
+
+def unfreeze_in_turns(side: Side, step: int) -> None:
+    """Frozen first, then unfrozen one after the other, once under ``no_sync()``, and one is frozen again."""
+    side.optimizer.zero_grad()
+    if step == 2:
+        side.freeze("middle.weight", frozen=False)
+    if step == 4:
+        side.freeze("first.weight", "first.bias", frozen=False)
+        with side.model.no_sync():
+            loss_of(side, 100 + step).backward()
+    if step == 6:
+        side.freeze("middle.weight")
+    loss_of(side, step).backward()
+    side.optimizer.step()
+
+
+@pytest.mark.parametrize("name", CASES)
+@distributed(2, 3)
+def test_unfreezing_trains_as_under_ddp(world_size: int, name: str) -> None:
+    case = CASES[name]
+    plain, ours = (
+        Side(which, Searched, case.optimizer, case.options, frozen=FROZEN, **(case.wrap if which else {}))
+        for which in (False, True)
+    )
+    for step in range(8):
+        for side in (plain, ours):
+            unfreeze_in_turns(side, step)
+        assert_equal(ours.params, plain.params, f"step {step}", 0.0 if world_size == 2 else 1e-5)
+    assert_replicas_equal(ours.params)
+
+
+@pytest.mark.parametrize("mixed", [None, BF16], ids=["", "mixed"])
+@distributed(4)
+def test_unfreezing_on_a_mesh(world_size: int, mixed: MixedPrecision | None) -> None:
+    """As without a mesh: the sums of 2 x 2 ranks are those of 4 up to rounding."""
+    mesh = init_device_mesh("cpu", (2, 2))
+    flat = Side(True, Searched, AdamW, {"lr": 1e-2}, frozen=FROZEN, mixed_precision=mixed)
+    ours = Side(True, Searched, AdamW, {"lr": 1e-2}, mesh.get_group(1), FROZEN, mesh=mesh, mixed_precision=mixed)
+    for step in range(8):
+        for side in (flat, ours):
+            unfreeze_in_turns(side, step)
+    assert_equal(ours.params, flat.params, "parameters", ROUNDING if mixed is None else 2e-2)
+    assert_replicas_equal(ours.params)
+
+
+@distributed(2)
+def test_frozen_parameters_have_no_bucket_and_are_not_sent(world_size: int) -> None:
+    """Of any type, also those in which there are no gradients."""
+    module = nn.Sequential(nn.Linear(1000, 1000), nn.Linear(1000, 20))
+    module[0].requires_grad_(False)
+    quantised = [torch.arange(9).to(dtype) for dtype in (torch.int8, torch.bool, torch.float8_e5m2)]
+    for number, values_ in enumerate(quantised):
+        module.register_parameter(f"quantised{number}", nn.Parameter(values_, requires_grad=False))
+    frozen = [param for param in module.parameters() if not param.requires_grad]
+    places = [param.data_ptr() for param in frozen]
+    optimizer = ZeroRedundancyOptimizer(module.parameters(), AdamW, lr=1e-3)
+    model = ShardedDataParallel(module, optimizer, mixed_precision=MixedPrecision(reduce_dtype=torch.float32))
+    sent: list[int] = []
+    send = Collectives.send
+
+    def counted(self: Collectives, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        sent.append(tensor.numel() * tensor.element_size())
+        return send(self, tensor, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Collectives, "send", counted)
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.randn(2, 1000)).square().mean().backward()
+            optimizer.step()
+    trained = sum(param.numel() * 4 for param in module[1].parameters())
+    assert trained <= sum(sent) / 2 <= 1.1 * trained, "half of them in a reduce-scatter, and half in an all-gather"
+    assert [param.data_ptr() for param in frozen] == places
+    assert all(param.grad is None for param in frozen)
+    held = sum(param.grad.local.numel() for param in module[1].parameters())  # type: ignore[union-attr]
+    assert held <= trained / 4 / 2 + 64
+
+
+@distributed(2)
+def test_a_rank_without_memory_for_a_new_bucket_changes_nothing(world_size: int) -> None:
+    plain, ours = (Side(which, Searched, frozen=FROZEN) for which in (False, True))
+    for side in (plain, ours):
+        one_step(side, 0)
+        side.freeze(*FROZEN, frozen=False)
+    places = [param.data_ptr() for param in ours.params]
+    with failing(bucket, "_flat_bucket", 1, calls=1):
+        loss = loss_of(ours, 1)
+        failure_of(loss.backward)
+    assert [param.data_ptr() for param in ours.params] == places
+    for step in range(2, 4):
+        for side in (plain, ours):
+            one_step(side, step)
+    assert_equal(ours.params, plain.params, "parameters")
+
+
+# Outputs
+
+
+class Opaque(Layers):
+    """Returns an object of its own."""
+
+    class Output:
+        """Has the outputs in an attribute."""
+
+        outputs: Tensor
+
+    def forward(self, inputs: Tensor) -> Any:
+        result = self.Output()
+        result.outputs = super().forward(inputs)
+        return result
+
+
+@distributed(2)
+def test_an_output_in_which_no_tensor_is_found(world_size: int) -> None:
+    """It trains if every rank reaches parameters; if no gradient arrives, the step says what may be the cause."""
+    plain, ours = Side(False, Layers), Side(True, Opaque)
+    for side in (plain, ours):
+        outputs = side.model(inputs_of(dist.get_rank(), 0))
+        (outputs.outputs if side.ours else outputs).square().mean().backward()
+        side.optimizer.step()
+    assert_equal(ours.params, plain.params, "parameters")
+    ours.optimizer.zero_grad()
+    ours.model(inputs_of(dist.get_rank(), 1))
+    expect(failure_of(ours.optimizer.step), RuntimeError, "forward.. returned a .*Output, in which .* finds no tensor")
+    ours.model(inputs_of(dist.get_rank(), 2)).outputs.square().mean().backward()
+    ours.optimizer.step()
+    assert_replicas_equal(ours.params)
+
+
+# Lifetime
+
+
+LIVES: dict[str, dict[str, Any]] = {
+    "": {},
+    "overlap_forward": {"overlap_forward": True},
+    "mixed precision": {"mixed_precision": BF16},
+    "unfrozen": {"frozen": FROZEN},
+    "unfrozen, overlap_forward": {"frozen": FROZEN, "overlap_forward": True},
+}
+
+
+def live(name: str) -> None:
+    """Construct, train 3 steps, delete; with ``overlap_forward`` the last step's messages are in flight then."""
+    side = Side(True, Layers, AdamW, {"lr": 1e-2}, **LIVES[name])
+    for step in range(3):
+        if step == 1:
+            side.freeze(*FROZEN, frozen=False)
+        one_step(side, step)
+
+
+def alive() -> tuple[int, int]:
+    tensors = sum(issubclass(type(each), Tensor) for each in gc.get_objects())
+    return tensors, len(os.listdir("/proc/self/fd"))
+
+
+@pytest.mark.parametrize("name", LIVES)
+@distributed(2)
+def test_deleting_it_frees_everything_by_counting_alone(world_size: int, name: str) -> None:
+    for _ in range(3):
+        live(name)
+    dist.barrier()
+    gc.collect()
+    gc.disable()
+    try:
+        before = alive()
+        for _ in range(10):
+            live(name)
+        dist.barrier()
+        deadline = time.monotonic() + 5.0
+        while alive() > before and time.monotonic() < deadline:
+            time.sleep(0.01)  # gloo's threads let go of a message after it has arrived
+        assert alive() <= before, "tensors and descriptors"
+    finally:
+        gc.enable()

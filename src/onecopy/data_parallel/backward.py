@@ -24,8 +24,9 @@ from onecopy.comm.streams import UsedStreams
 from onecopy.common.profiler_ranges import profile_range
 from onecopy.common.torch_private import backward_number, when_backward_ends, will_accumulate
 from onecopy.data_parallel.bucket import GradientBucket, GradState, ReductionPolicy
-from onecopy.data_parallel.construction import AttachedOptimizer, restored_on_failure
+from onecopy.data_parallel.construction import AttachedOptimizer
 from onecopy.errors import RanksDisagreeError
+from onecopy.step.engine import restored_on_failure
 from onecopy.step.sharded_gradient import ShardGrad
 
 CALL = "backward()"
@@ -340,29 +341,25 @@ class BackwardReducer:
     def _vote(self, current: _BackwardPass) -> _PassVote:
         """Launch the remaining buckets, add all buckets up, and let the ranks vote on the pass."""
         collectives, failure = self._policy.collectives, current.failure
-        with collectives.explained_errors(CALL):
-            for streams in self._streams.values():
-                streams.join()
-            while current.next_bucket < len(current.buckets):
-                self._launch(current)
-            present = {
-                id(param): has
-                for bucket in self._buckets
-                for param, has in zip(bucket.params, bucket.present, strict=True)
-            }
-            has_gradient = [present.get(id(param), param.grad is not None) for param in self._params]
-            # A frozen parameter may have a gradient of a no_sync() pass in which it was trainable: it needs a bucket.
-            trainable = [
-                param.requires_grad or (has and id(param) not in present)
-                for param, has in zip(self._params, has_gradient, strict=True)
-            ]
-            vote = _PassVote(collectives, self._names, has_gradient, trainable, failure.error)
-            work = start_vote(collectives, vote.row, CALL, self._policy.replicas)
-            while current.in_flight:
-                self._add_up_oldest(current)
-            if not collectives.defers_host_reads:
-                work.wait()
+        for streams in self._streams.values():
+            streams.join()
+        while current.next_bucket < len(current.buckets):
+            self._launch(current)
+        present = {
+            id(param): has for bucket in self._buckets for param, has in zip(bucket.params, bucket.present, strict=True)
+        }
+        has_gradient = [present.get(id(param), param.grad is not None) for param in self._params]
+        # A frozen parameter may have a gradient of a no_sync() pass in which it was trainable: it needs a bucket.
+        trainable = [
+            param.requires_grad or (has and id(param) not in present)
+            for param, has in zip(self._params, has_gradient, strict=True)
+        ]
+        vote = _PassVote(collectives, self._names, has_gradient, trainable, failure.error)
+        work = start_vote(collectives, vote.row, CALL, self._policy.replicas)
+        while current.in_flight:
+            self._add_up_oldest(current)
         if not collectives.defers_host_reads:
+            work.wait()
             vote.check(vote.row)
             return vote
         self._deferred_flags.put(vote.row, work, vote.check)
@@ -383,7 +380,7 @@ class BackwardReducer:
         """Give parameters that all ranks have unfrozen their buckets, and reduce their gradients."""
         collectives, replicas = self._policy.collectives, self._policy.replicas
         identities = set(map(id, params))
-        restored = restored_on_failure(params, self._optimizers)
+        restored = restored_on_failure([each.engine for each in self._optimizers], params, self._optimizers)
         with restored, FailTogether(replicas, CALL), FailTogether(collectives, CALL):
             buckets = [bucket for each in self._optimizers for bucket in each.unfreeze(identities)]
             for bucket in buckets:
@@ -391,11 +388,10 @@ class BackwardReducer:
                 bucket.put_no_sync_grads()
         self._add_buckets(buckets)
         late = _BackwardPass(-1, [bucket for bucket in self._buckets if bucket in buckets])
-        with collectives.explained_errors(CALL):
-            while late.next_bucket < len(late.buckets):
-                self._launch(late)
-            while late.in_flight:
-                self._add_up_oldest(late)
+        while late.next_bucket < len(late.buckets):
+            self._launch(late)
+        while late.in_flight:
+            self._add_up_oldest(late)
         for streams in self._streams.values():
             streams.release()
 

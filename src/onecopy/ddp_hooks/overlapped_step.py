@@ -233,7 +233,7 @@ class OverlappedStep:
         has_gradient = [has for update in updates for has in update.has_gradient.values()]
         if has_gradient and settings.unused_params:
             flags = flags_on(self._collectives.host_device, has_gradient)
-            self._collectives.all_reduce(flags, largest=True).wait()
+            self._collectives.all_reduce(flags, CALL, largest=True).wait()
             has_gradient = [bool(flag) for flag in flags.tolist()]
         else:
             has_gradient = [True] * len(has_gradient)  # DDP would not have called the hook otherwise
@@ -269,7 +269,7 @@ class OverlappedStep:
             if engine.inner.updates_without_gradient
             else [has_gradient.get(index, False) for index in range(len(engine.params))]
         )
-        cached[1].start(changed, info.broadcasts)
+        cached[1].start(CALL, changed, info.broadcasts)
         changed_params = [engine.params[index] for index, has in has_gradient.items() if has]
         if changed_params:
             engine.inner.master_weights.increment_versions(changed_params)

@@ -24,7 +24,7 @@ from torch.futures import Future
 
 from onecopy.comm import limits
 from onecopy.comm.buffers import BufferPool
-from onecopy.comm.reduce_scatter import ReduceScatterPlan, Reduction
+from onecopy.comm.reduce_scatter import CALL, ReduceScatterPlan, Reduction
 from onecopy.comm.status_flags import flags_on
 from onecopy.comm.streams import SideStream
 from onecopy.comm.work import Work
@@ -98,7 +98,7 @@ class GradientReducer:
         buffer = bucket.buffer()
         side_stream = self._side_streams.setdefault(buffer.device, SideStream(buffer.device))
         future = side_stream.future()
-        with side_stream.use(), self._collectives.explained_errors("backward()"):
+        with side_stream.use():
             while len(self._in_flight) >= limits.DDP_BUCKETS_IN_FLIGHT:
                 self._finish_bucket(self._in_flight.popleft())
             plan = self._plan_of(bucket, buffer)
@@ -167,7 +167,7 @@ class GradientReducer:
         all_reduce = None
         if views:
             packed_views = torch.cat(views).mul_(1.0 / self._collectives.world_size)
-            all_reduce = (self._collectives.all_reduce(packed_views), packed_views)
+            all_reduce = (self._collectives.all_reduce(packed_views, CALL), packed_views)
         return _BucketInFlight(plan, buffer, reduction, all_reduce)
 
     def _finish_pass(self) -> None:
@@ -213,7 +213,7 @@ class GradientReducer:
                 for extremes in self._extremes
             ]
         ).to(torch.int64)
-        self._collectives.all_reduce(not_finite, largest=True).wait()
+        self._collectives.all_reduce(not_finite, CALL, largest=True).wait()
         if not self._collectives.defers_host_reads and not not_finite.any():
             return
         # Infinity or zero, by optimizer, added without asking on the host which of them it is.

@@ -91,8 +91,7 @@ def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     func([gradient.local for gradient in gradients], found_inf, inverse_scale, **kwargs)
     collectives: Collectives = gradients[0].collectives
     flag = found_inf.to(collectives.control_device)
-    with collectives.explained_errors("GradScaler.unscale_()"):
-        collectives.all_reduce(flag, largest=True).wait()
+    collectives.all_reduce(flag, "GradScaler.unscale_()", largest=True).wait()
     found_inf.copy_(flag)
 
 

@@ -53,18 +53,13 @@ def local_norms(parts: Sequence[Tensor | None], order: float, device: torch.devi
 def combined_norms(collectives: Collectives, local: Tensor, order: float) -> Tensor:
     """The norms of the whole tensors, from the norms of each rank's parts. All ranks make this call together."""
     local = local.to(collectives.control_device)
-    with collectives.explained_errors(CALL):
-        return _combined(collectives, local, order)
-
-
-def _combined(collectives: Collectives, local: Tensor, order: float) -> Tensor:
     if math.isinf(order):
         # The maximum of several numbers need not be NaN where one of them is, so NaN has a row of its own.
         is_nan = local.isnan()
         sign = math.copysign(1.0, order)
         rows = torch.stack([torch.where(is_nan, -math.inf, sign * local), is_nan.to(local.dtype)])
-        collectives.all_reduce(rows, largest=True).wait()
+        collectives.all_reduce(rows, CALL, largest=True).wait()
         return torch.where(rows[1] > 0, math.nan, sign * rows[0])
     powers = local if order == 0 else local.pow(order)
-    collectives.all_reduce(powers).wait()
+    collectives.all_reduce(powers, CALL).wait()
     return powers if order == 0 else powers.pow(1.0 / order)

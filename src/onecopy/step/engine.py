@@ -96,7 +96,7 @@ class Engine:
         self.reduced_shards: dict[int, Tensor] = {}
         self.params_with_reduced_grad: set[int] = set()
         self.step_refusal: Exception | None = None
-        self.gradient_probe = GradientProbe(collectives.control_device, collectives.group_rank, collectives.world_size)
+        self.gradient_probe = GradientProbe(collectives)
         self.params: list[Tensor] = []
         self.gradients: Gradients = FullGradients(self.params)
         self.set_layout(params, layout)

@@ -139,7 +139,7 @@ def compare(recorded: dict[str, Any], rows: dict[str, Any], verbose: bool) -> in
                 texts = " ".join(filter(None, found.get("text", ())))
                 if (name, key) in INTENDED:
                     intended.append(f"{name:<60} {key}: {INTENDED[name, key]}: {found.get(key)}")
-                elif name.endswith("3 ranks") and key != "errors" and "params" in found and not found["far"]:
+                elif ("3 ranks" in name or "3 to 2 ranks" in name) and key != "errors" and "params" in found and not found["far"]:
                     rounding.append(f"{name:<60} {key}")
                 elif key == "errors":
                     wrong.append(f"{name:<60} {key}: {old.get(key)} -> {found.get(key)} {texts[-600:]}")

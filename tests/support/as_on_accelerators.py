@@ -1,4 +1,4 @@
-"""The path of accelerators, run on gloo: the backend's collectives, and status flags that the host reads later."""
+"""Run on gloo as on accelerators: status flags that the host reads later."""
 
 from __future__ import annotations
 

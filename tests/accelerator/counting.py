@@ -68,12 +68,12 @@ def plain(training: Training) -> None:
 LEVELS = {
     "DDP, AdamW": Case("DDP, AdamW", plain),
     "level 1": Case("level 1", level_1),
-    "level 1 by element": Case("level 1 by element", level_1, parts=adamw(shard_by="element")),
+    "level 1 by parameter": Case("level 1 by parameter", level_1, parts=adamw(shard_by="parameter")),
     "level 1 master weights": Case("level 1 master weights", level_1, parts=adamw(master_weights=True), dtype=HALF),
-    "level 2": Case("level 2", level_2, parts=adamw(shard_by="element")),
-    "level 2 by parameter": Case("level 2 by parameter", level_2),
+    "level 2": Case("level 2", level_2),
+    "level 2 by parameter": Case("level 2 by parameter", level_2, parts=adamw(shard_by="parameter")),
     "after backward": Case("after backward", after_backward),
-    "interleaved": Case("interleaved", interleaved, parts=adamw(shard_by="element")),
+    "interleaved": Case("interleaved", interleaved),
     "level 3": Case("level 3", level_3),
     "level 3 overlap": Case("level 3 overlap", level_3, wrap=OVERLAP),
     "level 3 bf16": Case(

@@ -103,8 +103,6 @@ def code_for(name: str, optimizer: PlannedOptimizer, masters: bool) -> str:
     root = module.partition(".")[0]
     imports = [] if root == "torch" else [f"import {root}"]
     options = ", master_weights=True" if masters and name in (LEVEL_1, LEVEL_2) else ""
-    if name == LEVEL_2 and optimizer.splittable:
-        options += ', shard_by="element"'
     ours = f"optimizer = ZeroRedundancyOptimizer(model.parameters(), {module}.{short}{options}, lr=...)"
     ddp = "model = DistributedDataParallel(model)"
     lines = {

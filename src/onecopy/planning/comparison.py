@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -87,12 +87,9 @@ def compare(job: Job, machine: Machine) -> list[Row]:
     for name, way in WAYS.items():
         if way is Way.TORCH and job.master_bytes:
             continue  # torch's class has no master weights
-        # Level 2 is recommended with shard_by="element", with which one call is one operation.
-        by_element = way is Way.REDUCE_SCATTER and job.model.splittable
-        chosen = replace(job, model=replace(job.model, shard_by="element")) if by_element else job
-        collectives = collectives_of(way, chosen.model, machine.ranks)
-        seconds = step_seconds(way, chosen, machine) if job.compute else None
-        rows.append(_row(name, memory_bytes(way, chosen, machine), collectives, machine, seconds))
+        collectives = collectives_of(way, job.model, machine.ranks)
+        seconds = step_seconds(way, job, machine) if job.compute else None
+        rows.append(_row(name, memory_bytes(way, job, machine), collectives, machine, seconds))
     units = wrapped_units(job.model.specs)
     gathered = fsdp2_collectives(units, machine.ranks, reshard_after_forward=True)
     return [*rows, _row(FSDP2, fsdp2_memory(units, machine.ranks, job), gathered, machine, None)]

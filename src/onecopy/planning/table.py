@@ -26,16 +26,14 @@ def rows_of(model: Model) -> Iterator[tuple[str, Plan]]:
     def of(way: Way, variant: Model = model) -> Plan:
         return lambda ranks: collectives_of(way, variant, ranks)
 
-    whole, by_element = replace(model, splittable=False), replace(model, shard_by="element")
+    whole = replace(model, splittable=False)
     yield "DDP, nothing sharded", of(Way.DDP)
     yield "torch's `ZeroRedundancyOptimizer`", of(Way.TORCH)
     yield "level 1", of(Way.LEVEL_ONE)
     yield "level 1, whole parameters (Muon)", of(Way.LEVEL_ONE, whole)
     yield "overlap hooks", of(Way.OVERLAP)
-    yield 'overlap hooks, `shard_by="element"`', of(Way.OVERLAP, by_element)
     yield "overlap hooks, whole parameters (Muon)", of(Way.OVERLAP, whole)
     yield "level 2", of(Way.REDUCE_SCATTER)
-    yield 'level 2, `shard_by="element"`', of(Way.REDUCE_SCATTER, by_element)
     yield "level 2, whole parameters (Muon)", of(Way.REDUCE_SCATTER, whole)
     yield "level 3", of(Way.SHARDED)
     yield "level 3, whole parameters (Muon)", of(Way.SHARDED, whole)

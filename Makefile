@@ -23,7 +23,7 @@ ONLY ?=
 OUT ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test accelerator test-all test-newest bench bench-setup bench-check bench-checkpoints bench-consolidation clients clusters soak flat elastic namespaces faults remote fuzz fuzz-manifests golden size walk docs docs-check notebook lint types clean
+.PHONY: help setup demo test accelerator test-all test-newest bench bench-setup bench-check bench-checkpoints clients clusters soak flat elastic namespaces faults remote fuzz fuzz-manifests golden size walk docs docs-check notebook lint types clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -53,9 +53,6 @@ accelerator: COUNT = 3
 accelerator: setup ## every training program on a simulated accelerator, with COUNT orders of its work from SEED on (needs g++; 20 minutes)
 	ONECOPY_ALL_CASES=1 ONECOPY_SEED=$(SEED) ONECOPY_SEEDS=$(COUNT) $(BIN)/python -m pytest tests/accelerator
 
-bench-consolidation: setup ## time gathering the state, torch's class and onecopy
-	OMP_NUM_THREADS=1 $(SAFELY) $(BIN)/torchrun --standalone --nproc-per-node 2 benchmarks/consolidation.py
-
 bench-checkpoints: setup ## time saving and loading, beside torch's class, torch.distributed.checkpoint and the disk: SIZE=25M ROUNDS=
 	OMP_NUM_THREADS=1 $(SAFELY) $(BIN)/torchrun --standalone --nproc-per-node $(RANKS) benchmarks/checkpoints.py --size $(SIZE) --rounds $(ROUNDS)
 
@@ -79,7 +76,7 @@ size: ## count files, lines and statements of the package, lines of the tests an
 	@$(PYTHON) benchmarks/size.py
 
 walk: setup ## count the files of the package that a step, a backward pass and a save enter, and how often they change folder
-	@OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 benchmarks/walk.py
+	@OMP_NUM_THREADS=1 $(SAFELY) $(BIN)/torchrun --standalone --nproc-per-node 2 benchmarks/walk.py
 
 test-all: setup ## the test suite with every case of its tables on every number of ranks; those of the simulated accelerator are in make accelerator
 	ONECOPY_ALL_CASES=1 $(BIN)/python -m pytest --ignore tests/accelerator

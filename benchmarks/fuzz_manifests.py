@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import atheris
 
-with atheris.instrument_imports(include=["onecopy.checkpoint.manifest", "onecopy.checkpoint.manifest_checks"]):
+with atheris.instrument_imports(include=["onecopy.checkpoint.manifest"]):
     from onecopy.checkpoint import manifest
 
 from onecopy.errors import CheckpointError

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -248,10 +248,15 @@ def larger_table(rows: Sequence[Row]) -> Table:
 
 
 def tables(rows: Sequence[Row]) -> list[Table]:
-    """Return all tables for which there are rows."""
+    """Return all tables for which there are rows, and at the end where onecopy loses."""
     found = [time_table(rows, run) for run in runs_in(rows)]
     found += [memory_table(rows, ranks) for ranks in ranks_of_memory(rows)]
-    return [*found, *([saving_table(rows)] if select(rows, "save") else [])]
+    found += [replace(saving_table(rows), title="seconds")] if select(rows, "save") else []
+    lost = (
+        replace(slower_table(rows), title="slower steps"),
+        replace(larger_table(rows), title="less memory than ours"),
+    )
+    return [*found, *(table for table in lost if table.rows)]
 
 
 # The page

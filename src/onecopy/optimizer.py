@@ -21,10 +21,11 @@ from onecopy.layout import ShardBy, default_shard_by, extend
 from onecopy.state_dict.gather import Consolidated, StateElsewhere, consolidated
 from onecopy.state_dict.load import load
 from onecopy.step.consistency import optimizer_facts, sharding_facts
-from onecopy.step.engine import Engine, StepGuards, StepSchedule, change_and_share, log_layout
+from onecopy.step.engine import Engine, StepSchedule, change_and_share, log_layout, restored_on_failure, sequential_step
 from onecopy.step.inner_optimizer import InnerOptimizer
 from onecopy.step.join import JOIN_REFUSAL, ZeROJoinHook, active_step, joined_step
 from onecopy.step.master_weights import STATE_DICT_KEY, MasterWeightPolicy
+from onecopy.step.nonfinite import NonfiniteGuard, check_guards
 from onecopy.step.norms import clip, total_norm
 from onecopy.step.optimizer_classes import check_class, is_elementwise
 from onecopy.step.owned_shards import param_or_view, separate_view
@@ -108,7 +109,7 @@ class ZeroRedundancyOptimizer(OwnedStateOptimizer, Joinable):
         with FailTogether(collectives, "constructing the optimizer") as together:
             given.raise_if_any()
             check_class(optimizer_class, ZeroRedundancyOptimizer)
-            guards = StepGuards.of_arguments(nonfinite, check_replicas_every, overlap_with_ddp)
+            check_guards(nonfinite, check_replicas_every, overlap_with_ddp)
             tensors, specs = plan_params(groups)
             Optimizer.__init__(self, groups, defaults)
             Joinable.__init__(self)
@@ -133,7 +134,8 @@ class ZeroRedundancyOptimizer(OwnedStateOptimizer, Joinable):
                 overlap_with_ddp=overlap_with_ddp,
                 master_weights=master_weights,
                 offload=offload,
-                guards=guards,
+                nonfinite=nonfinite,
+                check_replicas_every=check_replicas_every,
             )
         # Until here no parameter was changed.
         inner.has_state = together.any_flag
@@ -141,11 +143,14 @@ class ZeroRedundancyOptimizer(OwnedStateOptimizer, Joinable):
         storage_class = storage_class_for(parameters_as_bucket_view, overlap_with_ddp)
         with FailTogether(collectives, "constructing the optimizer"):
             self.engine = Engine(collectives, tensors, layout, inner, storage_class)
-        self._set_attributes(self.engine, guards)
+        self.engine.check_replicas_every = check_replicas_every
+        if nonfinite is not None:
+            self.engine.guard = NonfiniteGuard(nonfinite == "skip", collectives)
+        self._set_attributes(self.engine)
 
-    def _set_attributes(self, engine: Engine, guards: StepGuards) -> None:
+    def _set_attributes(self, engine: Engine) -> None:
         """Set the attributes of a new optimizer that depend on its engine."""
-        self.step_schedule: StepSchedule = guards.install(engine)
+        self.step_schedule: StepSchedule = sequential_step
         self.wait_for_transfers: Callable[[], None] | None = None
         self.overlap: OverlappedStep | None = None
         # With this set, a GradScaler passes its scale to step(), which then refuses it instead of training wrongly.
@@ -251,11 +256,10 @@ class ZeroRedundancyOptimizer(OwnedStateOptimizer, Joinable):
             return
         if self.wait_for_transfers is not None:
             raise RuntimeError("a group cannot be added to an optimizer that ShardedDataParallel has taken over")
-        engine, known = self.engine, len(self.param_groups)
-        old_params, old_layout = list(engine.params), engine.layout
-        try:
+        engine = self.engine
+        with restored_on_failure([engine], lists=[self.param_groups]):
             with FailTogether(engine.collectives, "add_param_group()") as together:
-                group = normalise_group(param_group, known)
+                group = normalise_group(param_group, len(self.param_groups))
                 tensors, specs = plan_params([*self.param_groups, group])
                 new_specs = specs[len(engine.params) :]
                 layout = extend(engine.layout, new_specs, self.world_size, self._shard_by, self.splittable)
@@ -264,14 +268,8 @@ class ZeroRedundancyOptimizer(OwnedStateOptimizer, Joinable):
                 engine.inner.add_group(group, layout, tensors, flat_views(tensors))
                 together.flag = bool(self.optim.state)
                 together.facts = sharding_facts(layout, self._shard_by, self.param_groups, self.optim.param_groups)
-            with FailTogether(engine.collectives, "add_param_group()"):
+            with restored_on_failure([], tensors), FailTogether(engine.collectives, "add_param_group()"):
                 engine.set_layout(tensors, layout)
-        except Exception:
-            del self.param_groups[known:]
-            engine.inner.keep_groups(known, old_layout)
-            if engine.layout is not old_layout:
-                engine.set_layout(old_params, old_layout)
-            raise
         engine.inner.pull_options(self.param_groups)
         engine.inner.has_state = engine.inner.has_state or together.any_flag
         self._consolidated = None
@@ -341,7 +339,7 @@ class ZeroRedundancyOptimizer(OwnedStateOptimizer, Joinable):
         Args:
             to_load: also return memory for parameters that have no state yet, without changing the optimizer.
         """
-        from onecopy.state_dict.dcp_tensor import sharded_state_dict  # needs torch.distributed.checkpoint
+        from onecopy.state_dict.dcp import sharded_state_dict  # needs torch.distributed.checkpoint
 
         names = [spec.name for spec in self.layout.params]
         return sharded_state_dict(self.engine.inner, self.layout, self.param_groups, names, to_load)

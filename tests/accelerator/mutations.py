@@ -87,7 +87,7 @@ def _future_without_devices(patch: Patch) -> None:
 
 def _unpacks_before_waiting(patch: Patch) -> None:
     def finish_oldest(self: Any) -> None:
-        work, _, then, staged = self._entries.popleft()
+        work, then, staged = self._entries.popleft()
         if then is not None:
             then()
         work.wait()

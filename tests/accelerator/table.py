@@ -9,10 +9,10 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from onecopy.planning.table import write
 from tests.accelerator import counting
 from tests.accelerator.counting import Counts
 from tests.accelerator.harness import run, sim_pools
+from tests.planning.table import write
 from tests.support import bf16_probe
 
 BLOCKS = 12

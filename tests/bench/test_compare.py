@@ -81,6 +81,10 @@ def test_the_guard_lets_noise_pass_and_names_a_loss(tmp_path: Path) -> None:
     recorded = tmp_path / "recorded.json"
     recorded.write_text(json.dumps(report.ratios_of(rows_of_a_run(0.90))))
     assert report.losses(rows_of_a_run(0.92), recorded) == []
+    assert [table.title for table in report.tables(rows_of_a_run(1.2))][-2:] == [
+        "slower steps",
+        "less memory than ours",
+    ]
     (loss,) = report.losses(rows_of_a_run(0.99), recorded)
     assert loss == f"{report.title_of(RUN)}: {OURS}: 0.900 before, 0.990 now, limit 0.930"
 
@@ -148,7 +152,7 @@ def test_a_small_run_measures_every_variant_and_all_equal_ddp() -> None:
     assert len(rows) == 2, error
     for row in rows:
         assert row["gradients"] == pytest.approx(0.5 * row["parameters"], rel=0.05)
-        assert row["state"] == pytest.approx(row["parameters"], rel=0.05)
+        assert row["state"] == pytest.approx(row["parameters"], rel=0.2)
 
 
 def test_failures_are_reported_in_one_line(tmp_path: Path) -> None:

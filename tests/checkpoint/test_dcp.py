@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.nn.parallel import DistributedDataParallel
 
 from onecopy import CheckpointMismatchError, ZeroRedundancyOptimizer, checkpoint
-from onecopy.state_dict.dcp_tensor import ShardedState, rectangles
+from onecopy.state_dict.dcp import ShardedState
 from tests.support.dcp import full_state, make, train
 from tests.support.harness import distributed, pools
 from tests.support.models import assert_equal, assert_same_tree
@@ -269,15 +268,3 @@ def test_a_flat_range_is_few_rectangles_that_cover_it_exactly(data: st.DataObjec
         assert torch.equal(shown, whole[box])
         seen += shown.flatten().tolist()
     assert sorted(seen) == flat.tolist()
-
-
-def test_rectangles_of_every_range_of_a_few_shapes() -> None:
-    for shape in [(), (5,), (3, 4), (2, 3, 4), (2, 1, 3, 2)]:
-        numel = torch.Size(shape).numel()
-        whole = torch.arange(numel).view(shape)
-        for start, stop in itertools.combinations(range(numel + 1), 2):
-            got = [
-                whole[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))].flatten()
-                for offsets, sizes in rectangles(shape, start, stop)
-            ]
-            assert torch.cat(got).tolist() == list(range(start, stop)), (shape, start, stop)

@@ -8,9 +8,6 @@ import logging
 import os
 import random
 import re
-import shutil
-import subprocess
-import sys
 import threading
 import time
 import zlib
@@ -26,9 +23,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.optim import SGD, AdamW
 
 from onecopy import ZeroRedundancyOptimizer, hook_with_zero_step
-from onecopy.checkpoint import disk, latest, load, save, verify, wait
+from onecopy.checkpoint import latest, load, save, storage, verify, wait
 from onecopy.checkpoint.load_plan import Copy
-from onecopy.checkpoint.manifest import VERSION
 from onecopy.errors import CheckpointError, CorruptCheckpointError, OnecopyError
 from tests.support.checkpoints import Side, contents_of, load_side, make, model_of, push, save_side, train
 from tests.support.harness import distributed, pools
@@ -132,7 +128,7 @@ def test_a_part_can_be_loaded(world_size: int, tmp_path: Path) -> None:
 def test_bad_arguments_are_refused_on_all_ranks(world_size: int, tmp_path: Path) -> None:
     side, path = saved(tmp_path)
     rank = dist.get_rank()
-    refused_unchanged(lambda: save_side(tmp_path, 1, side), side, path, "never overwritten")
+    refused_unchanged(lambda: save_side(tmp_path, 1, side), side, path, "exists already")
     for step in (-1, True, 1.5, "x"):
         refused(lambda step=step: save_side(tmp_path, step, side), "step must be", repr(step))  # type: ignore[misc]
     for keep in (0, -1, 2.5):
@@ -166,7 +162,7 @@ def swap(one: Path, other: Path) -> None:
 
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "newer": (
-        lambda path: reseal(path / "manifest.json", b'"version":1', b'"version":%d' % (VERSION + 1)),
+        lambda path: reseal(path / "manifest.json", b'"version":1', b'"version":2'),
         "manifest.json",
     ),
     "truncated": (lambda path: os.truncate(path / "rank-00001.safetensors", 999), "rank-00001.safetensors"),
@@ -226,20 +222,6 @@ def test_every_flipped_bit_is_found_by_verify(tmp_path: Path) -> None:
 
 
 @distributed(2)
-def test_flipped_bits_are_found_by_load(world_size: int, tmp_path: Path) -> None:
-    _, path = saved(tmp_path)
-    side = make("parameter", 9)
-    push(side, [5])
-    before = contents_of(side)
-    for file, position, bit in list(flips(path, 21, seed=2)):
-        everyone_then(lambda: flip(file, position, bit))  # noqa: B023
-        refused(loads_into(path, side), file.name)
-        everyone_then(lambda: flip(file, position, bit))  # noqa: B023
-    assert_same_tree(contents_of(side), before, "after all errors")
-    load_side(path, side)
-
-
-@distributed(2)
 def test_the_newest_that_is_not_damaged_is_loaded(world_size: int, tmp_path: Path) -> None:
     side, first = saved(tmp_path, 1)
     before = model_of(side)
@@ -260,7 +242,7 @@ def test_the_newest_that_is_not_damaged_is_loaded(world_size: int, tmp_path: Pat
 @distributed(2)
 def test_a_read_that_fails_half_way_stops_the_optimizer(world_size: int, kind: str, tmp_path: Path) -> None:
     source, path = saved(tmp_path)
-    side, calls, read = make(kind, 9), itertools.count(1), disk.read_into
+    side, calls, read = make(kind, 9), itertools.count(1), storage.read_into
     fails_at = 0
 
     def failing(*args: Any) -> int:
@@ -269,7 +251,7 @@ def test_a_read_that_fails_half_way_stops_the_optimizer(world_size: int, kind: s
         return read(*args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(disk, "read_into", failing)
+        patch.setattr(storage, "read_into", failing)
         load_side(path, side)
         total, calls = next(calls) - 1, itertools.count(1)
         fails_at = total - 3 if dist.get_rank() == 1 else 0
@@ -325,7 +307,7 @@ def test_older_checkpoints_go_after_the_new_one_is_there(world_size: int, tmp_pa
     for name in ("rename", "flush", "create", "write"):
         with pytest.MonkeyPatch.context() as patch:
             if dist.get_rank() == (0 if name == "rename" else 1):
-                patch.setattr(disk, name, full)
+                patch.setattr(storage, name, full)
             refused_unchanged(lambda: save_side(tmp_path, 3, side, keep=1), side, "No space left", "step-00000003")
         dist.barrier()
         assert sorted(each.name for each in tmp_path.iterdir()) == ["step-00000001", "step-00000002"], name
@@ -339,27 +321,21 @@ def test_older_checkpoints_go_after_the_new_one_is_there(world_size: int, tmp_pa
     assert latest(tmp_path) == newest
 
 
-def test_leftovers_of_dead_saves_are_removed_and_those_of_living_ones_are_not(tmp_path: Path) -> None:
-    dead, alive = (tmp_path / f".step-0000000{number}.deadbeef.tmp" for number in (1, 2))
+def test_leftovers_that_are_older_than_a_day_are_removed_and_nothing_else(tmp_path: Path) -> None:
+    old, young = (tmp_path / f".step-0000000{number}.deadbeef.tmp" for number in (1, 2))
     mine = [tmp_path / name for name in (".step-1.tmp", "step-notes", ".git")]
-    for path in (dead, alive, *mine):
+    for path in (old, young, *mine):
         path.mkdir()
         (path / "rank-00000.safetensors").write_bytes(b"half")
-    code = "import fcntl, os, sys; fcntl.flock(os.open(sys.argv[1], 0), 2); print('claimed', flush=True); input()"
-    with subprocess.Popen(
-        [sys.executable, "-c", code, alive], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    ) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == b"claimed\n"
-        with logged(logging.WARNING) as lines:
-            first = save(tmp_path, 1, extra={"a": 1})
-        assert (dead.exists(), alive.exists(), all(path.exists() for path in mine)) == (False, True, True)
-        assert len(lines) == 1
-        assert str(dead) in lines[0]
-        process.kill()
+        for each in (path / "rank-00000.safetensors", path) if path is not young else (path,):
+            os.utime(each, (0, 0))
+    with logged(logging.WARNING) as lines:
+        first = save(tmp_path, 1, extra={"a": 1})
+    assert (old.exists(), young.exists(), all(path.exists() for path in mine)) == (False, True, True)
+    assert len(lines) == 1
+    assert str(old) in lines[0]
     before = fingerprint(first)
     save(tmp_path, 2)
-    assert not alive.exists()
     assert fingerprint(first) == before
 
 
@@ -369,7 +345,7 @@ def test_leftovers_of_dead_saves_are_removed_and_those_of_living_ones_are_not(tm
 @pytest.mark.parametrize("kind", ["plain", "element", "sharded"])
 @distributed(2)
 def test_a_save_in_the_background_holds_the_values_at_its_call(world_size: int, kind: str, tmp_path: Path) -> None:
-    side, flush = make(kind), disk.flush
+    side, flush = make(kind), storage.flush
     train(side, range(2))
     before, go_on = contents_of(side), threading.Event()
 
@@ -378,7 +354,7 @@ def test_a_save_in_the_background_holds_the_values_at_its_call(world_size: int, 
         flush(descriptor)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(disk, "flush", slow)
+        patch.setattr(storage, "flush", slow)
         path = save_side(tmp_path, 2, side, blocking=False)
         train(side, [2, 3])
         assert not path.exists()
@@ -405,7 +381,7 @@ def test_a_failure_in_the_background_is_raised_by_the_next_call(
 
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:
-            patch.setattr(disk, "flush", full)
+            patch.setattr(storage, "flush", full)
         save_side(tmp_path, 2, side, blocking=False)
         calls: dict[str, Callable[[], object]] = {
             "wait": wait,
@@ -420,24 +396,16 @@ def test_a_failure_in_the_background_is_raised_by_the_next_call(
 
 
 def test_at_most_one_save_is_in_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    flush, running = disk.flush, []
+    flush, running = storage.flush, []
 
     def slow(descriptor: int) -> None:
         running.append(sum(thread.name == "onecopy checkpoint" for thread in threading.enumerate()))
         time.sleep(0.05)
         flush(descriptor)
 
-    monkeypatch.setattr(disk, "flush", slow)
+    monkeypatch.setattr(storage, "flush", slow)
     paths = [save(tmp_path, step, extra={"a": step}, blocking=False) for step in range(3)]
     assert all(path.exists() for path in paths[:2])
     assert not paths[2].exists()
     assert load(tmp_path).extra == {"a": 2}
     assert set(running) == {1}
-
-
-def test_a_root_in_a_directory_that_goes_away_is_no_surprise(tmp_path: Path) -> None:
-    save(tmp_path / "a" / "b", 1)
-    shutil.rmtree(tmp_path / "a")
-    assert latest(tmp_path / "a" / "b") is None
-    with pytest.raises(FileNotFoundError, match="not a checkpoint"):
-        load(tmp_path / "a" / "b")

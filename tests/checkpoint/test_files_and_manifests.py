@@ -21,7 +21,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from onecopy import Layout, ParamSpec
-from onecopy.checkpoint import files, latest, load, manifest, manifest_checks, save
+from onecopy.checkpoint import files, latest, load, manifest, save
 from onecopy.checkpoint.files import LivePiece, Reader, whole_tensor, write_file
 from onecopy.checkpoint.load_plan import Copy
 from onecopy.checkpoint.manifest import Entry, File, Manifest, Piece
@@ -33,7 +33,7 @@ from onecopy.layout import CUT_MULTIPLE, extend, plan_buckets
 from tests.support.state_dicts import expect_same
 
 POLICIES = ("parameter", "element", "bucket")
-STORABLE = tuple(manifest_checks.SAFETENSORS_NAMES)
+STORABLE = tuple(manifest.SAFETENSORS_NAMES)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64)
 Shape = tuple[int, ...]
 
@@ -78,7 +78,7 @@ def entry_of(tensor: Tensor) -> Entry:
 
 def manifest_of(tensors: dict[str, Entry], written: dict[str, File], world_size: int) -> Manifest:
     nothing = tagged_json.encode({}, [], "")
-    return Manifest(1, world_size, {}, "", written, tensors, None, (), nothing, (nothing,) * world_size)
+    return Manifest(1, world_size, {}, written, tensors, None, (), nothing, (nothing,) * world_size)
 
 
 def write(folder: Path, tensors: Sequence[Tensor], layout: Layout) -> Manifest:
@@ -192,19 +192,6 @@ def some_tensors() -> list[Tensor]:
     return [random_bits(shape, dtype, order, seed) for seed, (shape, dtype, order) in enumerate(shapes)]
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_all_pairs_of_world_sizes_from_1_to_8(policy: str, tmp_path: Path) -> None:
-    tensors = some_tensors()
-    other = {name: POLICIES[position - 1] for position, name in enumerate(POLICIES)}[policy]
-    for saving in range(1, 9):
-        folder = tmp_path / str(saving)
-        folder.mkdir()
-        found = write(folder, tensors, layout_of(tensors, saving, policy))
-        assert len(found.files) == saving
-        for loading, read_by in itertools.product(range(1, 9), (policy, other)):
-            check_read(folder, found, tensors, tensors, layout_of(tensors, loading, read_by))
-
-
 # What is replicated is divided evenly
 
 
@@ -235,17 +222,6 @@ def test_the_safetensors_library_reads_every_type(tmp_path: Path) -> None:
         for key, tensor in tensors.items():
             read = file.get_tensor(key)
             assert (read.dtype, bits(read)) == (tensor.dtype, bits(tensor)), key
-
-
-def test_pieces_lie_aligned_and_have_their_range_in_their_name(tmp_path: Path) -> None:
-    small, large = torch.arange(5, dtype=torch.uint8), torch.arange(128, dtype=torch.float64)
-    live = [LivePiece("s", entry_of(small), 0, 5, small), LivePiece("l", entry_of(large), 64, 128, large[64:])]
-    file, (first, second) = write_file(tmp_path / "one", live)
-    assert file.size == (tmp_path / "one").stat().st_size
-    assert second.offset % 8 == 0
-    assert (first.start, first.stop, second.start, second.stop) == (0, 5, 64, 128)
-    with safe_open(tmp_path / "one", framework="pt") as read:
-        assert sorted(read.keys()) == ["l[64:128]", "s"]
 
 
 def test_only_the_damaged_block_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -302,57 +278,6 @@ def test_a_manifest_comes_back_as_it_was(tmp_path: Path) -> None:
     assert manifest.parse(manifest.dump(made), "here") == made
 
 
-def test_every_flipped_bit_of_a_manifest_is_noticed(tmp_path: Path) -> None:
-    text = manifest.dump(saved_manifest(tmp_path))
-    for position in itertools.chain(range(40), range(40, len(text), 29)):
-        damaged = bytearray(text)
-        damaged[position] ^= 1 << position % 8
-        with pytest.raises(CorruptCheckpointError, match="here is damaged"):
-            manifest.parse(bytes(damaged), "here")
-    with pytest.raises(CorruptCheckpointError, match="here is damaged"):
-        manifest.parse(text[:-10], "here")
-
-
-def without_a_piece(entry: Entry) -> Entry:
-    return replace(entry, pieces=entry.pieces[1:])
-
-
-def with_a_gap(entry: Entry) -> Entry:
-    return replace(entry, pieces=(replace(entry.pieces[0], stop=entry.pieces[0].stop - 64), *entry.pieces[1:]))
-
-
-def with_an_overlap(entry: Entry) -> Entry:
-    return replace(entry, pieces=(*entry.pieces, entry.pieces[-1]))
-
-
-def cut_short(entry: Entry) -> Entry:
-    return replace(entry, pieces=entry.pieces[:-1])
-
-
-def in_an_unknown_file(entry: Entry) -> Entry:
-    return replace(entry, pieces=tuple(replace(piece, file="other") for piece in entry.pieces))
-
-
-def without_checksums(entry: Entry) -> Entry:
-    return replace(entry, pieces=tuple(replace(piece, crc32=()) for piece in entry.pieces))
-
-
-@pytest.mark.parametrize(
-    "change", [without_a_piece, with_a_gap, with_an_overlap, cut_short, in_an_unknown_file, without_checksums]
-)
-def test_pieces_that_do_not_cover_a_tensor_once_are_refused(change: Any, tmp_path: Path) -> None:
-    made = saved_manifest(tmp_path)
-    bad = replace(made, tensors={**made.tensors, "p0": change(made.tensors["p0"])})
-    with pytest.raises(CorruptCheckpointError, match=r"here is malformed: the pieces of 'p0'"):
-        manifest.parse(manifest.dump(bad), "here")
-
-
-def test_a_tensor_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    bad = replace(saved_manifest(tmp_path), extra=["dict", [["a", ["tensor", "extra/7"]]]])
-    with pytest.raises(CorruptCheckpointError, match=r"here refers to a tensor 'extra/7'"):
-        manifest.parse(manifest.dump(bad), "here")
-
-
 def test_another_format_or_another_size_of_blocks_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = saved_manifest(tmp_path)
     with monkeypatch.context() as patch:
@@ -396,14 +321,14 @@ def test_trees_of_plain_data_survive_with_keys_for_tensors(tree: dict[str, Any])
     encoded = tagged_json.encode(tree, tensors, "it")
     keys = [f"key {number}" for number in range(len(tensors))]
     keyed: Any = tagged_json.loads(tagged_json.dumps(manifest.with_keys(encoded, keys)))
-    assert list(manifest.keys_in(keyed)) == keys
+    assert manifest.keys_in(keyed) == keys
     expect_same(tagged_json.decode(keyed, dict(zip(keys, tensors, strict=True))), tree)  # type: ignore[arg-type]
 
 
 def test_tensors_are_named_after_their_keys_in_a_dict() -> None:
     tensors: list[Tensor] = []
     tree = tagged_json.encode({"exp_avg": torch.ones(2), "list": [torch.ones(1)], 3: torch.ones(1)}, tensors, "it")
-    assert manifest.names_of_tensors(tree, len(tensors)) == ["exp_avg", "#1", "#2"]
+    assert manifest.names_of_tensors(tree) == ["exp_avg", "#1", "#2"]
 
 
 # Extra, in one process
@@ -438,7 +363,7 @@ class Name(str):
         (b"bytes", r"extra\['it'\] is of type builtins.bytes"),
         ((1, Name("x")), r"extra\['it'\]\[1\] is of type .*Name"),
         ({1, 2}, r"extra\['it'\] is of type builtins.set"),
-        (numpy.float64(1.0), r"extra\['it'\] is of type numpy.float64"),
+        (numpy.datetime64("2026-01-01"), r"extra\['it'\] is of type numpy.datetime64"),
         (torch.ones(2, dtype=torch.complex128), r"extra.*complex128"),
         (torch.eye(2).to_sparse(), r"extra.*sparse"),
     ],

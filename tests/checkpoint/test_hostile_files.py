@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from onecopy.checkpoint import load, verify
-from onecopy.checkpoint.conversion import from_torch
+from onecopy.checkpoint.convert import from_torch
 from onecopy.errors import CheckpointError
 from tests.support.hostile import Pair, little_memory, time_limit
 

@@ -139,13 +139,13 @@ def test_the_comparison_with_the_files_notices_other_values(origin: Path) -> Non
 
 def after_the_check(monkeypatch: pytest.MonkeyPatch, change: Callable[[], object]) -> None:
     """Do something when every byte has been checked and nothing has been loaded."""
-    real = loading._refuse_steps
+    real = loading._fill
 
     def changed(*arguments: Any) -> None:
         change()
         real(*arguments)
 
-    monkeypatch.setattr(loading, "_refuse_steps", changed)
+    monkeypatch.setattr(loading, "_fill", changed)
 
 
 @pytest.mark.parametrize("key", ["model/0.weight", "optimizer.0/0.weight/exp_avg"])

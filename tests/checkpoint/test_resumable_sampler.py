@@ -88,26 +88,6 @@ def test_every_epoch_has_every_sample_once(run: tuple[int, int, bool, Stops]) ->
         assert epochs[0] != epochs[1]
 
 
-@given(runs())
-def test_a_loop_over_epochs_makes_one_pass_for_each(run: tuple[int, int, bool, Stops]) -> None:
-    dataset_size, batch_size, shuffle, _ = run
-    sampler = ResumableSampler(dataset_size, batch_size, shuffle=shuffle)
-    for epoch in range(4):
-        assert sampler.epoch == epoch
-        expected, found = len(sampler), 0
-        for part in sampler:
-            assert len(part) == batch_size
-            sampler.advance()
-            found += 1
-        assert found == expected
-    assert 4 * dataset_size <= sampler.position < 4 * dataset_size + batch_size
-
-
-def test_ranks_have_nearly_equally_many_samples_of_a_batch() -> None:
-    samplers = [ResumableSampler(20, 8, group_rank=rank, world_size=3) for rank in range(3)]
-    assert [len(next(iter(sampler))) for sampler in samplers] == [3, 3, 2]
-
-
 class Recorded(ResumableSampler):
     """Notes which batches a data loader has fetched."""
 

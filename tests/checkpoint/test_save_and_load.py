@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import random
 import re
 from collections import Counter
@@ -14,7 +13,6 @@ import numpy
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
@@ -25,8 +23,6 @@ from onecopy.checkpoint import PerRank, capture, latest, load, restore, save, ve
 from tests.support.checkpoints import (
     KINDS,
     WHOLE,
-    WIDTH,
-    WORDS,
     Side,
     check_any_to_any,
     load_side,
@@ -48,12 +44,6 @@ from tests.support.state_dicts import expect_same
 @pytest.mark.parametrize("source", KINDS)
 @distributed(2)
 def test_any_optimizer_to_any_other_and_training_goes_on(world_size: int, source: str, tmp_path: Path) -> None:
-    check_any_to_any(tmp_path, make(source), (make(kind, seed=9) for kind in KINDS))
-
-
-@pytest.mark.parametrize("source", ["parameter", "overlapped"])
-@distributed(3)
-def test_any_optimizer_to_any_other_on_three_ranks(world_size: int, source: str, tmp_path: Path) -> None:
     check_any_to_any(tmp_path, make(source), (make(kind, seed=9) for kind in KINDS))
 
 
@@ -232,10 +222,8 @@ def test_one_process_without_torch_distributed(tmp_path: Path) -> None:
     assert verify(path) == sum(file.stat().st_size for file in path.iterdir())
     loaded = load_side(tmp_path, other)
     step, extra = loaded
-    assert (step, extra) == (loaded[0], loaded[1]) == (loaded.step, loaded.extra) == (2, {"a": 1})
-    for same in (loaded, copy.deepcopy(loaded)):
-        assert same == (2, {"a": 1})
-        assert (same.path, same.per_rank, same.missing, same.unexpected) == (path, [{}], [], [])
+    assert (step, extra) == (loaded.step, loaded.extra) == (2, {"a": 1})
+    assert (loaded.path, loaded.per_rank, loaded.missing, loaded.unexpected) == (path, [{}], [], [])
     train(other, [2], rank=0)
     assert_same_tree(model_of(other), model_of(side), "continued")
 
@@ -361,20 +349,3 @@ def test_ranks_write_files_of_nearly_the_same_size(world_size: int, kind: str, t
     sizes = [file.stat().st_size for file in path.glob("rank-*.safetensors")]
     assert len(sizes) == world_size
     assert max(sizes) * world_size <= 1.1 * sum(sizes), sizes
-
-
-@distributed(2)
-def test_the_safetensors_library_reads_the_files(world_size: int, tmp_path: Path) -> None:
-    side = make("element")
-    train(side, [0])
-    path, model = save_side(tmp_path, 1, side), model_of(side)
-    read: dict[str, Tensor] = {}
-    for name in path.glob("*.safetensors"):
-        with safe_open(name, framework="pt") as file:
-            read |= {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-    assert torch.equal(read["model/norm.weight"], model["norm.weight"])
-    assert "model/head.weight" not in read
-    pieces = [(int(key.split("[")[1].split(":")[0]), key) for key in read if key.startswith("model/embedding.weight[")]
-    whole = torch.cat([read[key] for _, key in sorted(pieces)])
-    assert len(pieces) == 2
-    assert torch.equal(whole.view(WORDS, WIDTH), model["embedding.weight"])

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import logging
-import os
-import re
-import threading
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
 
 from onecopy import CheckpointError
-from onecopy.checkpoint import capture, disk, latest, load, restore, save, verify
+from onecopy.checkpoint import capture, latest, load, restore, save, storage, verify
 
 
 def flip(path: Path) -> None:
@@ -51,10 +49,68 @@ def test_a_run_that_went_back_past_a_damaged_checkpoint_can_save_its_step_again(
         assert verify(save(tmp_path, 2, model=model)) > 0
     assert "is damaged" in caplog.text
     assert len(list(tmp_path.glob("damaged-step-00000002.*"))) == 1, "it is kept for whoever wants to look at it"
-    with pytest.raises(
-        CheckpointError, match=f"^{re.escape(str(tmp_path))}/step-00000002 exists already.*never overwritten"
-    ):
-        save(tmp_path, 2, model=model)
+
+
+def test_a_step_that_exists_is_noticed_at_once_and_replaced_on_request(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    before = save(tmp_path, 2, extra={"who": "before"}) / "manifest.json"
+    content = before.read_bytes()
+    for blocking in (True, False):
+        with pytest.raises(CheckpointError, match=r"step-00000002 exists already: pass overwrite=True"):
+            save(tmp_path, 2, model=model, blocking=blocking)
+    assert before.read_bytes() == content
+    for blocking in (True, False):
+        save(tmp_path, 2, extra={"who": blocking}, overwrite=True, blocking=blocking)
+        assert load(tmp_path).extra == {"who": blocking}
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000002"]
+
+
+@pytest.mark.parametrize("name", ["rename", "flush_directory"])
+def test_an_overwrite_that_fails_leaves_the_old_checkpoint(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, 2, extra={"who": "before"})
+    real, calls = getattr(storage, name), []
+
+    def failing(*arguments: Any) -> None:
+        calls.append(arguments)
+        if len(calls) == {"rename": 2, "flush_directory": 4}[name]:
+            raise OSError(5, "Input/output error")
+        real(*arguments)
+
+    monkeypatch.setattr(storage, name, failing)
+    with pytest.raises(CheckpointError, match="Input/output error"):
+        save(tmp_path, 2, extra={"who": "after"}, overwrite=True)
+    assert load(tmp_path).extra == {"who": "before"}
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000002"]
+
+
+@pytest.mark.parametrize("known", ["", "load", "overwrite"])
+def test_steps_of_another_run_are_noticed_at_the_first_save(
+    known: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Not only when the run comes to them."""
+    model = nn.Linear(2, 2)
+    save(tmp_path / "run", 30, model=model)
+    (tmp_path / "run").rename(tmp_path / "other")  # as another process has left it
+    if known == "load":
+        load(tmp_path / "other", model=model)
+    save(tmp_path / "other", 10, model=model, overwrite=known == "overwrite")
+    save(tmp_path / "other", 20, model=model, overwrite=known == "overwrite")
+    noticed = [line for line in caplog.messages if "later steps, up to step-00000030" in line]
+    assert len(noticed) == (0 if known else 1)
+
+
+def test_options_of_numpy_are_saved_as_the_equal_numbers(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=numpy.float32(1e-3), weight_decay=numpy.float64(0.1))
+    optimizer.param_groups[0]["seen"] = numpy.int64(7)
+    save(tmp_path, 1, model=model, optimizer=optimizer)
+    fresh = torch.optim.AdamW(model.parameters(), lr=0.5)
+    load(tmp_path, model=model, optimizer=fresh)
+    found = {key: fresh.param_groups[0][key] for key in ("lr", "weight_decay", "seen")}
+    assert found == {"lr": float(numpy.float32(1e-3)), "weight_decay": 0.1, "seen": 7}
+    assert [type(value) for value in found.values()] == [float, float, int]
 
 
 def test_a_parameter_with_holes_in_its_memory(tmp_path: Path) -> None:
@@ -108,40 +164,6 @@ def test_loading_is_seen_by_autograd(tmp_path: Path) -> None:
     load(tmp_path, model=model)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
-
-
-def test_a_save_goes_on_when_the_interpreter_starts_no_more_threads(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    descriptor = disk.create(path)
-    with disk.EarlyFlush(descriptor) as early:
-        early._thread.shutdown()
-        early.wrote(disk.EARLY_BYTES)
-    os.close(descriptor)
-
-
-def test_the_disk_starts_early_and_its_errors_are_heard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A long file is flushed while it is being written; the system tells of a failed flush only once."""
-    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
-    flush, flushed = disk.flush, []
-
-    def noted(descriptor: int) -> None:
-        flushed.append(threading.get_ident())
-        flush(descriptor)
-
-    monkeypatch.setattr(disk, "EARLY_BYTES", 20_000)
-    monkeypatch.setattr(disk, "flush", noted)
-    verify(save(tmp_path, 1, model=model))
-    assert set(flushed) > {threading.get_ident()}, "some by another thread, the last by this one"
-
-    def fails_elsewhere(descriptor: int) -> None:
-        if threading.get_ident() != threading.main_thread().ident:
-            raise OSError(5, "Input/output error")
-        flush(descriptor)
-
-    monkeypatch.setattr(disk, "flush", fails_elsewhere)
-    with pytest.raises(CheckpointError, match="Input/output error"):
-        save(tmp_path, 2, model=model)
-    assert steps_in(tmp_path) == [1]
 
 
 @pytest.mark.filterwarnings("ignore:.*TorchScript.*:DeprecationWarning")
@@ -218,14 +240,6 @@ def test_a_tensor_learning_rate_comes_back_as_a_tensor(tmp_path: Path) -> None:
     fresh = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.5))
     load(tmp_path, model=model, optimizer=fresh)
     assert torch.equal(fresh.param_groups[0]["lr"], torch.tensor(0.25))
-
-
-def test_a_state_dict_of_an_average_can_be_extra(tmp_path: Path) -> None:
-    average = torch.optim.swa_utils.AveragedModel(nn.Linear(2, 2))
-    save(tmp_path, 1, extra={"average": average.state_dict()})
-    found = load(tmp_path).extra["average"]
-    assert type(found) is OrderedDict
-    assert all(torch.equal(found[key], value) for key, value in average.state_dict().items())
 
 
 def test_a_class_that_has_moved_to_another_module_is_taken_for_the_same(

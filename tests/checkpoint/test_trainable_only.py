@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,13 +14,12 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from typer.testing import CliRunner
 
-from onecopy import CheckpointError, CheckpointMismatchError, CorruptCheckpointError
+from onecopy import CheckpointMismatchError, CorruptCheckpointError
 from onecopy.checkpoint import latest, load, manifest, save, verify, wait
 from onecopy.checkpoint.directories import read_manifest
 from onecopy.checkpoint.frozen_base import describe_frozen, frozen_parameters
 from onecopy.checkpoint.manifest import FrozenParam, Manifest
 from onecopy.cli.main import app
-from tests.support.check_gpu import start
 from tests.support.checkpoints import (
     KINDS,
     Tiny,
@@ -37,12 +34,10 @@ from tests.support.checkpoints import (
     train,
 )
 from tests.support.failures import expect, expect_disagreement, expect_failure_of, failure_of
-from tests.support.harness import distributed, pools, takes_long
+from tests.support.harness import distributed
 from tests.support.models import assert_same_tree
-from tests.support.paths import ROOT
 from tests.support.quantised import Int8Blocks
 
-EXAMPLE = ROOT / "examples" / "finetune_lora.py"
 FROZEN = {name for name, _ in Tiny().named_parameters(remove_duplicate=False) if not name.startswith("body")}
 
 
@@ -66,38 +61,6 @@ def test_every_level_loads_the_adapters_of_every_other_and_goes_on(
     assert saved.base == describe_frozen(frozen_parameters(make("plain", adapters=True, wrap=False).module), 0, 1)
     assert set(saved.base) == FROZEN
     assert set(saved.model or {}) == set(Tiny().state_dict()) - FROZEN, "adapters and buffers"
-
-
-def save_adapters(root: Path) -> None:
-    """Train in this pool of ranks, and save; every number of ranks has another level."""
-    side = make(("view", "parameter", "element", "plain")[dist.get_world_size() - 1], adapters=True)
-    push(side, range(2))
-    save_side(root, 2, side, trainable_only=True)
-
-
-def load_adapters(roots: Sequence[Path]) -> None:
-    """Load in this pool of ranks, and compare with a plain optimizer that never stopped."""
-    plain = make("plain", wrap=False, adapters=True)
-    push(plain, range(2))
-    model, state = model_of(plain), state_of(plain)
-    for root, kind in zip(roots, ("sharded", "plain", "parameter", "element"), strict=True):
-        side = make(kind, adapters=True)
-        assert load_side(root, side).step == 2
-        assert_same_tree(model_of(side), model, f"model of {root}")
-        mine = state_of(side)
-        if dist.get_rank() == 0:
-            assert_same_tree(mine, state, f"state of {root}")
-
-
-def test_saved_by_1_to_4_ranks_and_loaded_by_1_to_4_with_equal_digests(tmp_path: Path) -> None:
-    roots = [tmp_path / str(count) for count in range(1, 5)]
-    for count, root in enumerate(roots, 1):
-        pools.run(count, __name__, "save_adapters", {"root": root})
-    first, *others = [base_of(root / "step-00000002") for root in roots]
-    assert set(first) == FROZEN
-    assert all(other == first for other in others)
-    for count in range(1, 5):
-        pools.run(count, __name__, "load_adapters", {"roots": roots})
 
 
 @pytest.mark.parametrize("kind", ["element", "view"])
@@ -247,19 +210,6 @@ def test_adapters_and_buffers_are_saved_and_nothing_else(saved: Path) -> None:
     assert verify(saved) > 0
 
 
-def test_an_earlier_version_refuses_it_and_a_whole_checkpoint_is_as_before(
-    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    whole = save(tmp_path / "whole", 3, model=Adapted())
-    content = json.loads((whole / manifest.NAME).read_text())
-    assert content["version"] == 1
-    assert "base" not in content
-    monkeypatch.setattr(manifest, "VERSION", 2)
-    load(whole, model=Adapted())
-    with pytest.raises(CheckpointError, match="in version 3 of the format, and this onecopy reads up to version 2"):
-        load(saved, model=Adapted())
-
-
 @pytest.mark.parametrize(
     ("name", "trainable", "text"),
     [
@@ -277,13 +227,6 @@ def test_a_parameter_that_was_frozen_or_unfrozen_meanwhile_is_named(
     assert_same_tree(model.state_dict(), Adapted().state_dict(), "after the error")
     load(saved, model=model, check_base=False)
     assert_same_tree(model.state_dict(), changed(Adapted()).state_dict(), "loaded")
-
-
-def test_a_base_of_another_type_or_shape_is_named(saved: Path) -> None:
-    model = Adapted()
-    model.two.bias.data = model.two.bias.data.bfloat16()
-    with pytest.raises(CheckpointMismatchError, match=r"'two\.bias' .*was float32 of shape \(6,\) and is bfloat16"):
-        load(saved, model=model)
 
 
 def test_a_base_of_which_names_are_missing_or_new(saved: Path) -> None:
@@ -318,17 +261,6 @@ def test_a_base_without_values_is_refused(saved: Path) -> None:
 
 
 # Descriptions of frozen parameters
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3, 7])
-def test_ranks_divide_the_digests_among_them(world_size: int) -> None:
-    frozen = frozen_parameters(Adapted())
-    parts = [describe_frozen(frozen, group_rank, world_size) for group_rank in range(world_size)]
-    together = {name: found for part in parts for name, found in part.items()}
-    assert sum(map(len, parts)) == len(together), "none twice"
-    assert together == describe_frozen(frozen, 0, 1)
-    assert set(together) == set(frozen)
-    assert together["one.weight"] == together["two.weight"]
 
 
 def test_a_quantised_base_is_described_by_all_of_its_parts() -> None:
@@ -368,25 +300,3 @@ def test_commands_show_check_and_convert_the_adapters(saved: Path, tmp_path: Pat
         assert set(missing) == set(frozen_parameters(model))
         assert not unexpected
         assert_same_tree(model.state_dict(), changed(Adapted()).state_dict(), "loaded")
-
-
-@takes_long
-@pytest.mark.timeout(300)  # torchrun imports torch in three processes, three times
-def test_the_example_goes_on_and_refuses_another_base(tmp_path: Path) -> None:
-    def tune(*options: str) -> Any:
-        return start([str(EXAMPLE)], "--root", str(tmp_path), *options)
-
-    first = tune("--steps", "4")
-    assert first.returncode == 0, first.stderr
-    assert first.stdout.startswith("from step 0 to 4: loss ")
-    second = tune("--steps", "8")
-    assert second.returncode == 0, second.stderr
-    assert second.stdout.startswith("from step 4 to 8: loss ")
-    found = re.search(r"([\d,]+) bytes of parameters, ([\d,]+) bytes of checkpoint", second.stdout)
-    assert found is not None
-    parameters, checkpoint = (int(text.replace(",", "")) for text in found.groups())
-    assert checkpoint < parameters / 2
-    refused = tune("--steps", "9", "--base-seed", "1")
-    assert refused.returncode != 0
-    assert "CheckpointMismatchError" in refused.stderr
-    assert "frozen parameter '0.base.weight' is not as it was" in refused.stderr

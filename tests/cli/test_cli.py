@@ -44,30 +44,30 @@ def run(*arguments: object) -> Result:
     return CliRunner().invoke(app, ["checkpoint", *map(str, arguments)])
 
 
+def words_of(result: Result) -> str:
+    return " ".join((result.output + result.stderr).replace("│", " ").split())
+
+
 def test_inspect_shows_names_shapes_types_sizes_and_writers(saved: Path) -> None:
-    result = run("inspect", saved.parent)
-    assert result.exit_code == 0, result.output
-    text = re.sub(r"\s+", " ", result.output)
+    text = words_of(run("inspect", saved.parent))
     for expected in ("step 5", "model/0.weight", "(80, 6)", "float32", "1,920", "rank 0", "torch.optim.adamw.AdamW"):
         assert expected in text, f"{expected!r} is not in {text}"
+    found = json.loads(run("inspect", saved, "--json").stdout)
+    assert (found["step"], found["ranks"], found["tensors"]["model/0.weight"]["shape"]) == (5, 1, [80, 6])
 
 
-def test_verify_accepts_a_checkpoint_and_names_a_damaged_file(saved: Path) -> None:
-    assert run("verify", saved).exit_code == 0
+def test_verify_names_a_damaged_file_and_says_what_it_has_not_read(saved: Path) -> None:
+    assert json.loads(run("verify", saved.parent, "--json").stdout)["bytes"] > 1920
+    assert "other" not in run("verify", saved).output
+    shutil.copytree(saved, saved.parent / "step-00000004")
+    assert "all as written 1 other checkpoint in" in words_of(run("verify", saved.parent))
     file = saved / "rank-00000.safetensors"
     content = bytearray(file.read_bytes())
     content[-3] ^= 4
     file.write_bytes(content)
     result = run("verify", saved)
     assert result.exit_code == 1
-    assert "rank-00000.safetensors" in re.sub(r"\s+", "", result.output + result.stderr)
-
-
-def test_verify_says_that_it_has_not_read_other_checkpoints(saved: Path) -> None:
-    shutil.copytree(saved, saved.parent / "step-00000004")
-    text = re.sub(r"\s+", " ", run("verify", saved.parent).output)
-    assert "all as written 1 other checkpoint in" in text, text
-    assert "other" not in run("verify", saved).output
+    assert "rank-00000.safetensors" in words_of(result)
 
 
 def test_a_checkpoint_becomes_a_file_of_torch_and_back(saved: Path, tmp_path: Path) -> None:
@@ -113,26 +113,6 @@ def test_weights_become_a_safetensors_file(saved: Path, tmp_path: Path) -> None:
     assert torch.equal(model.get_parameter("0.weight"), trained()[0].get_parameter("0.weight"))
 
 
-def test_a_command_that_cannot_be_done_prints_one_line_and_returns_an_exit_code(saved: Path, tmp_path: Path) -> None:
-    (tmp_path / "there.pt").write_text("mine")
-    for arguments, text in (
-        (("inspect", tmp_path / "nothing"), "is not a checkpoint"),
-        (("convert", saved, tmp_path / "there.pt", "--to", "torch"), "exists already"),
-    ):
-        result = run(*arguments)
-        assert result.exit_code == 1
-        assert text in re.sub(r"\s+", " ", result.output + result.stderr)
-        assert "Traceback" not in result.output
-    assert (tmp_path / "there.pt").read_text() == "mine"
-
-
-def test_inspect_and_verify_print_json_for_programs(saved: Path) -> None:
-    found = json.loads(run("inspect", saved, "--json").stdout)
-    assert (found["step"], found["ranks"]) == (5, 1)
-    assert found["tensors"]["model/0.weight"]["shape"] == [80, 6]
-    assert json.loads(run("verify", saved.parent, "--json").stdout)["bytes"] > 1920
-
-
 def commands(group: Any, words: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
     yield words
     for name, command in getattr(group, "commands", {}).items():
@@ -149,17 +129,33 @@ def test_the_help_of_every_command_has_an_example(words: tuple[str, ...]) -> Non
     assert re.search(r"Examples?:\s+(onecopy|torchrun)", result.output), result.output
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["no-such-command"],
-        ["checkpoint", "convert", "one", "two", "--to", "torch", "--step", "3"],
-    ],
-)
-def test_a_wrong_command_has_exit_code_2(words: list[str]) -> None:
-    result = CliRunner().invoke(app, words)
-    assert result.exit_code == 2, result.output
-    assert "Traceback" not in result.output
+def test_a_command_that_cannot_be_done_is_one_line_and_an_exit_code(saved: Path, tmp_path: Path) -> None:
+    there = tmp_path / "there.pt"
+    there.write_text("mine")
+    for words, code, text in (
+        (["no-such-command"], 2, "No such command"),
+        (["checkpoint", "convert", "one", "two", "--to", "torch", "--step", "3"], 2, "--step is for --to native"),
+        (["checkpoint", "inspect", str(tmp_path / "nothing")], 1, "is not a checkpoint"),
+        (["checkpoint", "convert", str(saved), str(there), "--to", "torch"], 1, "exists already"),
+    ):
+        result = CliRunner().invoke(app, words)
+        assert (result.exit_code, text in words_of(result)) == (code, True), result.output
+        assert "Traceback" not in words_of(result)
+    assert there.read_text() == "mine"
+
+
+def test_without_the_extra_the_library_imports_and_the_command_says_what_it_needs() -> None:
+    script = """
+import sys
+sys.modules.update(rich=None, typer=None)  # importing them fails
+sys.argv = ["onecopy", "plan"]
+import onecopy
+from onecopy.cli.__main__ import main
+main()
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == "the command onecopy needs typer: pip install 'onecopy[cli]'\n"
 
 
 def test_the_shell_completes_commands_and_options() -> None:

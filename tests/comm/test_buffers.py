@@ -127,7 +127,7 @@ def test_staged_buffers_in_flight_are_bounded_and_finish_in_order() -> None:
     for number in range(10):
         flying.leave(PACKS_IN_FLIGHT)
         assert number - len(waited) <= PACKS_IN_FLIGHT
-        flying.add(Transfer(waited, number), None, functools.partial(finished.append, number), staged=True)
+        flying.add(Transfer(waited, number), functools.partial(finished.append, number), staged=True)
     flying.drain()
     assert waited == finished == list(range(10))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+from collections.abc import Sequence
 from itertools import pairwise
 from math import prod
 
@@ -23,13 +23,13 @@ from onecopy.planning.collectives import (
     Way,
     collectives_of,
     ddp_buckets,
+    even_lengths,
     is_padded,
+    owned_bytes,
     sharing_rounds,
-    summary,
 )
-from onecopy.planning.model_shapes import Model, gpt2_small, gpt_xl, llama_70b, specs_of, wrapped_units
-from onecopy.planning.ownership import even_lengths, owned_bytes
-from onecopy.planning.peers import fsdp2_collectives, megatron_collectives
+from onecopy.planning.models import Model, specs_of
+from tests.planning.table import gpt_xl
 
 RANKS = st.integers(1, 40)
 POLICIES = [("parameter", True), ("parameter", False), ("element", True)]
@@ -85,7 +85,8 @@ def test_owned_bytes_are_those_of_the_layout(
         for shard in layout.shards:
             if shard.param in params:
                 row[shard.owner] += shard.numel * specs[shard.param].dtype.itemsize
-    assert owned_bytes(specs, parts[:2], ranks, *policy).tolist() == expected
+    model = Model(tuple(specs), policy[1], policy[0])
+    assert owned_bytes(model, parts[:2], ranks).tolist() == expected
 
 
 @given(st.lists(st.tuples(st.integers(0, 12 << 20), st.booleans()), min_size=1, max_size=40))
@@ -125,32 +126,32 @@ def test_a_round_sends_at_most_a_bucket(owned: list[int], most: int) -> None:
         assert rounds == rounds_by_hand(owned, most)
 
 
-@given(models(), RANKS, st.booleans(), st.sampled_from([1, 3]))
-def test_sharded_data_parallel_sends_the_buckets_of_the_plan(
-    specs: list[ParamSpec], ranks: int, splittable: bool, replicas: int
-) -> None:
+def sent_by_kind(collectives: Sequence[Collective]) -> dict[Kind, tuple[int, int, float]]:
+    """The calls, the operations and the bytes that a rank sends."""
+    found: dict[Kind, tuple[int, int, float]] = {}
+    for each in collectives:
+        calls, operations, sent = found.get(each.kind, (0, 0, 0.0))
+        found[each.kind] = (calls + 1, operations + each.operations, sent + each.sent_bytes)
+    return found
+
+
+@given(models(), RANKS, st.booleans())
+def test_level_3_sends_the_buckets_of_the_plan(specs: list[ParamSpec], ranks: int, splittable: bool) -> None:
     model = Model(tuple(specs), splittable, bucket_bytes=20_000)
     _, plans = plan_buckets(specs, model.order, ranks, splittable, 20_000)
-    found = collectives_of(Way.SHARDED, model, ranks, replicas=replicas)
+    found = collectives_of(Way.LEVEL_3, model, ranks)
     for kind in (Kind.REDUCE_SCATTER, Kind.ALL_GATHER):
-        sent = [each for each in found if each.kind is kind]
         expected = []
         for plan in plans:
-            itemsize = specs[plan.params[0]].dtype.itemsize
             owners = sum(start < stop for start, stop in pairwise(plan.bounds))
-            nbytes = ranks * bucket_part(plan.numel, ranks) if splittable else plan.numel
+            # With equal ranges all but the last ones are as long, in units of 64 elements.
+            numel = ranks * -(-plan.numel // (64 * ranks)) * 64 if splittable else plan.numel
             if plan.numel:
-                expected.append(Collective(kind, nbytes * itemsize, ranks, 1 if splittable else owners))
+                nbytes = numel * specs[plan.params[0]].dtype.itemsize
+                expected.append(Collective(kind, nbytes, ranks, 1 if splittable else owners))
+        sent = [each for each in found if each.kind is kind]
         assert sent == (expected if kind is Kind.REDUCE_SCATTER else expected[::-1])
-    kinds = summary(found)
-    buckets = sum(bool(plan.numel) for plan in plans)
-    assert kinds[Kind.FLAGS][:2] == ((2, 2) if replicas == 1 else (4, 4))
-    assert kinds.get(Kind.ALL_REDUCE, (0, 0))[:2] == ((0, 0) if replicas == 1 else (buckets, buckets))
-
-
-def bucket_part(numel: int, ranks: int) -> int:
-    """The elements of one rank's range: all ranges but the last ones are as long, in units of 64."""
-    return -(-numel // (64 * ranks)) * 64
+    assert sent_by_kind(found)[Kind.VOTE][:2] == (2, 2)
 
 
 @given(models(), st.integers(2, 40), st.sampled_from(POLICIES))
@@ -159,90 +160,49 @@ def test_with_ddp_every_byte_is_reduced_and_shared_once(
 ) -> None:
     model = Model(tuple(specs), policy[1], policy[0])
     total = model.nbytes
-    for way in (Way.LEVEL_ONE, Way.OVERLAP, Way.REDUCE_SCATTER):
+    for way in (Way.LEVEL_1, Way.OVERLAP, Way.LEVEL_2):
         found = collectives_of(way, model, ranks)
-        reduced = sum(each.nbytes for each in found if each.kind.reduces_gradients)
-        shared = sum(each.nbytes for each in found if each.kind.shares_parameters)
+        reduced = sum(each.nbytes for each in found if each.kind in (Kind.ALL_REDUCE, Kind.REDUCE_SCATTER))
+        shared = sum(each.nbytes for each in found if each.kind is Kind.ALL_GATHER)
         allowed = limits.PADDING_BYTES_PER_RANK * (ranks - 1) * len(found)
         padded = max((1 + limits.MOST_PADDING) * total, total + allowed)
         assert total <= shared <= padded
-        assert total <= reduced <= (padded if way is Way.REDUCE_SCATTER else total)
-        assert summary(found)[Kind.FLAGS][0] == 1
+        assert total <= reduced <= (padded if way is Way.LEVEL_2 else total)
+        assert sent_by_kind(found)[Kind.VOTE][0] == 1
 
 
-def test_level_two_by_hand() -> None:
+def test_the_traffic_of_all_ways() -> None:
+    model = Model(specs_of({"large": (600_000,), "small": (400_000,)}))  # 4 MB
+    sent = {way: sum(each.sent_bytes for each in collectives_of(way, model, 4)) for way in Way}
+    once = 4e6 * 3 / 4
+    expected = {Way.DDP: 2, Way.LEVEL_1: 3, Way.OVERLAP: 3, Way.LEVEL_2: 2, Way.LEVEL_3: 2, Way.FSDP2: 2}
+    for way, passes in expected.items():
+        assert sent[way] == pytest.approx(passes * once, rel=1e-3), way
+
+
+def test_level_2_by_hand() -> None:
     shapes = {"a": (1 << 20,), "b": (1 << 20,)}  # 4 MiB each: two of DDP's buckets, of which the first is b
     model = Model(specs_of(shapes), splittable=False)
-    found = collectives_of(Way.REDUCE_SCATTER, model, 2)
     half = 4 << 20
-    assert found == (
+    assert collectives_of(Way.LEVEL_2, model, 2) == (
         Collective(Kind.REDUCE_SCATTER, half, 2, 1),
         Collective(Kind.REDUCE_SCATTER, half, 2, 1),
-        Collective(Kind.FLAGS, 152, 2),
+        Collective(Kind.VOTE, 152, 2),
         Collective(Kind.ALL_GATHER, 2 * half, 2, 1),
     )
-    assert [each.sent_bytes for each in found[:2]] == [half / 2] * 2
-    assert Collective(Kind.ALL_REDUCE, half, 4).sent_bytes == 2 * half * 3 / 4
-    evenly = collectives_of(Way.REDUCE_SCATTER, Model(specs_of(shapes), shard_by="element"), 4)
-    assert summary(evenly)[Kind.REDUCE_SCATTER] == (2, 2, 2 * half * 3 / 4)
-    wide = summary(collectives_of(Way.LEVEL_ONE, model, 8))
+    evenly = collectives_of(Way.LEVEL_2, Model(specs_of(shapes), shard_by="element"), 4)
+    assert sent_by_kind(evenly)[Kind.REDUCE_SCATTER] == (2, 2, 2 * half * 3 / 4)
+    wide = sent_by_kind(collectives_of(Way.LEVEL_1, model, 8))
     assert wide[Kind.ALL_GATHER] == (1, 2, 2 * half * 7 / 8), "two of eight ranks own something"
 
 
-def test_between_pairs_an_operation_is_a_message_of_one_rank() -> None:
-    model = Model(specs_of({"a": (4 << 20,)}))  # 16 MiB
-    four = summary(collectives_of(Way.SHARDED, model, 4, pairwise=True))
-    # A quarter of 4 MiB goes to each of three ranks, in a message of 4 MiB each; it comes back in one message each.
-    assert four[Kind.REDUCE_SCATTER] == (1, 3, 12 << 20)
-    assert four[Kind.ALL_GATHER] == (1, 3, 12 << 20)
-    with_hook = summary(collectives_of(Way.REDUCE_SCATTER, model, 4, pairwise=True))
-    assert with_hook[Kind.REDUCE_SCATTER] == (1, 3, 12 << 20)
-    assert with_hook[Kind.BROADCAST] == (1, 3, 12 << 20)
-    assert summary(collectives_of(Way.DDP, model, 4, pairwise=True)) == {Kind.ALL_REDUCE: (1, 6, 24 << 20)}
+def test_a_number_of_ranks_below_one_is_named() -> None:
+    with pytest.raises(ValueError, match="at least one rank, got 0"):
+        collectives_of(Way.DDP, gpt_xl(), 0)
 
 
-def test_torch_broadcasts_every_parameter() -> None:
-    assert summary(collectives_of(Way.TORCH, gpt2_small(), 8))[Kind.BROADCAST][0] == 148
-
-
-def test_impossible_arguments_are_named() -> None:
-    with pytest.raises(ValueError, match="replicas=2: only ShardedDataParallel takes a mesh, not 'DDP'"):
-        collectives_of(Way.DDP, gpt2_small(), 8, replicas=2)
-    with pytest.raises(ValueError, match="at least one rank and one replica, got 0 and 1"):
-        collectives_of(Way.DDP, gpt2_small(), 0)
-
-
-def test_the_bucket_size_follows_the_transport_and_the_ranks() -> None:
-    mib = 1 << 20
-    found = [limits.bucket_bytes(ranks, pairwise=False) // mib for ranks in (1, 64, 100, 512, 4096)]
-    assert found == [64, 64, 100, 512, 512]
-    assert limits.bucket_bytes(4096, pairwise=True) == limits.BUCKET_BYTES
-
-
-def test_the_models_have_the_known_sizes() -> None:
-    assert [(len(model.specs), model.elements) for model in (gpt2_small(), gpt_xl(), llama_70b())] == [
-        (148, 124_439_808),
-        (292, 1_315_723_264),
-        (723, 68_976_648_192),
-    ]
-
-
-def test_the_calls_of_other_libraries() -> None:
-    units = wrapped_units(gpt_xl().specs)
-    assert len(units) == 25
-    assert len(fsdp2_collectives(units, 8)) == 50
-    assert len(fsdp2_collectives(units, 8, reshard_after_forward=True)) == 74
-    tall = specs_of({"weight": (5, 3), "scale": ()})
-    assert fsdp2_collectives([tall], 4)[0].nbytes == (8 * 3 + 4) * 4, "rows are padded to a multiple of the ranks"
-    million = Model(specs_of({f"p{number}": (10**6,) for number in range(90)}))
-    assert [len(megatron_collectives(million.specs, ranks)) for ranks in (8, 64, 512)] == [6, 4, 2]
-    assert sum(each.nbytes for each in megatron_collectives(million.specs, 8)) == 2 * million.nbytes
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_a_model_of_70_billion_elements_on_16384_ranks_takes_under_two_seconds(policy: tuple[str, bool]) -> None:
-    model = Model(llama_70b().specs, policy[1], policy[0])
-    for way in Way:
-        start = time.process_time()
-        collectives_of(way, model, 16_384)
-        assert time.process_time() - start < 2, way
+def test_the_calls_of_fsdp2() -> None:
+    assert gpt_xl().elements == 1_315_723_264
+    assert (len(gpt_xl().units), len(collectives_of(Way.FSDP2, gpt_xl(), 8))) == (25, 74)
+    tall = Model(specs_of({"weight": (5, 3), "scale": ()}))
+    assert collectives_of(Way.FSDP2, tall, 4)[0].nbytes == (8 * 3 + 4) * 4, "rows are padded to a multiple of the ranks"

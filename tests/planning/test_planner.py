@@ -13,22 +13,20 @@ from torch import nn
 from typer.testing import CliRunner, Result
 
 from onecopy.cli.main import app
-from onecopy.planning.advice import USABLE, fits, recommend
 from onecopy.planning.comparison import (
     DDP,
     FSDP2,
     LEVEL_1,
     LEVEL_2,
     LEVEL_3,
-    TORCH,
+    USABLE,
     Row,
-    activation_bytes,
     compare,
-    planned_job,
+    fits,
+    recommend,
 )
-from onecopy.planning.estimate import accelerators
-from onecopy.planning.optimizers import OPTIMIZERS
-from onecopy.planning.sources import Source, from_counts, from_path
+from onecopy.planning.memory import OPTIMIZERS
+from onecopy.planning.models import Source, from_counts, from_path
 
 LLAMA_70B = {
     "model_type": "llama",
@@ -51,8 +49,7 @@ def run(*arguments: object) -> Result:
 
 
 def planned(source: Source, ranks: int, optimizer: str = "adamw", precision: str = "fp32") -> dict[str, Row]:
-    job = planned_job(source, OPTIMIZERS[optimizer], precision, 0, 1e12)
-    return {row.name: row for row in compare(job, accelerators(ranks))}
+    return {row.name: row for row in compare(source, OPTIMIZERS[optimizer], precision, ranks)}
 
 
 def without_buffers(row: Row) -> float:
@@ -64,7 +61,6 @@ def test_the_example_of_the_zero_paper() -> None:
     assert without_buffers(rows[DDP]) / 1e9 == pytest.approx(120, abs=0.05)
     assert without_buffers(rows[LEVEL_1]) / 1e9 == pytest.approx(31.4, abs=0.05)
     assert without_buffers(rows[LEVEL_3]) / 1e9 == pytest.approx(16.6, abs=0.05)
-    assert TORCH not in rows, "torch's class has no master weights"
 
 
 def test_a_config_of_70_billion_parameters_on_16384_ranks_takes_less_than_two_seconds(tmp_path: Path) -> None:
@@ -76,7 +72,6 @@ def test_a_config_of_70_billion_parameters_on_16384_ranks_takes_less_than_two_se
     source = from_path(str(config))
     rows = planned(source, 16_384, precision="bf16-master")
     assert time.process_time() - begin < 2
-    assert (source.hidden, source.layers, source.vocabulary) == (8192, 80, 32000)
     assert rows[DDP].memory["parameters"] == 2 * 68_976_648_192
     assert rows[LEVEL_3].memory["state"] == pytest.approx(8 * 68_976_648_192 / 16_384)
 
@@ -103,10 +98,10 @@ def test_a_wrong_path_is_named(path: str, message: str) -> None:
 
 @pytest.mark.parametrize(("params", "largest"), [(7e9, 5e8), (1e6, 1e6), (1e6, 9e5), (1, None), (97, 1)])
 def test_counts_add_up(params: float, largest: float | None) -> None:
-    shapes = [shape[0] for shape in from_counts(params, largest).shapes.values()]
-    assert sum(shapes) == int(params)
-    assert max(shapes) == shapes[0]
-    assert largest is None or shapes[0] == int(largest)
+    first, *others = (shape[0] for shape in from_counts(params, largest).shapes.values())
+    assert first + sum(others) == int(params)
+    assert first >= max(others, default=0)
+    assert largest is None or first == int(largest)
 
 
 def test_an_8_bit_optimizer_has_a_quarter_of_the_state() -> None:
@@ -134,7 +129,7 @@ def test_the_first_way_that_fits_is_recommended(
     rows = planned(from_counts(1.3e9, None), ranks, optimizer)
     advice = recommend(list(rows.values()), OPTIMIZERS[optimizer], False, memory)
     assert (advice.choice, text in advice.reason) == (choice, True), advice
-    assert fits(rows[choice], memory, None) in ((None,) if memory is None else (memory > 1e9,))
+    assert fits(rows[choice], memory) in ((None,) if memory is None else (memory > 1e9,))
     compile(advice.code.replace("=...", "=0"), "advice", "exec")
 
 
@@ -148,44 +143,21 @@ def test_the_recommendation_of_level_1_says_how_much_more_level_2_needs() -> Non
         assert f"level 2 sends a third less, and needs {more / 1e9:.2f} GB more {end}" in reason
 
 
-def test_activations_are_part_of_what_must_fit() -> None:
-    source = Source("model", from_counts(1e9, None).shapes, hidden=2048, layers=24, vocabulary=50000)
-    kept = activation_bytes(source, 4, 2048, 2, checkpointing=False)
-    again = activation_bytes(source, 4, 2048, 2, checkpointing=True)
-    assert kept is not None
-    assert again is not None
-    assert kept == pytest.approx(34 * 4 * 2048 * 2048 * 24 + 4 * 4 * 2048 * 50000)
-    assert again < kept / 3
-    row = planned(source, 8)[LEVEL_1]
-    assert fits(row, 12e9, None)
-    assert not fits(row, 12e9, kept)
-    assert activation_bytes(from_counts(1e9, None), 4, 2048, 2, checkpointing=False) is None
-
-
-def test_the_command_prints_tables_advice_and_layout(tmp_path: Path) -> None:
-    result = run(f"{__name__}:make_model", "--ranks", 3, "--memory", 1, "--layout", "--plot", tmp_path / "plan.png")
+def test_the_command_prints_tables_advice_and_layout() -> None:
+    result = run(f"{__name__}:make_model", "--ranks", 3, "--memory", 1, "--layout")
     assert result.exit_code == 0, result.output
     for text in ("FSDP2", "fits", "optimizer = ", "level 1: 4 parameters", "15,004 elements on 3 ranks", "rank 2 │"):
         assert text in result.output, result.output
-    assert (tmp_path / "plan.png").stat().st_size > 10_000
-
-
-def test_json_has_the_layout_if_it_is_asked_for() -> None:
-    shards = json.loads(run(f"{__name__}:make_model", "--ranks", 3, "--layout", "--json").output)["layout"]
-    assert sum(shard["stop"] - shard["start"] for shard in shards) == 15_004
-    assert {shard["owner"] for shard in shards} == {0, 1, 2}
 
 
 def test_json_for_programs() -> None:
-    result = run(
-        "--params", "1e9", "--ranks", 16, "--batch", 2, "--sequence", 128, "--hidden", 64, "--layers", 2, "--json"
-    )
-    found: dict[str, Any] = json.loads(result.output)
-    assert [row["name"] for row in found["ways"]] == [DDP, TORCH, LEVEL_1, "level 2", LEVEL_3, FSDP2]
-    assert found["elements"] == 10**9
-    assert found["activations"] > 0
-    assert found["ways"][0]["memory"]["state"] == 8e9
-    assert found["ways"][0]["step"] > 0
+    found: dict[str, Any] = json.loads(run(f"{__name__}:make_model", "--ranks", 3, "--layout", "--json").output)
+    assert [row["name"] for row in found["ways"]] == [DDP, LEVEL_1, LEVEL_2, LEVEL_3, FSDP2]
+    assert found["elements"] == 15_004
+    assert found["ways"][0]["memory"]["state"] == 8 * 15_004
+    shards = found["layout"]
+    assert sum(shard["stop"] - shard["start"] for shard in shards) == 15_004
+    assert {shard["owner"] for shard in shards} == {0, 1, 2}
 
 
 @pytest.mark.parametrize(
@@ -199,11 +171,7 @@ def test_json_for_programs() -> None:
         (["--params", "nan"], "--params must be at least 1 and finite"),
         (["--params", "inf"], "--params must be at least 1 and finite"),
         (["--params", "10", "--largest", "inf"], "--largest must be from 1 to the number of parameters"),
-        (["--params", "10", "--bandwidth", "0"], "'--bandwidth': it must be finite and greater than 0"),
-        (["--params", "10", "--network", "nan"], "'--network': it must be finite and greater than 0"),
         (["--params", "10", "--memory", "-1"], "'--memory': it must be finite and greater than 0"),
-        (["--params", "10", "--tflops", "0"], "'--tflops': it must be finite and greater than 0"),
-        (["--params", "10", "--hidden", "0"], "'--hidden'"),
         (["no_such_module:make"], "cannot be imported"),
     ],
 )

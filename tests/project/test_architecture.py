@@ -50,7 +50,7 @@ COPIES_MANY = frozenset({"comm", "step", "state_dict", "ddp_hooks", "data_parall
 CUDA_ALLOWED: frozenset[str] = frozenset()
 """Modules that may name ``torch.cuda``: none, because ``torch.accelerator`` covers every device."""
 
-CONVERTS = "onecopy.checkpoint.conversion"
+CONVERTS = "onecopy.checkpoint.convert"
 """The one module that may call ``torch.save``, to write the file that a user asks for."""
 
 PICKLES = frozenset({"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"})

@@ -29,6 +29,7 @@ from tests.support.models import (
 
 Modes = dict[str, Any]
 
+CUT_IN_BUCKETS: Modes = {"shard_by": "element", "parameters_as_bucket_view": True}
 MODES = pytest.mark.parametrize(
     "mode",
     [{"shard_by": "parameter"}, {}, {"parameters_as_bucket_view": True}],
@@ -100,27 +101,159 @@ class NoClosure(Descent):
         self.descend(1.0)
 
 
-# Closures and arguments of step
+# Training loops, each beside the plain optimizer
+
+
+def passes(ddp: DistributedDataParallel, optimizer: Optimizer) -> Any:
+    losses = []
+    for step in range(5):
+        optimizer.zero_grad()
+        loss = small_loss(ddp, step)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses if dist.get_world_size() <= 2 else []
+
+
+def closures(ddp: DistributedDataParallel, optimizer: Optimizer) -> Any:
+    losses = []
+    for step in range(4):
+
+        def closure(step: int = step) -> float:
+            assert torch.is_grad_enabled()
+            optimizer.zero_grad()
+            loss = small_loss(ddp, step)
+            loss.backward()
+            return loss.item()
+
+        losses.append(optimizer.step(closure))
+    return losses if dist.get_world_size() <= 2 else []
+
+
+def scheduled(make: Callable[[Optimizer], LRScheduler]) -> Loop:
+    def loop(ddp: DistributedDataParallel, optimizer: Optimizer) -> list[Any]:
+        scheduler = make(optimizer)
+        seen = []
+        for step in range(6):
+            optimizer.zero_grad()
+            small_loss(ddp, step).backward()
+            optimizer.step()
+            scheduler.step()
+            group = optimizer.param_groups[0]
+            seen.append([group["lr"], group.get("momentum"), group.get("betas"), scheduler.get_last_lr()])
+        assert len({row[0] for row in seen}) > 1
+        return seen
+
+    return loop
+
+
+step_lr = scheduled(lambda optimizer: StepLR(optimizer, step_size=2, gamma=0.3))
+cosine = scheduled(lambda optimizer: CosineAnnealingLR(optimizer, T_max=6))
+one_cycle = scheduled(lambda optimizer: OneCycleLR(optimizer, max_lr=0.2, total_steps=8, cycle_momentum=True))
+
+
+def edits(ddp: DistributedDataParallel, optimizer: Optimizer) -> None:
+    for step in range(6):
+        optimizer.zero_grad()
+        small_loss(ddp, step).backward()
+        group = optimizer.param_groups[0]
+        group["lr"] *= 0.5
+        if step == 2:
+            group.update(momentum=0.5, weight_decay=0.1)
+        if step == 4:
+            group["maximize"] = True
+        optimizer.step()
+
+
+def scaled(clip: bool) -> Loop:
+    """All ranks skip the same steps."""
+
+    def loop(ddp: DistributedDataParallel, optimizer: Optimizer) -> list[tuple[float, bool]]:
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+        seen = []
+        for step in range(7):
+            optimizer.zero_grad()
+            loss = small_loss(ddp, step)
+            if step in (1, 5) and dist.get_rank() == 1:
+                loss = loss * float("inf")  # one rank overflows; the all-reduce spreads it
+            scaler.scale(loss).backward()
+            if clip:
+                scaler.unscale_(optimizer)
+                nn.utils.clip_grad_norm_(ddp.parameters(), 0.05)
+            before = values(ddp.parameters())
+            scaler.step(optimizer)
+            scaler.update()
+            moved = any(not torch.equal(a, b) for a, b in zip(before, ddp.parameters(), strict=True))
+            seen.append((scaler.get_scale(), moved))
+        assert [moved for _, moved in seen] == [step not in (1, 5) for step in range(7)]
+        assert [scale for scale, _ in seen] == [1024.0, 512.0, 512.0, 1024.0, 1024.0, 512.0, 512.0]
+        return seen
+
+    return loop
+
+
+def accumulating(ddp: DistributedDataParallel, optimizer: Optimizer) -> None:
+    for step in range(4):
+        with ddp.no_sync():
+            small_loss(ddp, 10 * step).backward()
+            small_loss(ddp, 10 * step + 1).backward()
+        small_loss(ddp, 10 * step + 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def freezing(ddp: DistributedDataParallel, optimizer: Optimizer) -> None:
+    params = list(ddp.parameters())
+    for step in range(9):
+        # Everything can be frozen but the last layer: DDP needs something to synchronise.
+        params[0].requires_grad_(step not in (2, 3, 4))
+        params[1].requires_grad_(step < 4)
+        params[3].requires_grad_(step >= 3)
+        optimizer.zero_grad()
+        small_loss(ddp, step).backward()
+        before = values(params)
+        optimizer.step()
+        for param, value in zip(params, before, strict=True):
+            assert torch.equal(param, value) == (param.grad is None) == (not param.requires_grad)
+
+
+SGD: dict[str, Any] = {"optimizer": torch.optim.SGD, "lr": 0.1, "momentum": 0.9}
+ADAM: dict[str, Any] = {"optimizer": torch.optim.Adam, "lr": 0.01}
+ADAMW: dict[str, Any] = {"optimizer": torch.optim.AdamW, "lr": 1e-2}
+
+LOOPS: dict[str, tuple[Loop, dict[str, Any]]] = {
+    "plain": (passes, ADAMW),
+    "closures": (closures, ADAMW),
+    "StepLR, SGD": (step_lr, SGD),
+    "StepLR, Adam": (step_lr, ADAM),
+    "cosine, SGD": (cosine, SGD),
+    "one cycle, SGD": (one_cycle, SGD),
+    "one cycle, Adam": (one_cycle, ADAM),
+    "edits of the groups": (edits, SGD),
+    "scaler": (scaled(clip=False), ADAMW),
+    "scaler, fused": (scaled(clip=False), {**ADAMW, "fused": True}),
+    "scaler and clipping": (scaled(clip=True), ADAMW),
+    "scaler and clipping, fused": (scaled(clip=True), {**ADAMW, "fused": True}),
+    "accumulation": (accumulating, ADAMW),
+    "freezing": (freezing, {**ADAMW, "weight_decay": 0.1, "ddp_options": {"find_unused_parameters": True}}),
+}
+
+
+@pytest.mark.parametrize("name", LOOPS)
+@distributed(2, 3)
+def test_a_loop_equals_the_plain_optimizer(world_size: int, name: str) -> None:
+    loop, options = LOOPS[name]
+    assert_parity(loop, mode=CUT_IN_BUCKETS, **options)
 
 
 @MODES
-@distributed(2, 3)
-def test_a_closure_computes_gradients_and_its_loss_is_returned(world_size: int, mode: Modes) -> None:
-    def loop(ddp: DistributedDataParallel, optimizer: Optimizer) -> list[float]:
-        losses = []
-        for step in range(4):
+@distributed(2)
+def test_freezing_equals_the_plain_optimizer_wherever_parameters_are(world_size: int, mode: Modes) -> None:
+    loop, options = LOOPS["freezing"]
+    assert_parity(loop, mode=mode, **options)
 
-            def closure(step: int = step) -> float:
-                assert torch.is_grad_enabled()
-                optimizer.zero_grad()
-                loss = small_loss(ddp, step)
-                loss.backward()
-                return loss.item()
 
-            losses.append(optimizer.step(closure))
-        return losses if world_size == 2 else []
-
-    assert_parity(loop, torch.optim.AdamW, mode, lr=1e-2)
+# Closures and arguments of step
 
 
 @distributed(2)
@@ -168,15 +301,6 @@ def test_keyword_arguments_of_step_reach_the_inner_optimizer(world_size: int) ->
 
 
 @distributed(2)
-def test_an_unknown_keyword_argument_of_step_raises(world_size: int) -> None:
-    model = small_model()
-    optimizer = ours(model.parameters(), Descent)
-    fill_gradients(model.parameters())
-    with pytest.raises(TypeError, match="colour"):
-        optimizer.step(colour="red")
-
-
-@distributed(2)
 def test_keys_that_the_inner_optimizer_adds_to_its_groups_appear_in_ours(world_size: int) -> None:
     model = small_model()
     first, *others = model.parameters()
@@ -191,90 +315,23 @@ def test_keys_that_the_inner_optimizer_adds_to_its_groups_appear_in_ours(world_s
     assert [group["steps"] for group in optimizer.param_groups] == [11, 4]
 
 
-# Schedulers and edits of the groups
-
-
-def step_lr(optimizer: Optimizer) -> LRScheduler:
-    return StepLR(optimizer, step_size=2, gamma=0.3)
-
-
-def cosine(optimizer: Optimizer) -> LRScheduler:
-    return CosineAnnealingLR(optimizer, T_max=6)
-
-
-def one_cycle(optimizer: Optimizer) -> LRScheduler:
-    return OneCycleLR(optimizer, max_lr=0.2, total_steps=8, cycle_momentum=True)
-
-
-@pytest.mark.parametrize(
-    ("optimizer", "options"),
-    [(torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}), (torch.optim.Adam, {"lr": 0.01})],
-    ids=["SGD", "Adam"],
-)
-@pytest.mark.parametrize("make", [step_lr, cosine, one_cycle])
-@distributed(2)
-def test_a_learning_rate_scheduler_acts_as_on_the_plain_optimizer(
-    world_size: int, make: Callable[[Optimizer], LRScheduler], optimizer: type[Optimizer], options: dict[str, Any]
-) -> None:
-    def loop(ddp: DistributedDataParallel, optimizer: Optimizer) -> list[Any]:
-        scheduler = make(optimizer)
-        seen = []
-        for step in range(6):
-            optimizer.zero_grad()
-            small_loss(ddp, step).backward()
-            optimizer.step()
-            scheduler.step()
-            group = optimizer.param_groups[0]
-            seen.append([group["lr"], group.get("momentum"), group.get("betas"), scheduler.get_last_lr()])
-        assert len({row[0] for row in seen}) > 1
-        return seen
-
-    assert_parity(loop, optimizer, {"shard_by": "element"}, **options)
-
-
-@MODES
-@distributed(2)
-def test_an_edit_of_the_groups_takes_effect_at_the_next_step(world_size: int, mode: Modes) -> None:
-    def loop(ddp: DistributedDataParallel, optimizer: Optimizer) -> None:
-        for step in range(6):
-            optimizer.zero_grad()
-            small_loss(ddp, step).backward()
-            group = optimizer.param_groups[0]
-            group["lr"] *= 0.5
-            if step == 2:
-                group.update(momentum=0.5, weight_decay=0.1)
-            if step == 4:
-                group["maximize"] = True
-            optimizer.step()
-
-    assert_parity(loop, torch.optim.SGD, mode, lr=0.1, momentum=0.9)
-
-
 # Hooks
 
 
-@distributed(2)
-def test_step_hooks_of_this_instance_see_this_instance_once_per_step(world_size: int) -> None:
-    model = small_model()
-    optimizer = ours(model.parameters(), torch.optim.SGD, lr=0.1)
-    seen: list[tuple[str, Optimizer]] = []
-    optimizer.register_step_pre_hook(lambda which, _args, _kwargs: seen.append(("pre", which)))
-    optimizer.register_step_post_hook(lambda which, _args, _kwargs: seen.append(("post", which)))
-    for _ in range(2):
-        fill_gradients(model.parameters())
-        optimizer.step()
-    assert seen == [("pre", optimizer), ("post", optimizer)] * 2
-
-
+@pytest.mark.parametrize("everywhere", [False, True], ids=["of this instance", "global"])
 @pytest.mark.parametrize("optimizer_class", [torch.optim.AdamW, Descent, NoClosure])
 @distributed(2)
-def test_global_step_hooks_fire_exactly_once_per_step(world_size: int, optimizer_class: type[Optimizer]) -> None:
+def test_step_hooks_see_this_instance_exactly_once_per_step(
+    world_size: int, optimizer_class: type[Optimizer], everywhere: bool
+) -> None:
     model = small_model()
     optimizer = ours(model.parameters(), optimizer_class, lr=0.1)
     seen: list[tuple[str, Optimizer]] = []
+    before = register_optimizer_step_pre_hook if everywhere else optimizer.register_step_pre_hook
+    after = register_optimizer_step_post_hook if everywhere else optimizer.register_step_post_hook
     handles = [
-        register_optimizer_step_pre_hook(lambda which, _args, _kwargs: seen.append(("pre", which))),
-        register_optimizer_step_post_hook(lambda which, _args, _kwargs: seen.append(("post", which))),
+        before(lambda which, _args, _kwargs: seen.append(("pre", which))),
+        after(lambda which, _args, _kwargs: seen.append(("post", which))),
     ]
     try:
         for _ in range(2):
@@ -321,34 +378,6 @@ def test_zero_grad_clears_the_gradients_of_every_parameter(world_size: int, mode
     assert all(param.grad is None for param in model.parameters())
 
 
-@pytest.mark.parametrize("fused", [False, True], ids=["default", "fused"])
-@pytest.mark.parametrize("clip", [False, True], ids=["scaled", "unscaled and clipped"])
-@distributed(2, 3)
-def test_with_a_gradient_scaler_all_ranks_skip_the_same_steps(world_size: int, clip: bool, fused: bool) -> None:
-    def loop(ddp: DistributedDataParallel, optimizer: Optimizer) -> list[tuple[float, bool]]:
-        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
-        seen = []
-        for step in range(7):
-            optimizer.zero_grad()
-            loss = small_loss(ddp, step)
-            if step in (1, 5) and dist.get_rank() == 1:
-                loss = loss * float("inf")  # one rank overflows; the all-reduce spreads it
-            scaler.scale(loss).backward()
-            if clip:
-                scaler.unscale_(optimizer)
-                nn.utils.clip_grad_norm_(ddp.parameters(), 0.05)
-            before = values(ddp.parameters())
-            scaler.step(optimizer)
-            scaler.update()
-            moved = any(not torch.equal(a, b) for a, b in zip(before, ddp.parameters(), strict=True))
-            seen.append((scaler.get_scale(), moved))
-        assert [moved for _, moved in seen] == [step not in (1, 5) for step in range(7)]
-        assert [scale for scale, _ in seen] == [1024.0, 512.0, 512.0, 1024.0, 1024.0, 512.0, 512.0]
-        return seen
-
-    assert_parity(loop, torch.optim.AdamW, {"shard_by": "element"}, lr=1e-2, fused=fused)
-
-
 @pytest.mark.parametrize("fused", [False, True])
 @MODES
 @distributed(2)
@@ -381,21 +410,6 @@ def test_a_profiler_sees_the_parts_of_a_step_and_without_one_nothing_is_recorded
 
 @MODES
 @distributed(2)
-def test_gradients_accumulate_without_synchronisation(world_size: int, mode: Modes) -> None:
-    def loop(ddp: DistributedDataParallel, optimizer: Optimizer) -> None:
-        for step in range(4):
-            with ddp.no_sync():
-                small_loss(ddp, 10 * step).backward()
-                small_loss(ddp, 10 * step + 1).backward()
-            small_loss(ddp, 10 * step + 2).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-    assert_parity(loop, torch.optim.AdamW, mode, lr=1e-2)
-
-
-@MODES
-@distributed(2)
 def test_a_parameter_without_gradient_is_skipped(world_size: int, mode: Modes) -> None:
     model, reference = small_model(), small_model()
     options: dict[str, Any] = {"lr": 0.1, "weight_decay": 0.5}
@@ -413,30 +427,6 @@ def test_a_parameter_without_gradient_is_skipped(world_size: int, mode: Modes) -
     optimizer.consolidate_state_dict()
     if dist.get_rank() == 0:
         assert_same_tree(optimizer.state_dict(), plain.state_dict(), "state dict")
-
-
-@pytest.mark.parametrize("bucket_view", [False, True], ids=["in place", "bucket views"])
-@pytest.mark.parametrize("shard_by", ["parameter", "element"])
-@distributed(2, 3)
-def test_freezing_and_unfreezing_in_the_middle(world_size: int, shard_by: str, bucket_view: bool) -> None:
-    def loop(ddp: DistributedDataParallel, optimizer: Optimizer) -> None:
-        params = list(ddp.parameters())
-        for step in range(9):
-            # Everything can be frozen but the last layer: DDP needs something to synchronise.
-            params[0].requires_grad_(step not in (2, 3, 4))
-            params[1].requires_grad_(step < 4)
-            params[3].requires_grad_(step >= 3)
-            optimizer.zero_grad()
-            small_loss(ddp, step).backward()
-            before = values(params)
-            optimizer.step()
-            for param, value in zip(params, before, strict=True):
-                assert torch.equal(param, value) == (param.grad is None) == (not param.requires_grad)
-
-    mode = {"shard_by": shard_by, "parameters_as_bucket_view": bucket_view}
-    assert_parity(
-        loop, torch.optim.AdamW, mode, ddp_options={"find_unused_parameters": True}, lr=1e-2, weight_decay=0.1
-    )
 
 
 # Groups, state, sizes
@@ -526,17 +516,7 @@ def test_every_rank_has_every_group_when_there_are_fewer_parameters_than_ranks(w
 @MODES
 @distributed(1)
 def test_one_process_alone_trains_like_the_plain_optimizer(world_size: int, mode: Modes) -> None:
-    def loop(ddp: DistributedDataParallel, optimizer: Optimizer) -> list[float]:
-        losses = []
-        for step in range(5):
-            optimizer.zero_grad()
-            loss = small_loss(ddp, step)
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
-        return losses
-
-    assert_parity(loop, torch.optim.AdamW, mode, lr=1e-2)
+    assert_parity(passes, mode=mode, **ADAMW)
     model = small_model()
     optimizer = ours(model.parameters(), torch.optim.AdamW, mode, lr=1e-2)
     fill_gradients(model.parameters())

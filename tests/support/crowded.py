@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from onecopy.checkpoint import disk, load, save, verify
+from onecopy.checkpoint import load, save, storage, verify
 from onecopy.errors import CheckpointError, CorruptCheckpointError
 from tests.support.hostile import Pair, Seen
 
@@ -89,21 +89,21 @@ def saves_of_two_writers(root: Path, count: int) -> Seen:
 
 
 def _failing_load(root: Path, name: str, number: int) -> tuple[Pair, Any]:
-    """Load while the call of a function of ``disk`` with this number fails; return what came of it."""
-    real, calls, pair = getattr(disk, name), itertools.count(), Pair(1)
+    """Load while the call of a function of ``storage`` with this number fails; return what came of it."""
+    real, calls, pair = getattr(storage, name), itertools.count(), Pair(1)
 
     def replacement(*arguments: Any) -> Any:
         if next(calls) == number:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         return real(*arguments)
 
-    setattr(disk, name, replacement)
+    setattr(storage, name, replacement)
     try:
         return pair, pair.load(root)
     except Exception as error:
         return pair, error
     finally:
-        setattr(disk, name, real)
+        setattr(storage, name, real)
 
 
 def disk_faults_of_loads(root: Path) -> Seen:
@@ -115,7 +115,7 @@ def disk_faults_of_loads(root: Path) -> Seen:
     pair.step()
     for step in (1, 2):
         pair.save(root, step)
-    for name in ("size_of", "open_to_read", "read_into"):
+    for name in ("size_of", "open_descriptor", "read_into"):
         for number in itertools.count():
             begun = time.monotonic()
             other, found = _failing_load(root, name, number)

@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import StepLR
 
 import onecopy
 from onecopy import checkpoint
-from onecopy.checkpoint import disk
+from onecopy.checkpoint import storage
 from onecopy.checkpoint.ranks import Ranks
 from onecopy.comm.agreement import FailTogether
 
@@ -35,7 +35,7 @@ LONGEST_DELAY = 0.002
 """Seconds that a rank may sleep at each of its points, so that the same kill meets the others at different places."""
 
 CHANGES = ("make_directory", "create", "write", "flush", "flush_directory", "rename", "remove")
-EXCHANGES = ((Ranks, "fail_together"), (FailTogether, "__exit__"), (Ranks, "gather_json"))
+EXCHANGES = ((Ranks, "together"), (FailTogether, "__exit__"), (Ranks, "gather_json"))
 """The beginning and the end of a block that fails on all ranks together, and a gathering of data."""
 
 DIVISIBLE = ("write", "remove")
@@ -73,7 +73,7 @@ class Injector:
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
         """Take the place of the real functions for a while."""
-        places = [*((disk, name) for name in CHANGES), *EXCHANGES]
+        places = [*((storage, name) for name in CHANGES), *EXCHANGES]
         real = [getattr(place, name) for place, name in places]
         for (place, name), function in zip(places, real, strict=True):
             setattr(place, name, self._around(name, function))
@@ -84,7 +84,7 @@ class Injector:
                 setattr(place, name, function)
 
     def _around(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def replacement(*arguments: Any) -> Any:
+        def replacement(*arguments: Any, **options: Any) -> Any:
             here = len(self.points) == self._call
             self.points.append(name)
             if self._random is not None:
@@ -94,7 +94,7 @@ class Injector:
             if here and self._moment == "during":
                 _half(name, function, arguments)
                 self._act()
-            result = function(*arguments)
+            result = function(*arguments, **options)
             if here and self._moment == "after":
                 self._act()
             return result

@@ -103,7 +103,8 @@ def rename_file(name: str) -> Callable[[dict[str, Any]], object]:
     """Let the manifest call a file otherwise."""
 
     def change(content: dict[str, Any]) -> None:
-        content["files"] = {name: content["files"].pop(NAME)}
+        (described,) = content["files"].values()
+        content["files"] = {name: described}
         for entry in content["tensors"].values():
             for piece in entry["pieces"]:
                 piece["file"] = name

@@ -234,7 +234,7 @@ CASES = [
     Case(UNSCALING, "sharded", lambda each, _: each.scaler.unscale_(each.zero)),
     *(Case(SAVING, level, _save) for level in ("parameter", "sharded")),
     Case(SAVING, "parameter", _save, (SaveJob, "_write")),
-    Case(SAVING, "parameter", _save, (SaveJob, "_describe")),
+    Case(SAVING, "parameter", _save, (SaveJob, "_begin")),
     Case(SAVING, "parameter", _save, (SaveJob, "_commit")),
     Case(LOADING, "sharded", _load),
     Case(LOADING, "sharded", _load, (loading, "_load_from")),

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from fsspec.implementations.local import LocalFileSystem
 
-from onecopy.checkpoint import PerRank, latest, verify
+from onecopy.checkpoint import PerRank, latest, storage, verify
 from onecopy.errors import CheckpointError, CorruptCheckpointError
 from tests.support.checkpoints import contents_of, load_side, make, save_side, train
 from tests.support.hostile import NAME, Pair
@@ -49,6 +49,10 @@ class SharedFileSystem(LocalFileSystem):
         self._note("rm", path)
         super().rm(path, recursive, maxdepth)
 
+    def rm_file(self, path: str) -> None:
+        self._note("rm", path)
+        super().rm_file(path)
+
 
 fsspec.register_implementation("shared", SharedFileSystem)
 
@@ -69,6 +73,12 @@ def objects(root: str) -> dict[str, bytes]:
 def steps_of(root: str) -> set[int]:
     """The steps of which there are objects."""
     return {int(match[1]) for name in objects(root) if (match := re.match(r"step-(\d+)/", name))}
+
+
+def file_in(folder: object) -> str:
+    """The name of the file of rank 0, which no other save has."""
+    (name,) = [name for name in objects(str(folder)) if name.startswith("rank-00000-")]
+    return name
 
 
 def put(url: str, content: bytes) -> None:
@@ -94,7 +104,7 @@ def check_round_trip(root: str) -> None:
     path = pair.save(root, 1)
     assert str(path) == f"{root}/step-00000001"
     assert latest(root) == path
-    assert set(objects(root)) == {f"step-00000001/{NAME}", "step-00000001/manifest.json"}
+    assert set(objects(root)) == {f"step-00000001/{file_in(path)}", "step-00000001/manifest.json"}
     assert verify(root) == verify(path) == sum(map(len, objects(root).values()))
     for source in (root, f"{root}/", path, str(path)):
         other = Pair(1)
@@ -117,14 +127,18 @@ def check_keep(root: str) -> None:
 
 
 def check_existing(root: str) -> None:
-    """A step that was saved is never overwritten."""
-    pair = trained()
+    """A step that was saved is only overwritten on request."""
+    pair, other = trained(), Pair(1)
     path = pair.save(root, 1)
     before = objects(root)
     pair.step()
-    with pytest.raises(CheckpointError, match=f"^{re.escape(str(path))} exists already.*never overwritten"):
+    with pytest.raises(CheckpointError, match=f"^{re.escape(str(path))} exists already.*overwrite=True"):
         pair.save(root, 1)
     assert objects(root) == before
+    pair.save(root, 1, overwrite=True)
+    assert len(objects(root)) == 2
+    other.load(root)
+    assert all(torch.equal(value, pair.tensors()[key]) for key, value in other.tensors().items())
 
 
 def check_damage(root: str, name: str, position: int) -> None:
@@ -132,20 +146,23 @@ def check_damage(root: str, name: str, position: int) -> None:
     pair = trained()
     pair.save(root, 1)
     path = pair.save(root, 2)
+    name = file_in(path) if name == NAME else name
     flip(f"{path}/{name}", position)
     with pytest.raises(CorruptCheckpointError, match=re.escape(f"{path}/{name}")):
         Pair(1).load(path)
     with pytest.raises(CorruptCheckpointError, match=re.escape(f"{path}/{name}")):
         verify(path)
+    put(f"{path}/notes", b"mine")
     with logged(logging.WARNING) as lines:
         assert Pair(1).load(root).step == 1
         assert verify(pair.save(root, 2)) > 0
-    assert any(f"{path} is damaged, and was removed" in line for line in lines)
+    assert any(f"{path} is damaged, and is replaced" in line for line in lines)
     assert Pair(1).load(root).step == 2
+    assert set(objects(str(path))) == {file_in(path), "manifest.json", "notes"}
 
 
 def check_leftovers(root: str) -> None:
-    """A prefix without a manifest is no checkpoint, and the next save removes it if a save has written all of it."""
+    """A prefix without a manifest is no checkpoint. After a day a save removes it if a save has written all of it."""
     pair = trained()
     first = pair.save(root, 1)
     put(f"{root}/step-00000002/{NAME}", b"half")
@@ -155,12 +172,14 @@ def check_leftovers(root: str) -> None:
     assert Pair(1).load(root).step == 1
     with pytest.raises(CorruptCheckpointError, match=r"step-00000002/manifest.json is missing"):
         Pair(1).load(f"{root}/step-00000002")
-    with logged(logging.WARNING) as lines:
-        pair.save(root, 3)
+    pair.save(root, 3)
+    assert steps_of(root) == {1, 2, 3, 7}, "another save may be writing it"
+    with logged(logging.WARNING) as lines, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(storage, "LEFTOVER_SECONDS", -60)
+        pair.save(root, 4)
     assert [line for line in lines if "leftover" in line] == [line for line in lines if "step-00000002" in line] != []
-    assert steps_of(root) == {1, 3, 7}
-    with pytest.raises(CheckpointError, match="step-00000007 has files that no save has written"):
-        pair.save(root, 7)
+    assert steps_of(root) == {1, 3, 4, 7}
+    pair.save(root, 7)
     assert {name for name, content in objects(root).items() if content == b"mine"} == {"notes", "step-00000007/notes"}
 
 
@@ -180,4 +199,5 @@ def check_ranks(root: str) -> None:
     mine, saved = (dict(each.module.named_parameters()) for each in (other, side))  # buffers are those of rank 0
     assert_same_tree(mine, saved, "parameters")
     files = {"manifest.json", *(f"rank-{number:05d}.safetensors" for number in range(world_size))}
-    assert set(objects(root)) == {f"step-0000000{step}/{name}" for step in (2, 3) for name in files}
+    found = {re.sub("-[0-9a-f]{8}[.]", ".", name) for name in objects(root)}
+    assert found == {f"step-0000000{step}/{name}" for step in (2, 3) for name in files}

@@ -2,32 +2,44 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from onecopy.checkpoint import manifest as manifests
-from onecopy.checkpoint.files import Reader, read_whole
+from onecopy.checkpoint import storage
+from onecopy.checkpoint.files import Reader, progress_bar, read_whole
 from onecopy.checkpoint.manifest import Manifest
-from onecopy.checkpoint.manifest_checks import MAX_BYTES
-from onecopy.checkpoint.progress_bar import bar
-from onecopy.checkpoint.signing import SigningKey, check_key
-from onecopy.checkpoint.storage import Location, location_of, storage_of
+from onecopy.checkpoint.storage import Location, location_of
 from onecopy.errors import CorruptCheckpointError
+
+logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
-DIGITS = 8
+_known_roots: set[str] = set()
+"""The roots that this process has loaded from or saved to."""
 
 
 def folder_name(step: int) -> str:
     """Return the name of the directory for the checkpoint of a step."""
-    return f"step-{step:0{DIGITS}d}"
+    return f"step-{step:08d}"
 
 
 def step_of(folder: Location) -> int:
     """Return the step of a checkpoint directory."""
     return int(folder.name.removeprefix("step-"))
+
+
+def latest(root: str | os.PathLike[str]) -> Any | None:
+    """Return the newest complete checkpoint under a root, or None.
+
+    Args:
+        root: the directory or URL that was given to :func:`save`.
+    """
+    found = committed(location_of(root))
+    return found[0] if found else None
 
 
 def committed(root: Location) -> list[Location]:
@@ -39,30 +51,46 @@ def committed(root: Location) -> list[Location]:
 
 
 def _listed(root: Location) -> list[Location]:
-    names = storage_of(root).names_in(root)
+    names = storage.names_in(root)
     found = [(int(match[1]), root / name) for name in names if (match := manifests.FOLDER_NAME.fullmatch(name))]
-    return [path for _, path in sorted(found, reverse=True) if _has_manifest(path)]
+    return [path for _, path in sorted(found, reverse=True) if has_manifest(path)]
 
 
-def _has_manifest(folder: Location) -> bool:
-    return storage_of(folder).exists(folder / manifests.NAME)
+def note_known(folder: Location) -> None:
+    """Note that this process knows what is in the root of a checkpoint."""
+    _known_roots.add(str(folder.absolute()).rpartition("/")[0])
 
 
-def read_manifest(folder: Location, key: SigningKey | None = None) -> Manifest:
-    """Read the manifest of a checkpoint; raise if the directory is not a complete checkpoint.
+def warn_of_later_steps(folder: Location, root: Location) -> None:
+    """Warn, at the first save of a process that has not loaded from a root, of a later step of another run in it."""
+    is_known = str(root.absolute()) in _known_roots
+    later = [] if is_known else [other for other in committed(root) if step_of(other) > step_of(folder)]
+    note_known(folder)
+    if later:
+        logger.warning(
+            "%s has checkpoints of later steps, up to %s: a save of a step that is there raises, and load() takes the "
+            "newest. Load from it to go on with that run, pass overwrite=True to replace its steps, or save into "
+            "another directory",
+            root,
+            later[0].name,
+        )
 
-    Args:
-        folder: the checkpoint.
-        key: the key with which it must have been signed, or None.
-    """
-    return manifests.parse(_manifest_text(folder), str(folder / manifests.NAME), key)
+
+def has_manifest(folder: Location) -> bool:
+    """Return whether a directory is a complete checkpoint."""
+    return storage.exists(folder / manifests.NAME)
+
+
+def read_manifest(folder: Location) -> Manifest:
+    """Read the manifest of a checkpoint; raise if the directory is not a complete checkpoint."""
+    return manifests.parse(_manifest_text(folder), str(folder / manifests.NAME))
 
 
 def _manifest_text(folder: Location) -> bytes:
     path = folder / manifests.NAME
-    if not _has_manifest(folder):
+    if not has_manifest(folder):
         raise CorruptCheckpointError(f"{path} is missing: {folder} is not a complete checkpoint")
-    return read_whole(path, MAX_BYTES)
+    return read_whole(path, manifests.MAX_BYTES)
 
 
 def with_newest(source: str | os.PathLike[str], action: Callable[[Location], Result]) -> Result:
@@ -82,7 +110,7 @@ def with_newest(source: str | os.PathLike[str], action: Callable[[Location], Res
 def candidates_in(source: str | os.PathLike[str]) -> list[Location]:
     """Return the path itself if it is a checkpoint, else the checkpoints under it, the newest first."""
     path = location_of(source)
-    if _has_manifest(path) or path.name.startswith("step-"):
+    if has_manifest(path) or path.name.startswith("step-"):
         return [path]
     found = committed(path)
     if not found:
@@ -90,25 +118,23 @@ def candidates_in(source: str | os.PathLike[str]) -> list[Location]:
     return found
 
 
-def verify(source: str | os.PathLike[str], *, key: SigningKey | None = None) -> int:
+def verify(source: str | os.PathLike[str]) -> int:
     """Check every byte of a checkpoint, or of the newest one in a directory; return the number of bytes.
 
     Args:
         source: a checkpoint, or a directory with several.
-        key: the key with which it must have been signed; None checks no signature.
 
     Raises:
         CorruptCheckpointError: if a file is damaged, missing or too short; the message names the file.
     """
-    check_key(key)
-    return with_newest(source, lambda folder: _verify(folder, key))
+    return with_newest(source, _verify)
 
 
-def _verify(folder: Location, key: SigningKey | None) -> int:
+def _verify(folder: Location) -> int:
     text = _manifest_text(folder)
-    found = manifests.parse(text, str(folder / manifests.NAME), key)
+    found = manifests.parse(text, str(folder / manifests.NAME))
     total = sum(entry.nbytes for entry in found.tensors.values())
-    with Reader(folder, found.files, key is not None) as reader, bar("checking", total) as advance:
+    with Reader(folder, found.files) as reader, progress_bar("checking", total) as advance:
         reader.check_sizes()
         reader.open_all(found.files)
         for name, entry in found.tensors.items():

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import hashlib
 import json
+import sys
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -19,13 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onecopy.checkpoint import disk
-from onecopy.checkpoint.manifest import BLOCK_BYTES, Entry, File, Manifest, Piece
-from onecopy.checkpoint.manifest_checks import SAFETENSORS_NAMES
-from onecopy.checkpoint.signing import digest
-from onecopy.checkpoint.storage import Location, Write, storage_of
-from onecopy.common.flat_views import as_bytes
+from onecopy.checkpoint import storage
+from onecopy.checkpoint.manifest import BLOCK_BYTES, SAFETENSORS_NAMES, Entry, File, Manifest, Piece
+from onecopy.checkpoint.storage import Location, OpenFile
 from onecopy.errors import CheckpointError, CorruptCheckpointError
+
+BAR_BYTES = 1 << 30
+"""A progress bar appears for at least this many bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,32 +45,18 @@ class LivePiece:
         return self.key if whole else f"{self.key}[{self.start}:{self.stop}]"
 
 
-def check_storable(tensor: Tensor, where: str) -> None:
-    """Raise ``TypeError`` if a tensor cannot be saved; ``where`` names it in the message."""
-    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.device.type == "meta":
-        raise TypeError(f"{where} is a {tensor.layout} tensor on {tensor.device}, which cannot be saved")
-    if tensor.dtype not in SAFETENSORS_NAMES:
-        raise TypeError(f"{where} is a tensor of type {tensor.dtype}, which cannot be saved")
-
-
-def write_file(path: Location, pieces: Sequence[LivePiece], signed: bool = False) -> tuple[File, list[Piece]]:
-    """Write a file and store it durably; return the descriptions of the file and, in order, of the pieces.
-
-    Args:
-        path: the file, which must not exist.
-        pieces: the tensor data.
-        signed: whether to compute digests beside the checksums.
-    """
+def write_file(path: Location, pieces: Sequence[LivePiece]) -> tuple[File, list[Piece]]:
+    """Write a file and store it durably; return the descriptions of the file and, in order, of the pieces."""
     # Larger elements first: then every piece is aligned.
     order = sorted(range(len(pieces)), key=lambda number: -pieces[number].flat.element_size())
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offsets, end = {}, 0
     for number in order:
-        piece = pieces[number]
-        nbytes = piece.flat.numel() * piece.flat.element_size()
-        header[piece.name] = {
-            "dtype": SAFETENSORS_NAMES[piece.flat.dtype],
-            "shape": [piece.flat.numel()],
+        flat = pieces[number].flat
+        nbytes = flat.numel() * flat.element_size()
+        header[pieces[number].name] = {
+            "dtype": SAFETENSORS_NAMES[flat.dtype],
+            "shape": [flat.numel()],
             "data_offsets": [end, end + nbytes],
         }
         offsets[number] = end
@@ -78,33 +64,21 @@ def write_file(path: Location, pieces: Sequence[LivePiece], signed: bool = False
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     front = len(text).to_bytes(8, "little") + text
-    checks: dict[int, list[tuple[int, str]]] = {}
-    with storage_of(path).create(path) as write:
+    checksums: dict[int, list[int]] = {number: [] for number in order}
+    with storage.create(path) as write:
         write(front)
         for number in order:
-            checks[number] = list(_write_blocks(write, pieces[number].flat, signed))
-    file = File(len(front) + end, len(front), zlib.crc32(front), digest(front) if signed else "")
+            flat = pieces[number].flat
+            for block in flat.view(torch.uint8).split(BLOCK_BYTES) if flat.numel() else ():
+                host = block.cpu()
+                memory = _memory_of(host)
+                write(memory)
+                checksums[number].append(zlib.crc32(memory))
     described = [
-        Piece(
-            path.name,
-            len(front) + offsets[number],
-            piece.start,
-            piece.stop,
-            tuple(checksum for checksum, _ in checks[number]),
-            tuple(text for _, text in checks[number] if text),
-        )
+        Piece(path.name, len(front) + offsets[number], piece.start, piece.stop, tuple(checksums[number]))
         for number, piece in enumerate(pieces)
     ]
-    return file, described
-
-
-def _write_blocks(write: Write, flat: Tensor, signed: bool) -> Iterator[tuple[int, str]]:
-    """Write flat memory in blocks; yield the checksum of each block, and its digest or nothing."""
-    for block in as_bytes(flat).split(BLOCK_BYTES) if flat.numel() else ():
-        host = block.cpu()
-        memory = _memory_of(host)
-        write(memory)
-        yield zlib.crc32(memory), digest(memory) if signed else ""
+    return File(len(front) + end, len(front), zlib.crc32(front)), described
 
 
 def _memory_of(flat: Tensor) -> memoryview:
@@ -121,14 +95,14 @@ def _reading(path: Location) -> Iterator[None]:
     except (FileNotFoundError, NotADirectoryError):
         raise CorruptCheckpointError(f"{path} is missing") from None
     except OSError as error:
-        if error.errno not in disk.DAMAGE:
+        if error.errno not in storage.DAMAGE:
             raise
         raise CorruptCheckpointError(f"{path} cannot be read: {error}") from error
 
 
 def read_whole(path: Location, limit: int) -> bytes:
     """Return the content of a small regular file; raise :class:`CorruptCheckpointError` if it cannot be read."""
-    storage = storage_of(path)
+    storage.check_supported(path)
     with _reading(path):
         size = storage.size_of(path)
         if size is None:
@@ -146,16 +120,12 @@ class Reader:
     Args:
         folder: the checkpoint.
         files: the descriptions of its files.
-        signed: whether to compare digests, too. The manifest must have them.
     """
 
-    def __init__(self, folder: Location, files: Mapping[str, File], signed: bool = False) -> None:
-        self._storage = storage_of(folder)
-        self._storage.check_supported()
+    def __init__(self, folder: Location, files: Mapping[str, File]) -> None:
         self._folder = folder
         self._files = files
-        self._signed = signed
-        self._open: dict[str, disk.OpenFile] = {}
+        self._open: dict[str, OpenFile] = {}
         self._block = bytearray(BLOCK_BYTES)
         self._stack = contextlib.ExitStack()
 
@@ -172,7 +142,7 @@ class Reader:
         for name, file in self._files.items():
             path = self._folder / name
             with _reading(path):
-                size = self._storage.size_of(path)
+                size = storage.size_of(path)
             if size is None:
                 raise CorruptCheckpointError(f"{path} is not a regular file")
             if size != file.size:
@@ -183,28 +153,24 @@ class Reader:
         for name in names:
             self._opened(name)
 
-    def _opened(self, name: str) -> disk.OpenFile:
+    def _opened(self, name: str) -> OpenFile:
         """Open a file, or return it if it is open; raise if its size or header is not as it was written."""
-        if name not in self._open:
-            path, expected = self._folder / name, self._files[name]
-            with _reading(path):
-                file = self._stack.enter_context(self._storage.open_to_read(path))
-                if file.size != expected.size:
-                    raise CorruptCheckpointError(f"{path} has {file.size} bytes, but {expected.size} were written")
-                self._check_header(file, path, expected)
-            self._open[name] = file
-        return self._open[name]
-
-    def _check_header(self, file: disk.OpenFile, path: Location, expected: File) -> None:
-        """Compare a header of any length with its checksum, block by block."""
-        crc, sha = 0, hashlib.sha256()
-        for offset in range(0, expected.header, BLOCK_BYTES):
-            part = memoryview(self._block)[: min(BLOCK_BYTES, expected.header - offset)]
-            file.read_into(part, offset)
-            crc = zlib.crc32(part, crc)
-            sha.update(part)
-        if crc != expected.crc32 or (self._signed and sha.hexdigest() != expected.sha256):
+        if name in self._open:
+            return self._open[name]
+        path, expected = self._folder / name, self._files[name]
+        with _reading(path):
+            file = self._stack.enter_context(storage.open_to_read(path))
+            if file.size != expected.size:
+                raise CorruptCheckpointError(f"{path} has {file.size} bytes, but {expected.size} were written")
+            checksum = 0
+            for offset in range(0, expected.header, BLOCK_BYTES):
+                part = memoryview(self._block)[: min(BLOCK_BYTES, expected.header - offset)]
+                file.read_into(part, offset)
+                checksum = zlib.crc32(part, checksum)
+        if checksum != expected.crc32:
             raise CorruptCheckpointError(f"{path} is damaged: the checksum of its header does not match")
+        self._open[name] = file
+        return file
 
     def blocks(self, key: str, entry: Entry, start: int, stop: int) -> Iterator[tuple[int, int, Tensor]]:
         """Read and check elements ``[start, stop)`` of a tensor in memory order, block by block.
@@ -241,8 +207,7 @@ class Reader:
         file = self._opened(piece.file)
         with _reading(path):
             count = file.read_into(content, piece.offset + number * BLOCK_BYTES)
-        matches = count == len(content) and zlib.crc32(content) == piece.crc32[number]
-        if not matches or (self._signed and digest(content) != piece.sha256[number]):
+        if count != len(content) or zlib.crc32(content) != piece.crc32[number]:
             raise CorruptCheckpointError(
                 f"{path} is damaged: elements {low} to {high} of {key!r} do not match their checksum"
             )
@@ -273,3 +238,20 @@ def whole_tensor(reader: Reader, manifest: Manifest, key: str) -> Tensor:
     tensor = new_tensor(entry.shape, entry.stride, entry.torch_dtype, "cpu", key)
     reader.fill(tensor.as_strided((entry.numel,), (1,)), key, entry, 0, entry.numel)
     return tensor
+
+
+@contextlib.contextmanager
+def progress_bar(title: str, total: int, group_rank: int = 0) -> Iterator[Callable[[int], object]]:
+    """Show a progress bar in a terminal, on rank 0 and if rich is installed; yield a function that adds bytes to it."""
+    try:
+        if group_rank != 0 or total < BAR_BYTES or not sys.stderr.isatty():
+            raise ImportError
+        from rich.console import Console
+        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+    except ImportError:
+        yield lambda _: None
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task(title, total=total)
+        yield lambda done: progress.advance(task, done)

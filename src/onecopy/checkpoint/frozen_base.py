@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from torch import Tensor, nn
 
 from onecopy.checkpoint.manifest import FrozenParam, Manifest
-from onecopy.checkpoint.optimizer_view import unwrapped
 from onecopy.common.digests import tensor_digest
 from onecopy.common.tagged_json import dtype_name
 from onecopy.errors import CheckpointMismatchError
+from onecopy.state_dict.shards import unwrapped
 
 _ANYWAY = "pass check_base=False to load what the checkpoint has"
 
@@ -36,13 +36,7 @@ def frozen_parameters(model: nn.Module) -> dict[str, Tensor]:
 
 
 def describe_frozen(frozen: Mapping[str, Tensor], group_rank: int, world_size: int) -> dict[str, FrozenParam]:
-    """Return the descriptions that one rank computes; all ranks together describe every parameter.
-
-    Args:
-        frozen: the frozen parameters by name.
-        group_rank: this rank.
-        world_size: the number of ranks.
-    """
+    """Return the descriptions that one rank computes; all ranks together describe every parameter."""
     names: dict[int, list[str]] = {}
     for name, param in frozen.items():
         names.setdefault(id(param), []).append(name)

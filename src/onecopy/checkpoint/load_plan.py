@@ -13,10 +13,10 @@ from torch.autograd.graph import increment_version
 
 from onecopy.checkpoint.files import Reader, new_tensor, whole_tensor
 from onecopy.checkpoint.manifest import Entry, Manifest, SavedOptimizer, keys_in, part_keys, value_of
-from onecopy.checkpoint.optimizer_view import OptimizerView, StateShard, unwrapped
 from onecopy.common.flat_views import flat_like, flat_view, is_dense
 from onecopy.data_parallel.wrapper import ShardedDataParallel
 from onecopy.errors import CheckpointMismatchError
+from onecopy.state_dict.shards import OptimizerView, StateShard, unwrapped
 from onecopy.step import master_weights
 
 logger = logging.getLogger(__name__)
@@ -24,23 +24,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """A planned read of elements ``[start, stop)`` of a saved tensor into memory.
-
-    Attributes:
-        key: the key of the saved tensor.
-        entry: its description.
-        start: the first element, in the memory order of ``like``.
-        stop: the end of the elements.
-        target: the memory.
-        like: a tensor with the shape of the saved tensor, whose strides give the order of the elements.
-    """
+    """A planned read of elements ``[start, stop)`` of a saved tensor into memory."""
 
     key: str
     entry: Entry
     start: int
     stop: int
     target: Tensor
-    like: Tensor
+    like: Tensor  # has the shape of the saved tensor; its strides give the order of the elements
 
     @property
     def nbytes(self) -> int:
@@ -76,41 +67,23 @@ def _same_order(shape: Sequence[int], one: Sequence[int], other: Sequence[int]) 
 
 @dataclass(slots=True)
 class ModelPlan:
-    """The part of a load that concerns the model.
+    """The part of a load that concerns the model."""
 
-    Attributes:
-        copies: tensors that are read straight into place.
-        by_module: trees of the entries that the module's own ``load_state_dict`` must load.
-        by_module_keys: the keys of the tensors in these trees.
-        missing: names of the model that the checkpoint does not have.
-        unexpected: names of the checkpoint that the model does not have.
-    """
-
-    copies: list[Copy] = field(default_factory=list)
-    by_module: dict[str, Any] = field(default_factory=dict)
-    by_module_keys: set[str] = field(default_factory=set)
+    copies: list[Copy] = field(default_factory=list)  # what is read straight into place
+    by_module: dict[str, Any] = field(default_factory=dict)  # trees that the module's own load_state_dict must load
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
 
 
 @dataclass(slots=True)
 class OptimizerPlan:
-    """The part of a load that concerns one optimizer.
-
-    Attributes:
-        view: the optimizer.
-        copies: reads that fill the tensors of ``states``, and master weights.
-        states: the state of this rank's shards, by parameter.
-        options: the trees of the options, by group.
-        loaded_masters: the parameters whose master weights are among the copies.
-        has_state: whether the checkpoint has any state for this optimizer.
-    """
+    """The part of a load that concerns one optimizer."""
 
     view: OptimizerView
-    copies: list[Copy] = field(default_factory=list)
-    states: dict[int, dict[Any, Any]] = field(default_factory=dict)
-    options: list[Any] = field(default_factory=list)
-    loaded_masters: set[int] = field(default_factory=set)
+    copies: list[Copy] = field(default_factory=list)  # what fills the tensors of states, and master weights
+    states: dict[int, dict[Any, Any]] = field(default_factory=dict)  # of this rank's shards, by parameter
+    options: list[Any] = field(default_factory=list)  # trees, by group
+    loaded_masters: set[int] = field(default_factory=set)  # parameters whose master weights are among the copies
     has_state: bool = False
 
 
@@ -146,14 +119,12 @@ def plan_model(manifest: Manifest, model: nn.Module, views: Sequence[OptimizerVi
             raise CheckpointMismatchError(f"{name!r} is a tensor in the model, and plain data in the checkpoint")
         if not isinstance(value, Tensor) or kind != "tensor":
             plan.by_module[name] = tree
-            plan.by_module_keys.update(keys_in(tree))
             continue
         optimizer_name = first_name.get(id(live.get(name)), name)
         rounds = converts or optimizer_name in loaded_masters
         key, entry = _source_for(manifest, name, optimizer_name, tree[1], value, rounds)
         if not _is_same(value, live.get(name)):  # a hook of the module converts it for the state dict
             plan.by_module[name] = tree
-            plan.by_module_keys.add(tree[1])
             continue
         target = live[name].detach()
         plan.copies.append(Copy(key, entry, 0, entry.numel, target, _dense_form(target)))
@@ -220,7 +191,7 @@ def plan_optimizer(manifest: Manifest, number: int, view: OptimizerView) -> Opti
     names = view.names if saved.named else view.positions
     _check_params(saved, names, view)
     plan = OptimizerPlan(view, has_state=bool(saved.state))
-    plan.options = [saved.groups[position]["options"] for position in _match_groups(saved, names, view)]
+    plan.options = [saved.groups[position].options for position in _match_groups(saved, names, view)]
     for shard in view.state_shards():
         _plan_param(manifest, saved, plan, names[shard.index], shard)
     return plan
@@ -236,9 +207,9 @@ def _check_params(saved: SavedOptimizer, names: Sequence[str], view: OptimizerVi
             "which this one does not"
         )
     for name, param in zip(names, view.params, strict=True):
-        if saved.params[name].shape not in (None, tuple(param.shape)):
+        if saved.params[name] not in (None, tuple(param.shape)):
             raise CheckpointMismatchError(
-                f"parameter {name!r} has shape {saved.params[name].shape} in the checkpoint's {saved.kind} and "
+                f"parameter {name!r} has shape {saved.params[name]} in the checkpoint's {saved.kind} and "
                 f"{tuple(param.shape)} in this one"
             )
 
@@ -246,11 +217,11 @@ def _check_params(saved: SavedOptimizer, names: Sequence[str], view: OptimizerVi
 def _match_groups(saved: SavedOptimizer, names: Sequence[str], view: OptimizerView) -> list[int]:
     """Return for each group the position of the saved group with the same parameters, in any order."""
     found = []
-    left = {position: frozenset(group["params"]) for position, group in enumerate(saved.groups)}
+    left = {position: frozenset(group.params) for position, group in enumerate(saved.groups)}
     for position, mine in enumerate(map(frozenset, view.split_by_group(names))):
         same = [other for other, members in left.items() if members == mine]
         if not same:
-            where = {name: other for other, saved_group in enumerate(saved.groups) for name in saved_group["params"]}
+            where = {name: other for other, saved_group in enumerate(saved.groups) for name in saved_group.params}
             misplaced = next((name for name in sorted(mine) if where[name] != position), next(iter(mine), ""))
             raise CheckpointMismatchError(
                 f"the parameters are grouped otherwise: {misplaced!r} is in group {position}, but in the checkpoint "

@@ -1,4 +1,4 @@
-"""Loads a checkpoint: every rank checks all bytes it needs, and only then copies them into place.
+"""Loads a checkpoint: every rank checks all bytes it needs, and only then reads them into place.
 
 1. All ranks compare their arguments, and take the newest checkpoint that rank 0 found.
 2. Each rank matches the manifest with its model and optimizers, compares frozen parameters with their digests if the
@@ -16,52 +16,36 @@ import contextlib
 import logging
 import os
 import weakref
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from onecopy.checkpoint.argument_comparison import argument_facts, tensor_facts
-from onecopy.checkpoint.directories import candidates_in, read_manifest
-from onecopy.checkpoint.files import Reader, whole_tensor
+from onecopy.checkpoint import directories
+from onecopy.checkpoint.files import Reader, progress_bar, whole_tensor
 from onecopy.checkpoint.frozen_base import compare_base
 from onecopy.checkpoint.load_plan import Copy, ModelPlan, OptimizerPlan, decoded_options, plan_model, plan_optimizer
 from onecopy.checkpoint.manifest import Manifest, keys_in, value_of
-from onecopy.checkpoint.optimizer_view import (
-    Optimizers,
-    OptimizerView,
-    optimizer_views,
-    unwrapped,
-    wait_for_parameters,
-)
-from onecopy.checkpoint.progress_bar import bar
-from onecopy.checkpoint.ranks import Ranks, explained_os_errors
-from onecopy.checkpoint.signing import SigningKey, check_key
+from onecopy.checkpoint.ranks import Ranks, described_tensors, explained_os_errors
+from onecopy.checkpoint.saving import wait
 from onecopy.checkpoint.storage import Location, location_of
-from onecopy.comm.agreement import Fact
 from onecopy.common import tagged_json
 from onecopy.errors import CheckpointError, CheckpointMismatchError, CorruptCheckpointError
-from onecopy.optimizer import ZeroRedundancyOptimizer
+from onecopy.state_dict.shards import Optimizers, OptimizerView, optimizer_views, shown_kinds, unwrapped
 
 logger = logging.getLogger(__name__)
 
 CALL = "loading a checkpoint"
 
 
-class _StepAndExtra(NamedTuple):
-    """The two entries of :class:`Loaded`."""
-
-    step: int
-    extra: dict[str, Any]
-
-
-class Loaded(_StepAndExtra):
-    """The result of :func:`onecopy.checkpoint.load`: a tuple of ``step`` and ``extra`` that has further attributes.
+@dataclass(frozen=True)
+class Loaded:
+    """The result of :func:`onecopy.checkpoint.load`. ``step, extra = checkpoint.load(...)`` works, too.
 
     Attributes:
         step: the step of the checkpoint.
@@ -72,29 +56,124 @@ class Loaded(_StepAndExtra):
         unexpected: with ``strict=False``, names of the checkpoint that the model does not have.
     """
 
+    step: int
+    extra: dict[str, Any]
     path: Path | Any
     per_rank: list[dict[str, Any]]
-    missing: list[str]
-    unexpected: list[str]
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
 
-    def __new__(
-        cls,
-        step: int,
-        extra: dict[str, Any],
-        path: Path | Any,
-        per_rank: list[dict[str, Any]],
-        missing: Sequence[str] = (),
-        unexpected: Sequence[str] = (),
-    ) -> Loaded:
-        """Make the tuple, and set the attributes that are not in it."""
-        made = super().__new__(cls, step, extra)
-        made.path, made.per_rank = path, per_rank
-        made.missing, made.unexpected = list(missing), list(unexpected)
-        return made
+    def __iter__(self) -> Iterator[Any]:
+        """The step and the extra data."""
+        return iter((self.step, self.extra))
 
-    def __getnewargs__(self) -> tuple[Any, ...]:
-        """The arguments with which a copy is made."""
-        return (self.step, self.extra, self.path, self.per_rank, self.missing, self.unexpected)
+
+@overload
+def load(
+    source: str | os.PathLike[str],
+    *,
+    model: nn.Module | None = None,
+    optimizer: Optimizers = None,
+    strict: bool = True,
+    missing_ok: Literal[False] = False,
+    check_base: bool = True,
+    process_group: Any = None,
+) -> Loaded: ...
+
+
+@overload
+def load(
+    source: str | os.PathLike[str],
+    *,
+    model: nn.Module | None = None,
+    optimizer: Optimizers = None,
+    strict: bool = True,
+    missing_ok: bool,
+    check_base: bool = True,
+    process_group: Any = None,
+) -> Loaded | None: ...
+
+
+def load(
+    source: str | os.PathLike[str],
+    *,
+    model: nn.Module | None = None,
+    optimizer: Optimizers = None,
+    strict: bool = True,
+    missing_ok: bool = False,
+    check_base: bool = True,
+    process_group: Any = None,
+) -> Loaded | None:
+    """Load a checkpoint that any number of ranks saved. All ranks make this call together, with the same arguments.
+
+    Nothing changes before every rank has read and checked every byte it needs.
+
+    Args:
+        source: a checkpoint, or a directory with several: then the newest one that is not damaged. It may be a URL.
+            Rank 0's path is used on all ranks.
+        model: the model to load into, or None.
+        optimizer: the optimizers to load into, in the order in which they were saved, or None.
+        strict: whether the checkpoint must have exactly the names of the model's state dict.
+        missing_ok: return None on all ranks if rank 0 finds no checkpoint, as at the start of a run.
+        check_base: whether the frozen parameters must be those with which the checkpoint was saved, if it was saved
+            with ``trainable_only``.
+        process_group: the ranks that load (default: all ranks; without torch.distributed, this process).
+
+    Returns:
+        The step, the extra data and more.
+
+    Raises:
+        RanksDisagreeError: if ranks have different arguments or models; the message names the first difference.
+        CorruptCheckpointError: if files are damaged; the message names the file and the tensor.
+        CheckpointMismatchError: if the checkpoint does not fit; the message names the parameter.
+    """
+    wait()
+    ranks = Ranks(process_group, CALL)
+    with ranks.together() as together:
+        views = optimizer_views(model, optimizer)
+        together.must_equal({"model": "None" if model is None else "given", "optimizer": shown_kinds(views)})
+        together.must_equal({"strict": bool(strict), "missing_ok": bool(missing_ok), "check_base": bool(check_base)})
+        together.must_equal(described_tensors(model, views))
+    target = _Target(model, views, strict, check_base)
+    damages: dict[str, str] = {}
+    path = ""
+    while True:
+        with ranks.together():
+            listed = _candidate_paths(source, missing_ok or bool(damages)) if ranks.group_rank == 0 else []
+        paths: list[str] = ranks.gather_json(tagged_json.dumps(listed))[0]
+        untried = [each for each in paths if each not in damages]
+        if not untried:
+            break
+        if path in paths:
+            logger.warning("%s is damaged, so another one is loaded: %s", path, damages[path])
+        path = untried[0]
+        loaded = _load_from(location_of(path), target, ranks)
+        if isinstance(loaded, Loaded):
+            return loaded
+        damages[path] = loaded
+    if damages:
+        raise CorruptCheckpointError("; ".join(damages.values()))
+    return None
+
+
+def _candidate_paths(source: str | os.PathLike[str], missing_ok: bool) -> list[str]:
+    """Return the paths of the checkpoints at ``source``, the newest first."""
+    try:
+        return [str(path) for path in directories.candidates_in(source)]
+    except FileNotFoundError:
+        if missing_ok:
+            return []
+        raise
+
+
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """What is loaded into, and how strictly."""
+
+    model: nn.Module | None
+    views: Sequence[OptimizerView]
+    strict: bool
+    check_base: bool
 
 
 @dataclass(slots=True)
@@ -120,7 +199,8 @@ class _LoadPlan:
         """The tensors that are read into new memory: options, ``extra``, and entries for ``model.load_state_dict``."""
         saved = self.manifest
         trees = [saved.extra, *saved.per_rank, *(tree for plan in self.optimizers for tree in plan.options)]
-        return [*(key for tree in trees for key in keys_in(tree)), *sorted(self.model.by_module_keys)]
+        keys = (key for tree in [*trees, *self.model.by_module.values()] for key in keys_in(tree))
+        return list(dict.fromkeys(keys))
 
     @property
     def file_names(self) -> set[str]:
@@ -129,77 +209,18 @@ class _LoadPlan:
         return {piece.file for key in keys for piece in self.manifest.tensors[key].pieces}
 
 
-def load(
-    source: str | os.PathLike[str],
-    model: nn.Module | None,
-    optimizer: Optimizers,
-    strict: bool,
-    missing_ok: bool,
-    check_base: bool,
-    key: SigningKey | None,
-    process_group: Any,
-) -> Loaded | None:
-    """Load on all ranks together; see :func:`onecopy.checkpoint.load`."""
-    ranks = Ranks(process_group, CALL)
-    with ranks.fail_together(CALL) as together:
-        check_key(key)
-        views = optimizer_views(model, optimizer)
-        wait_for_parameters(views, model)
-        together.facts = argument_facts(model, views)
-        together.facts += [Fact("strict", str(bool(strict))), Fact("missing_ok", str(bool(missing_ok)))]
-        together.facts += [Fact("check_base", str(bool(check_base)))]
-        together.facts += [Fact("key", "None" if key is None else "given"), *tensor_facts(model, views)]
-    damages: dict[str, str] = {}
-    path = ""
-    while True:
-        with ranks.fail_together(CALL):
-            listed = _candidate_paths(source, missing_ok or bool(damages)) if ranks.rank == 0 else []
-        paths: list[str] = ranks.gather_json(CALL, tagged_json.dumps(listed))[0]
-        untried = [each for each in paths if each not in damages]
-        if not untried:
-            break
-        if path in paths:
-            logger.warning("%s is damaged, so another one is loaded: %s", path, damages[path])
-        path = untried[0]
-        loaded = _load_from(location_of(path), model, views, strict, check_base, key, ranks)
-        if isinstance(loaded, Loaded):
-            return loaded
-        damages[path] = loaded
-    if damages:
-        raise CorruptCheckpointError("; ".join(damages.values()))
-    return None
-
-
-def _candidate_paths(source: str | os.PathLike[str], missing_ok: bool) -> list[str]:
-    """Return the paths of the checkpoints at ``source``, the newest first."""
-    try:
-        return [str(path) for path in candidates_in(source)]
-    except FileNotFoundError:
-        if missing_ok:
-            return []
-        raise
-
-
-def _load_from(
-    folder: Location,
-    model: nn.Module | None,
-    views: Sequence[OptimizerView],
-    strict: bool,
-    check_base: bool,
-    key: SigningKey | None,
-    ranks: Ranks,
-) -> Loaded | str:
+def _load_from(folder: Location, target: _Target, ranks: Ranks) -> Loaded | str:
     """Load a checkpoint; if it is damaged, return on all ranks the first rank's description of the damage."""
     damage = ""
     with contextlib.ExitStack() as stack:
-        with ranks.fail_together(CALL) as together, explained_os_errors(f"rank {ranks.rank}: reading {folder}"):
+        with ranks.together() as together, explained_os_errors(f"rank {ranks.group_rank}: reading {folder}"):
             try:
-                manifest = read_manifest(folder, key)
-                reader = stack.enter_context(Reader(folder, manifest.files, key is not None))
+                manifest = directories.read_manifest(folder)
+                reader = stack.enter_context(Reader(folder, manifest.files))
                 reader.check_sizes()
-                plan = _match(manifest, model, views, strict, check_base)
+                plan = _match(manifest, target)
                 reader.open_all(plan.file_names)
-                with bar("checking", plan.nbytes, ranks.rank) as advance:
+                with progress_bar("checking", plan.nbytes, ranks.group_rank) as advance:
                     for copy in plan.copies:
                         copy.check(reader)
                         advance(copy.nbytes)
@@ -209,27 +230,24 @@ def _load_from(
             except CorruptCheckpointError as error:
                 damage, together.flag = str(error), True
         if together.any_flag:
-            return next(str(each) for each in ranks.gather_json(CALL, tagged_json.dumps(damage)) if each)
-        _fill(plan, reader, tensors, folder, model, ranks)
+            return next(str(each) for each in ranks.gather_json(tagged_json.dumps(damage)) if each)
+        with _refusing_steps([view.optimizer for view in target.views], folder, ranks), torch.no_grad():
+            _fill(plan, reader, tensors, target.model, ranks.group_rank)
     if manifest.world_size == ranks.world_size:
-        extra = {**extra, **per_rank[ranks.rank]}
+        extra = {**extra, **per_rank[ranks.group_rank]}
+    directories.note_known(folder)
     return Loaded(manifest.step, extra, folder, per_rank, plan.model.missing, plan.model.unexpected)
 
 
-def _match(
-    manifest: Manifest,
-    model: nn.Module | None,
-    views: Sequence[OptimizerView],
-    strict: bool,
-    check_base: bool,
-) -> _LoadPlan:
+def _match(manifest: Manifest, target: _Target) -> _LoadPlan:
     """Match a checkpoint with the model and the optimizers; raise if it does not fit."""
+    model, views = target.model, target.views
     if views and len(manifest.optimizers) != len(views):
         raise CheckpointMismatchError(
             f"the checkpoint has {len(manifest.optimizers)} optimizers, and {len(views)} were given to load into"
         )
-    model_plan = plan_model(manifest, model, views, strict) if model is not None else ModelPlan()
-    if model is not None and manifest.base is not None and check_base:
+    model_plan = plan_model(manifest, model, views, target.strict) if model is not None else ModelPlan()
+    if model is not None and manifest.base is not None and target.check_base:
         compare_base(manifest, model)
     return _LoadPlan(
         manifest, model_plan, [plan_optimizer(manifest, number, view) for number, view in enumerate(views)]
@@ -237,48 +255,27 @@ def _match(
 
 
 def _fill(
-    plan: _LoadPlan,
-    reader: Reader,
-    tensors: Mapping[str, Tensor],
-    folder: Location,
-    model: nn.Module | None,
-    ranks: Ranks,
+    plan: _LoadPlan, reader: Reader, tensors: Mapping[str, Tensor], model: nn.Module | None, group_rank: int
 ) -> None:
-    """Read everything into place, on all ranks together; ``tensors`` were read whole before."""
-    optimizers = [each.view.optimizer for each in plan.optimizers]
-    _refuse_steps(optimizers, folder)
-    with ranks.fail_together(CALL):
-        try:
-            _fill_model_and_optimizers(plan, reader, tensors, model, ranks.rank)
-        except Exception as error:
-            raise CheckpointError(
-                f"rank {ranks.rank}: loading {folder} failed after some of it had been loaded, and the optimizers "
-                f"refuse to step until a load succeeds: {error}"
-            ) from error
-    _allow_steps(optimizers)
-
-
-def _fill_model_and_optimizers(
-    plan: _LoadPlan, reader: Reader, tensors: Mapping[str, Tensor], model: nn.Module | None, rank: int
-) -> None:
-    """Read all tensors into place, and load the options and the remaining entries."""
-    with torch.no_grad(), bar("loading", plan.nbytes, rank) as advance:
+    """Read all tensors into place, and load the options and the remaining entries; ``tensors`` were read before."""
+    with progress_bar("loading", plan.nbytes, group_rank) as advance:
         for copy in plan.copies:
             copy.run(reader, plan.manifest)
             advance(copy.nbytes)
-        if model is not None and plan.model.by_module:
-            entries = {name: value_of(tree, tensors) for name, tree in plan.model.by_module.items()}
-            unwrapped(model).load_state_dict(entries, strict=False)
-        for each in plan.optimizers:
-            each.view.install(each.states, decoded_options(each, tensors), each.loaded_masters, each.has_state)
+    if model is not None and plan.model.by_module:
+        entries = {name: value_of(tree, tensors) for name, tree in plan.model.by_module.items()}
+        unwrapped(model).load_state_dict(entries, strict=False)
+    for each in plan.optimizers:
+        each.view.install(each.states, decoded_options(each, tensors), each.loaded_masters, each.has_state)
 
 
-_refusing: weakref.WeakKeyDictionary[Optimizer, RemovableHandle] = weakref.WeakKeyDictionary()
-"""Optimizers of other classes that a failed load has changed in part, with the hook that refuses their steps."""
+_refusals: weakref.WeakKeyDictionary[Optimizer, RemovableHandle] = weakref.WeakKeyDictionary()
+"""Optimizers that a failed load has changed in part, with the hook that refuses their steps."""
 
 
-def _refuse_steps(optimizers: Sequence[Optimizer], folder: Location) -> None:
-    """Make ``step()`` raise, in case the load fails half way."""
+@contextlib.contextmanager
+def _refusing_steps(optimizers: Sequence[Optimizer], folder: Location, ranks: Ranks) -> Iterator[None]:
+    """Run a block that loads, on all ranks together; if it fails on one, the optimizers refuse to step from then on."""
     refusal = CheckpointError(
         f"loading {folder} has failed half way, so that this optimizer's state is partly old and partly new: load a "
         "checkpoint before the next step"
@@ -288,17 +285,22 @@ def _refuse_steps(optimizers: Sequence[Optimizer], folder: Location) -> None:
         raise refusal
 
     for optimizer in optimizers:
-        if isinstance(optimizer, ZeroRedundancyOptimizer):
-            optimizer.engine.step_refusal = refusal
-        elif optimizer not in _refusing:
-            _refusing[optimizer] = optimizer.register_step_pre_hook(refuse)
-
-
-def _allow_steps(optimizers: Sequence[Optimizer]) -> None:
-    """Let ``step()`` work again after a load."""
+        engine = getattr(optimizer, "engine", None)
+        if engine is not None:
+            engine.step_refusal = refusal
+        elif optimizer not in _refusals:
+            _refusals[optimizer] = optimizer.register_step_pre_hook(refuse)
+    with ranks.together():
+        try:
+            yield
+        except Exception as error:
+            raise CheckpointError(
+                f"rank {ranks.group_rank}: loading {folder} failed after some of it had been loaded, and the "
+                f"optimizers refuse to step until a load succeeds: {error}"
+            ) from error
     for optimizer in optimizers:
-        if isinstance(optimizer, ZeroRedundancyOptimizer):
-            optimizer.engine.allow_steps()
-        handle = _refusing.pop(optimizer, None)
-        if handle is not None:
+        engine = getattr(optimizer, "engine", None)
+        if engine is not None:
+            engine.allow_steps()
+        elif (handle := _refusals.pop(optimizer, None)) is not None:
             handle.remove()

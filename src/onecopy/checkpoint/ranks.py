@@ -6,15 +6,32 @@ Without ``torch.distributed`` this process is the only rank, and the same calls 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor, nn
 
-from onecopy.comm.agreement import REMEDY, FailTogether
+from onecopy.comm.agreement import REMEDY, Fact, FailTogether
 from onecopy.comm.collectives import Collectives
 from onecopy.common import tagged_json
+from onecopy.common.digests import tensor_checksums
+from onecopy.common.flat_views import flat_views
+from onecopy.common.tensor_subclasses import leaves_of
 from onecopy.errors import CheckpointError
+from onecopy.state_dict.shards import OptimizerView, unwrapped
+
+
+class Together(FailTogether):
+    """A block that raises on all ranks if it raises on one, or if they do not agree. It must not communicate."""
+
+    def __enter__(self) -> Together:
+        return self
+
+    def must_equal(self, values: Mapping[str, object]) -> None:
+        """Compare values between the ranks at the end of the block; an error has their names and texts."""
+        self.facts += [Fact(name, str(value)) for name, value in values.items()]
 
 
 class Ranks:
@@ -23,53 +40,51 @@ class Ranks:
     Args:
         process_group: the ranks (default: all ranks; without torch.distributed, this process).
         call: the name of the user's call, for errors.
+
+    Attributes:
+        group_rank: the rank of this process.
+        world_size: the number of ranks.
+        global_ranks: the global rank of each rank.
     """
 
     def __init__(self, process_group: Any, call: str) -> None:
+        self._call = call
         self._collectives: Collectives | None = None
+        self.group_rank, self.world_size, self.global_ranks = 0, 1, [0]
         if dist.is_available() and dist.is_initialized():
             collectives = Collectives(process_group)
             with FailTogether(collectives, call):  # all ranks are in this call
                 pass
-            self._collectives = collectives.cpu_group("checkpoint", call)
+            collectives = self._collectives = collectives.cpu_group("checkpoint", call)
+            self.group_rank, self.world_size = collectives.group_rank, collectives.world_size
+            self.global_ranks = dist.get_process_group_ranks(collectives.process_group)
         elif process_group is not None:
             raise RuntimeError("a process group was given, but torch.distributed is not initialised")
 
     @classmethod
-    def single(cls) -> Ranks:
+    def single(cls, call: str) -> Ranks:
         """Return this process as the only rank, even if it is in process groups."""
         made = cls.__new__(cls)
-        made._collectives = None
+        made._call, made._collectives = call, None
+        made.group_rank, made.world_size, made.global_ranks = 0, 1, [0]
         return made
 
-    @property
-    def rank(self) -> int:
-        """The rank of this process."""
-        return self._collectives.group_rank if self._collectives else 0
+    def together(self, remedy: str = "") -> Together:
+        """Return a ``with`` block that raises on all ranks if it raises on one rank or if its values differ.
 
-    @property
-    def world_size(self) -> int:
-        """The number of ranks."""
-        return self._collectives.world_size if self._collectives else 1
+        Args:
+            remedy: the sentence that ends the error about different values, if another one than usual.
+        """
+        return Together(self._collectives, self._call, remedy=remedy or REMEDY)
 
-    @property
-    def global_ranks(self) -> list[int]:
-        """The global rank of each rank."""
-        return dist.get_process_group_ranks(self._collectives.process_group) if self._collectives else [0]
-
-    def fail_together(self, call: str, remedy: str = REMEDY) -> FailTogether:
-        """Return a ``with`` block that raises on all ranks if it raises on one rank or if its facts differ."""
-        return FailTogether(self._collectives, call, remedy=remedy)
-
-    def gather_json(self, call: str, text: bytes) -> list[Any]:
+    def gather_json(self, text: bytes) -> list[Any]:
         """Return the JSON data of every rank.
 
         Args:
-            call: the name of the call, for error messages.
-            text: this rank's data from ``tagged_json.dumps``. A :meth:`fail_together` block encodes it, so that a value
-                that cannot be encoded is an error on all ranks.
+            text: this rank's data from ``tagged_json.dumps``. A :meth:`together` block encodes it, so that a value that
+                cannot be encoded is an error on all ranks.
         """
-        texts = [text] if self._collectives is None else self._collectives.all_gather_bytes(text, call)
+        texts = [text] if self._collectives is None else self._collectives.all_gather_bytes(text, self._call)
         return [tagged_json.loads(each) for each in texts]
 
 
@@ -80,3 +95,29 @@ def explained_os_errors(action: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise CheckpointError(f"{action} failed: {error}") from error
+
+
+# What must be equal on all ranks
+
+
+def described_tensors(model: nn.Module | None, views: Sequence[OptimizerView]) -> dict[str, str]:
+    """Return the names, shapes and dtypes of the model's tensors and of the optimizers' parameters."""
+    tensors = {} if model is None else unwrapped(model).state_dict()
+    found = {
+        f"{name!r} of the model": f"{tuple(value.shape)}, {value.dtype}" if isinstance(value, Tensor) else "data"
+        for name, value in tensors.items()
+    }
+    for number, view in enumerate(views):
+        for place, (name, param) in enumerate(zip(view.names, view.params, strict=True)):
+            found[f"parameter {place} of optimizer {number}"] = f"{name!r}, {tuple(param.shape)}"
+    return found
+
+
+def parameter_checksums(view: OptimizerView) -> dict[str, str]:
+    """Return checksums of an optimizer's parameters, which are equal on ranks that train one model."""
+    leaves = [leaves_of(param.detach()) for param in view.params]
+    checksums = iter(tensor_checksums(flat_views(list(chain.from_iterable(leaves)))))
+    return {
+        f"parameter {name!r}": f"checksum {', '.join(str(next(checksums)) for _ in parts)}"
+        for name, parts in zip(view.names, leaves, strict=True)
+    }

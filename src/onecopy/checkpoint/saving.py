@@ -1,52 +1,50 @@
 """Saves a checkpoint: every rank writes its file, and rank 0 commits all of them.
 
-1. Each rank describes its part of the checkpoint. All ranks raise if their arguments, models or optimizers differ.
-2. Rank 0 makes and locks a temporary directory beside the final one, after it has removed the leftovers of saves that
-   died. A directory that another process has locked belongs to a save that is running.
-3. Each rank writes one file into it and flushes it to the disk. All ranks raise if a rank failed.
-4. Rank 0 writes and flushes the manifest, renames the directory, and flushes its parent. All ranks raise if it failed.
-5. Rank 0 removes older checkpoints.
+1. All ranks compare their arguments. Rank 0 looks whether the step was saved before.
+2. Each rank describes its part: trees of plain data, and pieces of tensors. All ranks compare the model and the
+   optimizers. With ``blocking=False`` each rank copies its part, the call returns, and a thread does the rest.
+3. Rank 0 makes a temporary directory beside the final one.
+4. Each rank writes one file into it and flushes it to the disk.
+5. Rank 0 writes and flushes the manifest, renames the directory, and flushes its parent: this is the commit.
+6. Rank 0 removes older checkpoints (``keep``).
 
-If anything fails on any rank, all ranks raise, and no committed directory has been touched.
-
-On a remote store nothing is locked or renamed: the ranks write under the final prefix, and the manifest is the commit.
+Each of the steps 1 to 5 ends with a vote: if it fails on any rank, all ranks raise. Then rank 0 removes what was
+written, and no committed checkpoint has been touched.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
+import secrets
+import threading
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from onecopy.checkpoint import manifest
-from onecopy.checkpoint.argument_comparison import argument_facts, replica_facts, trainable_facts
-from onecopy.checkpoint.directories import committed, folder_name, step_of, verify
+from onecopy.checkpoint import directories, manifest, storage
 from onecopy.checkpoint.files import write_file
 from onecopy.checkpoint.manifest import Entry, File, FrozenParam, Manifest, Piece, SavedOptimizer
-from onecopy.checkpoint.manifest_checks import MAX_BYTES, is_count
-from onecopy.checkpoint.optimizer_view import (
-    Optimizers,
-    OptimizerView,
-    optimizer_views,
-    unwrapped,
-    wait_for_parameters,
-)
-from onecopy.checkpoint.ranks import Ranks, explained_os_errors
-from onecopy.checkpoint.save_plan import PerRank, SavePlan, plan_save
-from onecopy.checkpoint.signing import SigningKey, check_key
-from onecopy.checkpoint.storage import EXISTS, Location, Storage, location_of, storage_of
-from onecopy.comm.agreement import Fact
+from onecopy.checkpoint.ranks import Ranks, explained_os_errors, parameter_checksums
+from onecopy.checkpoint.save_plan import SavePlan, plan_save
+from onecopy.checkpoint.storage import Location, RemotePath
+from onecopy.checkpoint.training_state import PerRank
 from onecopy.common import tagged_json
 from onecopy.common.tensor_subclasses import leaves_of
 from onecopy.errors import CheckpointError, CorruptCheckpointError, NonfiniteError
-from onecopy.state_dict.owner_comparison import owners_differ
+from onecopy.state_dict.shards import (
+    Optimizers,
+    OptimizerView,
+    optimizer_views,
+    owners_differ,
+    shown_kinds,
+    unwrapped,
+)
 from onecopy.step.nonfinite import not_finite
 
 logger = logging.getLogger(__name__)
@@ -59,167 +57,109 @@ ONE_MODEL = (
 )
 
 
-@dataclass(slots=True)
-class SaveJob:
-    """A save whose arguments were compared on all ranks, and that can be written now or in a thread.
-
-    Attributes:
-        ranks: the ranks that save.
-        root: the directory of all checkpoints.
-        step: the step to save under.
-        keep: how many checkpoints to keep, or None for all.
-        plan: this rank's part.
-        key: the key to sign the manifest with, or None.
-        committed: on rank 0, whether the checkpoint exists.
-    """
-
-    ranks: Ranks
-    root: Location
-    step: int
-    keep: int | None
-    plan: SavePlan
-    key: SigningKey | None = None
-    committed: bool = field(default=False, init=False)
-
-    @property
-    def _storage(self) -> Storage[Any]:
-        return storage_of(self.root)
-
-    def run(self) -> Location:
-        """Write and commit the checkpoint, on all ranks together; return its directory."""
-        final = self.root / folder_name(self.step)
-        with contextlib.ExitStack() as stack:
-            folder = self._begin(final, stack)
-            try:
-                descriptions = self._write(folder)
-                self._commit(folder, final, descriptions)
-            except Exception:
-                if self.ranks.rank == 0 and not self.committed:  # otherwise another rank died after the commit
-                    self._storage.discard(folder)
-                raise
-        if self.ranks.rank == 0 and self.keep is not None:
-            _prune(self.root, self.keep, self.step)
-        return final
-
-    def _begin(self, final: Location, stack: contextlib.ExitStack) -> Location:
-        """Make the directory to write into on rank 0; return its path on all ranks."""
-        folder = self._storage.place_for(final)
-        with self.ranks.fail_together(CALL), explained_os_errors(f"making {folder}"):
-            if self.ranks.rank == 0:
-                self._storage.prepare_root(self.root)
-                if self._storage.exists(final):
-                    with explained_os_errors(f"checking {final}, which exists already,"):
-                        _set_damaged_aside(final)
-                self._storage.begin(folder, stack)
-        return self.root / str(self.ranks.gather_json(CALL, tagged_json.dumps(folder.name))[0])
-
-    def _write(self, folder: Location) -> list[Any]:
-        """Write this rank's file; return the description of every rank's file."""
-        path = folder / f"rank-{self.ranks.rank:05d}.safetensors"
-        with self.ranks.fail_together(CALL), explained_os_errors(f"rank {self.ranks.rank}: writing {path}"):
-            file, pieces = write_file(path, self.plan.pieces, signed=self.key is not None)
-            text = tagged_json.dumps(self._describe(path.name, file, pieces))
-        return self.ranks.gather_json(CALL, text)
-
-    def _describe(self, name: str, file: File, pieces: Sequence[Piece]) -> list[Any]:
-        """Return the JSON data from which rank 0 assembles the manifest; ``_assemble`` reads it."""
-        rows = [
-            [live.key, live.entry.dtype, live.entry.shape, live.entry.stride, *astuple(piece)[1:]]
-            for live, piece in zip(self.plan.pieces, pieces, strict=True)
-        ]
-        states = [optimizer.state for optimizer in self.plan.optimizers]
-        return [
-            name,
-            astuple(file),
-            rows,
-            states,
-            self.plan.checksums,
-            self.plan.per_rank,
-            {name: astuple(param) for name, param in (self.plan.base or {}).items()},
-        ]
-
-    def _commit(self, folder: Location, final: Location, descriptions: Sequence[Any]) -> None:
-        """Write the manifest and commit the checkpoint, on rank 0; all ranks raise if that fails."""
-        with self.ranks.fail_together(CALL), explained_os_errors(f"committing {final}"):
-            if self.ranks.rank == 0:
-                made = _assemble(self, descriptions)
-                text = manifest.dump(made, self.key)
-                _check_loadable(text, final / manifest.NAME, self.key)
-                _check_files(folder, made)
-                with self._storage.create(folder / manifest.NAME) as write:
-                    write(text)
-                self._storage.commit(folder, final)
-                self.committed = True
-
-
-def prepare(
+def save(
     root: str | os.PathLike[str],
     step: int,
-    model: nn.Module | None,
-    optimizer: Optimizers,
-    extra: dict[str, Any] | None,
-    keep: int | None,
-    blocking: bool,
-    trainable_only: bool,
-    refuse_nonfinite: bool,
-    key: SigningKey | None,
-    process_group: Any,
-) -> SaveJob:
-    """Compare the arguments of a save on all ranks and describe this rank's part; nothing is written yet."""
+    *,
+    model: nn.Module | None = None,
+    optimizer: Optimizers = None,
+    extra: dict[str, Any] | None = None,
+    keep: int | None = None,
+    overwrite: bool = False,
+    blocking: bool = True,
+    trainable_only: bool = False,
+    refuse_nonfinite: bool = False,
+    process_group: Any = None,
+) -> Path | Any:
+    """Save a checkpoint to ``root/step-...``. All ranks make this call together, and each rank writes its part.
+
+    All ranks give the same arguments. If anything fails on any rank, all ranks raise, and older checkpoints have not
+    changed.
+
+    Args:
+        root: the directory for the checkpoints of a run, on a file system that all ranks see; or a URL of fsspec, for
+            example ``s3://bucket/run``.
+        step: the step to save under.
+        model: the model, with or without DDP or ShardedDataParallel around it.
+        optimizer: one or several optimizers, of any class.
+        extra: plain data and tensors to save as well. Rank 0's values are saved; a value in :class:`PerRank` is saved
+            for each rank, under the same keys on all ranks. See :func:`capture`.
+        keep: when this checkpoint is complete, remove all but this many of the newest ones.
+        overwrite: replace a checkpoint of this step, when the new one is complete. Otherwise the call raises before it
+            copies or writes anything.
+        blocking: whether to write before returning. Otherwise this call copies everything, and a thread writes it; an
+            error of the thread is raised by the next call of this module.
+        trainable_only: whether to save digests of the frozen parameters (``requires_grad=False``) instead of their
+            values, for adapters (LoRA). :func:`load` then needs a model with the same frozen parameters.
+        refuse_nonfinite: raise ``NonfiniteError`` on all ranks if a parameter has an infinity or a NaN. Then nothing is
+            saved, and ``keep`` does not remove the last good checkpoint.
+        process_group: the ranks that save (default: all ranks; without torch.distributed, this process).
+
+    Returns:
+        The checkpoint's directory: a ``Path``, or for a URL an object whose ``str()`` is the checkpoint's URL.
+    """
+    _background.finish()
     ranks = Ranks(process_group, CALL)
-    with ranks.fail_together(CALL) as together:
-        folder = location_of(root).absolute()  # the working directory may change during a save in the background
-        storage_of(folder).check_supported()
+    with ranks.together() as together:
+        # 1. the arguments. The working directory may change during a save in the background.
+        folder = storage.location_of(root).absolute()
+        storage.check_supported(folder)
         check_step(step)
-        _check_keep(keep)
-        check_key(key)
+        if keep is not None and (not isinstance(keep, int) or keep < 1):
+            raise ValueError(f"keep must be a number from 1 on, or None to keep all, got {keep!r}")
         if trainable_only and model is None:
             raise ValueError("trainable_only=True needs the model whose parameters are trainable: pass model=")
         views = optimizer_views(model, optimizer)
         owner_groups = [_owner_group(view, ranks) for view in views]
-        wait_for_parameters(views, model)
         if refuse_nonfinite:
-            _check_finite(views, model, ranks.rank)
-        together.facts = [
-            Fact("root", os.fspath(root)),
-            Fact("step", str(step)),
-            Fact("keep", str(keep)),
-            Fact("blocking", str(bool(blocking))),
-        ]
-        together.facts += [Fact("trainable_only", str(bool(trainable_only)))]
-        together.facts += [Fact("refuse_nonfinite", str(bool(refuse_nonfinite)))]
-        together.facts.append(Fact("key", "None" if key is None else "given"))
-        together.facts += [*argument_facts(model, views), Fact("PerRank values of extra", _per_rank_keys(extra))]
+            _check_finite(views, model, ranks.group_rank)
+        together.must_equal({"root": os.fspath(root), "step": step, "keep": keep, "overwrite": bool(overwrite)})
+        together.must_equal({"blocking": bool(blocking), "trainable_only": bool(trainable_only)})
+        together.must_equal({"refuse_nonfinite": bool(refuse_nonfinite), "model": "None" if model is None else "given"})
+        together.must_equal({"optimizer": shown_kinds(views), "PerRank values of extra": _per_rank_keys(extra)})
         if trainable_only and model is not None:
-            together.facts += trainable_facts(model)
-    _check_one_model(views, owner_groups, ranks)
-    first_groups = ranks.gather_json(CALL, tagged_json.dumps(owner_groups))[0]
-    with ranks.fail_together(CALL) as together:
-        # Where several groups of ranks have replicas of the state, the group of the first rank writes it.
-        writes_state = [mine == first for mine, first in zip(owner_groups, first_groups, strict=True)]
-        plan = plan_save(model, views, writes_state, extra, ranks.rank, ranks.world_size, trainable_only)
-        together.facts = [Fact("model and optimizers", plan.fingerprint())]
-        together.facts += [Fact("options of the optimizers", plan.options_digest())]
-    return SaveJob(ranks, folder, step, keep, plan, key)
-
-
-def _check_one_model(views: Sequence[OptimizerView], owner_groups: Sequence[list[int]], ranks: Ranks) -> None:
-    """Raise on all ranks if optimizers on a part of the ranks belong to different models, which nothing else shows."""
+            together.must_equal(_trainable(model))
+        job = SaveJob(ranks, folder, step, keep, overwrite)
+        if ranks.group_rank == 0:
+            job.look_for_existing()
+    # Optimizers on a part of the ranks may belong to different models, which nothing else shows.
     parts = [view for view, group in zip(views, owner_groups, strict=True) if group != ranks.global_ranks]
-    if parts:
-        with ranks.fail_together(CALL, remedy=ONE_MODEL) as together:
-            together.facts = [fact for view in parts for fact in replica_facts(view)]
+    with ranks.together(remedy=ONE_MODEL if parts else "") as together:
+        # 2. the description
+        for view in parts:
+            together.must_equal(parameter_checksums(view))
+        # Where several groups of ranks have replicas of the state, the group of the first rank writes it.
+        writes_state = [ranks.global_ranks[0] in group for group in owner_groups]
+        job.plan = plan_save(model, views, writes_state, extra, ranks, trainable_only)
+        together.must_equal({"model and optimizers": job.plan.digest(), "options": job.plan.options_digest()})
+    if blocking:
+        return job.run()
+    _background.start(job)
+    return job.final
+
+
+def wait() -> None:
+    """Wait for a save in the background, and raise its exception if it failed."""
+    _background.finish()
 
 
 def check_step(step: object) -> None:
     """Raise ``ValueError`` unless a step is a number from 0 on."""
-    if not is_count(step):
+    if not manifest.is_count(step):
         raise ValueError(f"step must be a number from 0 on, got {step!r:.60}")
 
 
-def _check_keep(keep: int | None) -> None:
-    if keep is not None and (not isinstance(keep, int) or keep < 1):
-        raise ValueError(f"keep must be a number from 1 on, or None to keep all, got {keep!r}")
+def _owner_group(view: OptimizerView, ranks: Ranks) -> list[int]:
+    """Return the global ranks among which an optimizer's state is divided."""
+    if view.engine is None:
+        return ranks.global_ranks
+    members = torch.distributed.get_process_group_ranks(view.engine.collectives.process_group)
+    if not set(members) <= set(ranks.global_ranks):
+        raise ValueError(
+            f"the state of {view.kind} is divided among ranks {members}, but only {ranks.global_ranks} save: pass "
+            "a process_group with all of them"
+        )
+    return members
 
 
 def _check_finite(views: Sequence[OptimizerView], model: nn.Module | None, group_rank: int) -> None:
@@ -250,21 +190,126 @@ def _per_rank_keys(extra: object) -> str:
     return ", ".join(sorted(repr(key) for key, value in items if isinstance(value, PerRank))) or "none"
 
 
-def _owner_group(view: OptimizerView, ranks: Ranks) -> list[int]:
-    """Return the global ranks among which an optimizer's state is divided."""
-    if view.zero is None:
-        return ranks.global_ranks
-    members = torch.distributed.get_process_group_ranks(view.zero.process_group)
-    if not set(members) <= set(ranks.global_ranks):
-        raise ValueError(
-            f"the state of {view.kind} is divided among ranks {members}, but only {ranks.global_ranks} save: pass "
-            "a process_group with all of them"
-        )
-    return members
+def _trainable(model: nn.Module) -> dict[str, str]:
+    params = unwrapped(model).named_parameters()
+    return {f"parameter {name!r}": "trainable" if param.requires_grad else "frozen" for name, param in params}
+
+
+# Steps 3 to 6
+
+
+@dataclass(slots=True)
+class SaveJob:
+    """A save whose arguments were compared on all ranks, and that can be written now or in a thread."""
+
+    ranks: Ranks
+    root: Location
+    step: int
+    keep: int | None = None
+    overwrite: bool = False
+    plan: SavePlan = field(default_factory=SavePlan)
+    # On rank 0:
+    replaces_damaged: bool = field(default=False, init=False)
+    committed: bool = field(default=False, init=False)
+
+    @property
+    def final(self) -> Location:
+        """The directory of the checkpoint."""
+        return self.root / directories.folder_name(self.step)
+
+    def look_for_existing(self) -> None:
+        """On rank 0: raise if this step was saved before, unless it may be replaced.
+
+        A damaged checkpoint is replaced: a run that fell back to an older one comes to this step again.
+        """
+        with explained_os_errors(f"looking for checkpoints in {self.root}"):
+            if not self.overwrite:
+                directories.warn_of_later_steps(self.final, self.root)
+            has_manifest = directories.has_manifest(self.final)
+            if self.overwrite or not (has_manifest or (isinstance(self.root, Path) and storage.exists(self.final))):
+                return
+        with explained_os_errors(f"checking {self.final}, which exists already,"):
+            try:
+                directories.verify(self.final)
+            except CorruptCheckpointError as error:
+                logger.warning("%s is damaged, and is replaced: %s", self.final, error)
+                self.replaces_damaged = True
+                return
+        raise CheckpointError(storage.EXISTS.format(self.final))
+
+    def run(self) -> Location:
+        """Write and commit the checkpoint, on all ranks together; return its directory."""
+        token = self._begin()
+        folder = storage.place_for(self.final, token)
+        try:
+            self._commit(folder, self._write(folder, token))
+        except Exception:
+            if self.ranks.group_rank == 0 and not self.committed:  # otherwise another rank died after the commit
+                storage.discard(folder, token)
+            raise
+        if self.ranks.group_rank == 0:
+            self._prune(folder, token)
+        return self.final
+
+    def _begin(self) -> str:
+        """Make the directory to write into on rank 0; return on all ranks the text that is in all its names."""
+        token = secrets.token_hex(4)
+        folder = storage.place_for(self.final, token)
+        with self.ranks.together(), explained_os_errors(f"making {folder}"):
+            if self.ranks.group_rank == 0:
+                storage.prepare_root(self.root)
+                if isinstance(folder, Path):
+                    storage.make_directory(folder)
+        return str(self.ranks.gather_json(tagged_json.dumps(token))[0])
+
+    def _write(self, folder: Location, token: str) -> list[Any]:
+        """Write this rank's file; return the description of every rank's part, from which rank 0 makes the manifest."""
+        path, plan = folder / storage.file_name(folder, self.ranks.group_rank, token), self.plan
+        with self.ranks.together(), explained_os_errors(f"rank {self.ranks.group_rank}: writing {path}"):
+            file, pieces = write_file(path, plan.pieces)
+            rows = [
+                [live.key, live.entry.dtype, live.entry.shape, live.entry.stride, *vars(piece).values()]
+                for live, piece in zip(plan.pieces, pieces, strict=True)
+            ]
+            states = [optimizer.state for optimizer in plan.optimizers]
+            base = {name: [*vars(param).values()] for name, param in (plan.base or {}).items()}
+            described = [path.name, [*vars(file).values()], rows, states, plan.checksums, plan.per_rank, base]
+            text = tagged_json.dumps(described)
+        return self.ranks.gather_json(text)
+
+    def _commit(self, folder: Location, descriptions: Sequence[Any]) -> None:
+        """Write the manifest and commit the checkpoint, on rank 0; all ranks raise if that fails."""
+        final = self.final
+        with self.ranks.together(), explained_os_errors(f"committing {final}"):
+            if self.ranks.group_rank != 0:
+                return
+            made = _assemble(self, descriptions)
+            text = manifest.dump(made)
+            _check_loadable(text, final / manifest.NAME)
+            _check_files(folder, made)
+            replaces = self.overwrite or self.replaces_damaged
+            if isinstance(final, RemotePath) and not replaces and directories.has_manifest(final):
+                raise CheckpointError(storage.EXISTS.format(final))  # another process has just saved it
+            with storage.create(folder / manifest.NAME) as write:
+                write(text)
+            storage.commit(folder, final, self.overwrite, self.replaces_damaged)
+            self.committed = True
+
+    def _prune(self, folder: Location, token: str) -> None:
+        """Remove what was replaced, and all but the newest ``keep`` checkpoints up to this step; later ones stay."""
+        try:
+            if isinstance(folder, RemotePath) and (self.overwrite or self.replaces_damaged):
+                storage.remove_files(folder, lambda name: token not in name)
+            if self.keep is not None:
+                found = [path for path in directories.committed(self.root) if directories.step_of(path) <= self.step]
+                for path in found[self.keep :]:
+                    storage.remove_checkpoint(path)
+        except (OSError, CheckpointError) as error:
+            logger.warning("an older checkpoint could not be removed: %s", error)
 
 
 def _assemble(job: SaveJob, descriptions: Sequence[Any]) -> Manifest:
-    """Make the manifest from the descriptions of all ranks' files."""
+    """Make the manifest from the descriptions of all ranks' parts."""
     plan = job.plan
     files: dict[str, File] = {}
     entries: dict[str, Entry] = {}
@@ -274,12 +319,13 @@ def _assemble(job: SaveJob, descriptions: Sequence[Any]) -> Manifest:
     for name, file, rows, _, _, values, frozen in descriptions:
         files[name] = File(*file)
         per_rank.append(values)
-        base.update((key, FrozenParam(dtype, tuple(shape), digest)) for key, (dtype, shape, digest) in frozen.items())
-        for key, dtype, shape, stride, offset, start, stop, checksums, digests in rows:
-            entries.setdefault(key, Entry(dtype, tuple(shape), tuple(stride)))
-            pieces.setdefault(key, []).append(Piece(name, offset, start, stop, tuple(checksums), tuple(digests)))
+        base.update((key, FrozenParam(*param)) for key, param in frozen.items())
+        for key, dtype, shape, stride, *piece in rows:
+            if key not in entries:
+                entries[key], pieces[key] = Entry(dtype, shape, stride), []
+            pieces[key].append(Piece(*piece))
     tensors = {
-        key: replace(entry, pieces=tuple(sorted(pieces[key], key=lambda piece: piece.start)))
+        key: Entry(entry.dtype, entry.shape, entry.stride, tuple(sorted(pieces[key], key=lambda piece: piece.start)))
         for key, entry in entries.items()
     }
     optimizers = [
@@ -290,7 +336,6 @@ def _assemble(job: SaveJob, descriptions: Sequence[Any]) -> Manifest:
         step=job.step,
         world_size=job.ranks.world_size,
         written_by={"onecopy": version("onecopy"), "torch": str(torch.__version__)},
-        fingerprint=plan.fingerprint(),
         files=files,
         tensors=tensors,
         model=plan.model,
@@ -312,12 +357,12 @@ def _merged_state(number: int, optimizer: SavedOptimizer, descriptions: Sequence
     return {name: found[name][0] for name in optimizer.params if name in found}
 
 
-def _check_loadable(text: bytes, path: Location, key: SigningKey | None) -> None:
+def _check_loadable(text: bytes, path: Location) -> None:
     """Raise if a load would refuse the manifest."""
     try:
-        manifest.parse(text, str(path), key)
-        if len(text) > MAX_BYTES:
-            raise CorruptCheckpointError(f"{path} has {len(text)} bytes, and at most {MAX_BYTES} are read")
+        manifest.parse(text, str(path))
+        if len(text) > manifest.MAX_BYTES:
+            raise CorruptCheckpointError(f"{path} has {len(text)} bytes, and at most {manifest.MAX_BYTES} are read")
     except CorruptCheckpointError as error:
         raise CheckpointError(f"nothing was saved, because it could not be loaded: {error}") from error
 
@@ -327,7 +372,7 @@ def _check_files(folder: Location, made: Manifest) -> None:
     for name, file in made.files.items():
         path = folder / name
         try:
-            size = storage_of(path).size_of(path)
+            size = storage.size_of(path)
         except FileNotFoundError:
             size = None
         if size != file.size:
@@ -336,24 +381,56 @@ def _check_files(folder: Location, made: Manifest) -> None:
             )
 
 
-def _set_damaged_aside(final: Location) -> None:
-    """Make room for a checkpoint if the one in its place is damaged; raise :class:`CheckpointError` if it is not.
+class _BackgroundSave:
+    """Runs at most one save in a thread and keeps its failure until the next call."""
 
-    A run that fell back to an older checkpoint comes to this step again and must be able to save.
-    """
-    try:
-        verify(final)
-    except CorruptCheckpointError as error:
-        with contextlib.suppress(FileNotFoundError):  # another process may have removed it
-            logger.warning("%s is damaged, and %s: %s", final, storage_of(final).set_aside(final), error)
-        return
-    raise CheckpointError(EXISTS.format(final))
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._failure: Exception | None = None
+        self._buffers: dict[str, Tensor] = {}  # reused by the next save: fresh pages cost more than the copy
+
+    def start(self, job: SaveJob) -> None:
+        """Copy the tensors of a save on all ranks, then write them in a thread. No other save may be running."""
+        assert self._thread is None
+        with job.ranks.together():
+            self._copy(job.plan)
+
+        def run() -> None:
+            try:
+                job.run()
+            except Exception as error:
+                logger.warning("saving in the background failed: %s", error)
+                self._failure = error
+
+        thread = threading.Thread(target=run, name="onecopy checkpoint")
+        try:
+            thread.start()
+        except RuntimeError as error:
+            # The operating system refuses another thread. The other ranks have begun to save and wait for this rank.
+            logger.warning("no thread can be started (%s): the checkpoint is saved before training goes on", error)
+            run()
+            return
+        self._thread = thread
+
+    def _copy(self, plan: SavePlan) -> None:
+        """Replace every piece by a copy on the CPU, so that training can change the originals."""
+        reusable, self._buffers = self._buffers, {}
+        for number, piece in enumerate(plan.pieces):
+            buffer = reusable.get(piece.name)
+            if buffer is None or (buffer.dtype, buffer.shape) != (piece.flat.dtype, piece.flat.shape):
+                pinned = piece.flat.device.type != "cpu"
+                buffer = torch.empty(piece.flat.shape, dtype=piece.flat.dtype, pin_memory=pinned)
+            self._buffers[piece.name] = buffer.copy_(piece.flat)
+            plan.pieces[number] = replace(piece, flat=buffer)
+
+    def finish(self) -> None:
+        """Wait for the running save, and raise its exception if it failed."""
+        if self._thread is not None:
+            self._thread.join()
+        self._thread = None
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
 
 
-def _prune(root: Location, keep: int, step: int) -> None:
-    """Remove all but the newest ``keep`` checkpoints up to this step; checkpoints of later steps stay."""
-    try:
-        for path in [path for path in committed(root) if step_of(path) <= step][keep:]:
-            storage_of(root).remove(path)
-    except (OSError, CheckpointError) as error:
-        logger.warning("an older checkpoint could not be removed: %s", error)
+_background = _BackgroundSave()

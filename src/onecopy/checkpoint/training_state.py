@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import random
 import sys
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from onecopy.checkpoint.save_plan import PerRank
+
+@dataclass(frozen=True, slots=True)
+class PerRank:
+    """Marks a value of ``extra`` that each rank saves for itself, such as the state of its random number generators."""
+
+    value: Any
 
 
 class Stateful(Protocol):

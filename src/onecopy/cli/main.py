@@ -5,24 +5,44 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from enum import Enum
-from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Column, Table
+from typer.core import TyperGroup
 
-from onecopy.checkpoint import conversion, directories
+from onecopy.checkpoint import convert as conversion
+from onecopy.checkpoint import directories
 from onecopy.checkpoint.manifest import Manifest
-from onecopy.checkpoint.signing import SigningKey
 from onecopy.checkpoint.storage import Location
 from onecopy.cli import plan
-from onecopy.cli.errors import guarded, need
+from onecopy.errors import OnecopyError
+
+
+class Commands(TyperGroup):
+    """Commands whose errors are one line instead of a traceback. The exit code is 1, and 2 for a wrong command."""
+
+    def invoke(self, context: Any) -> Any:
+        """Run a command."""
+        try:
+            return super().invoke(context)
+        except typer.Exit:  # a RuntimeError, too
+            raise
+        except ModuleNotFoundError as error:
+            message = f"{error}: pip install 'onecopy[cli]'"
+        except (OnecopyError, OSError, TypeError, ValueError, KeyError, RuntimeError) as error:
+            message = str(error)
+        typer.secho(f"error: {message}", err=True, fg="red")
+        raise typer.Exit(1)
+
 
 app = typer.Typer(
-    no_args_is_help=True, help="See what onecopy saves, and inspect and convert checkpoints.",
+    cls=Commands,
+    no_args_is_help=True,
+    help="See what onecopy saves, and inspect and convert checkpoints.",
     epilog="Example: onecopy plan --params 7e9 --ranks 64. Each command has --help with examples.",
-)  # fmt: skip
+)
 checkpoint = typer.Typer(
     no_args_is_help=True,
     help="Inspect, verify and convert checkpoints.",
@@ -30,7 +50,6 @@ checkpoint = typer.Typer(
 )
 app.command("plan", epilog=plan.EXAMPLES)(plan.plan)
 app.add_typer(checkpoint, name="checkpoint")
-
 
 Source = Annotated[
     str,
@@ -48,7 +67,6 @@ class Form(str, Enum):
 
 
 @checkpoint.command(epilog="Example: onecopy checkpoint inspect runs/first")
-@guarded
 def inspect(path: Source, as_json: AsJson = False) -> None:
     """Show the names, shapes, types and sizes of all tensors in a checkpoint, and the ranks that wrote them."""
     folder, found = directories.with_newest(path, lambda folder: (folder, directories.read_manifest(folder)))
@@ -59,28 +77,19 @@ def inspect(path: Source, as_json: AsJson = False) -> None:
 
 
 @checkpoint.command(epilog="Example: onecopy checkpoint verify runs/first/step-00000120")
-@guarded
-def verify(
-    path: Source,
-    key_file: Annotated[
-        Path | None, typer.Option(help="A file with the key with which the checkpoint must have been signed.")
-    ] = None,
-    as_json: AsJson = False,
-) -> None:
+def verify(path: Source, as_json: AsJson = False) -> None:
     """Read all files of a checkpoint and compare them with their checksums."""
-    key = SigningKey.from_file(key_file) if key_file else None
-    folder, size = directories.with_newest(path, lambda folder: (folder, directories.verify(folder, key=key)))
+    folder, size = directories.with_newest(path, lambda folder: (folder, directories.verify(folder)))
     if as_json:
-        typer.echo(json.dumps({"checkpoint": str(folder), "bytes": size, "signed": key is not None}))
+        typer.echo(json.dumps({"checkpoint": str(folder), "bytes": size}))
     else:
         console = Console()
-        console.print(f"{folder}: {_size(size)}, all as {'signed' if key else 'written'}")
+        console.print(f"{folder}: {_size(size)}, all as written")
         if older := len(directories.candidates_in(path)) - 1:
             console.print(f"{older} other checkpoint{'s' * (older > 1)} in {path}: not read")
 
 
 @checkpoint.command(epilog="Example: onecopy checkpoint convert runs/first model.safetensors --to safetensors")
-@guarded
 def convert(
     path: Annotated[str, typer.Argument(help="A checkpoint. With --to native, a file written by torch.save.")],
     target: Annotated[
@@ -105,7 +114,6 @@ def convert(
     if to is Form.torch:
         conversion.to_torch(path, target)
     elif to is Form.safetensors:
-        need("safetensors", "--to safetensors", "cli")
         conversion.to_safetensors(path, target)
     else:
         written = conversion.from_torch(path, target, step)
@@ -118,7 +126,6 @@ def _as_json(folder: Location, found: Manifest) -> dict[str, object]:
         "step": found.step,
         "ranks": found.world_size,
         "written_by": found.written_by,
-        "fingerprint": found.fingerprint,
         "files": {name: file.size for name, file in found.files.items()},
         "optimizers": [{"class": each.kind, "params": list(each.params)} for each in found.optimizers],
         "tensors": {
@@ -139,7 +146,6 @@ def _show(console: Console, folder: Location, found: Manifest) -> None:
     versions = ", ".join(f"{name} {version}" for name, version in found.written_by.items())
     ranks = f"{found.world_size} rank{'s' * (found.world_size > 1)}"
     console.print(f"{folder}: step {found.step}, {_size(total)}, written by {ranks} ({versions})")
-    console.print(f"fingerprint {found.fingerprint}")
     if found.base is not None:
         console.print(f"saved with trainable_only: the values of {len(found.base)} frozen parameters are not in it")
     files = Table("file", "bytes", "pieces", title="files")

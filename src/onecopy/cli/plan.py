@@ -6,7 +6,6 @@ import json
 from dataclasses import asdict
 from enum import Enum
 from math import inf, prod
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -15,32 +14,39 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from onecopy.cli.errors import guarded, need
 from onecopy.layout import Layout, default_shard_by, extend
-from onecopy.planning import estimate
-from onecopy.planning.advice import GB, USABLE, Advice, fits, recommend, unit_of
-from onecopy.planning.comparison import UTILISATION, Row, activation_bytes, compare, planned_job
-from onecopy.planning.optimizers import OPTIMIZERS
-from onecopy.planning.sources import Source, from_counts, from_path
+from onecopy.planning.comparison import (
+    GB,
+    PRECISIONS,
+    USABLE,
+    Advice,
+    Row,
+    compare,
+    fits,
+    recommend,
+    unit_of,
+)
+from onecopy.planning.memory import OPTIMIZERS
+from onecopy.planning.models import Source, from_counts, from_path, specs_of
 
 EXAMPLES = """Examples:
 
   onecopy plan --params 7.5e9 --ranks 64 --precision bf16-master
 
-  onecopy plan my_package.models:make_model --ranks 8 --memory 24
+  onecopy plan my_package.models:make_model --ranks 8 --memory 24 --layout
 
-  onecopy plan path/to/config.json --ranks 8 --memory 80 --batch 4 --sequence 2048 --plot plan.png
-
-  onecopy plan my_package.models:make_model --ranks 4 --layout --plot layout.png
+  onecopy plan path/to/config.json --ranks 8 --memory 80
 """
 
+NOTES = (
+    "Parameters, gradients and state follow from the shapes. Buffers hold parameters and gradients that are sent.",
+    "The rows with DDP assume gradient_as_bucket_view=True. Without it DDP has two copies of the gradients.",
+    "Activations are not included.",
+)
 
-class Precision(str, Enum):
-    """The data types of parameters, gradients and state."""
-
-    fp32 = "fp32"
-    bf16 = "bf16"
-    bf16_master = "bf16-master"
+OptimizerName = Enum("OptimizerName", {name: name for name in OPTIMIZERS}, type=str)  # type: ignore[misc]
+Precision = Enum("Precision", {name: name for name in PRECISIONS}, type=str)  # type: ignore[misc]
+ADAMW, FP32 = OptimizerName("adamw"), Precision("fp32")
 
 
 def positive(value: float | None) -> float | None:
@@ -59,170 +65,97 @@ def count(text: str) -> float:
         raise typer.BadParameter(f"{text!r} is not a number such as 7e9 or 7B") from None
 
 
-OptimizerName = Enum("OptimizerName", {name: name for name in OPTIMIZERS}, type=str)  # type: ignore[misc]
-ADAMW = OptimizerName("adamw")
-
-
-@guarded
 def plan(
     model: Annotated[
         str | None,
-        typer.Argument(help="A function that makes the model, as package.module:function, or a Hugging Face config."),
+        typer.Argument(help="package.module:function that returns the module, or a Hugging Face config.json."),
     ] = None,
     params: Annotated[
-        float | None, typer.Option(parser=count, help="Instead of MODEL: the number of parameters, as 7e9 or 7B.")
+        float | None,
+        typer.Option(parser=count, metavar="NUMBER", help="Elements, such as 7e9 or 7B, instead of MODEL."),
     ] = None,
     largest: Annotated[
-        float | None, typer.Option(parser=count, help="With --params: the elements of the largest parameter.")
+        float | None,
+        typer.Option(parser=count, metavar="NUMBER", help="Elements of the largest parameter; default: a twentieth."),
     ] = None,
     ranks: Annotated[int, typer.Option(min=1, help="The number of data-parallel ranks.")] = 8,
-    ranks_per_machine: Annotated[int, typer.Option(min=1, help="Ranks in one machine.")] = 8,
     optimizer: Annotated[OptimizerName, typer.Option(help="The optimizer class.")] = ADAMW,
     precision: Annotated[
-        Precision,
-        typer.Option(help="All in fp32; all in bf16; or bf16 with fp32 master weights and state."),
-    ] = Precision.fp32,
+        Precision, typer.Option(help="All in fp32; all in bf16; or bf16 with fp32 master weights and state.")
+    ] = FP32,
     memory: Annotated[
         float | None, typer.Option(callback=positive, help="Memory of one GPU in GB, to tell what fits.")
     ] = None,
-    bandwidth: Annotated[
-        float, typer.Option(callback=positive, help="GB/s that a rank sends inside a machine.")
-    ] = 200.0,
-    network: Annotated[
-        float, typer.Option(callback=positive, help="GB/s that a rank sends between machines: 50 is 400 Gbit/s.")
-    ] = 50.0,
-    batch: Annotated[int, typer.Option(min=0, help="Sequences per rank and step, for activations and time.")] = 0,
-    sequence: Annotated[int, typer.Option(min=0, help="Tokens per sequence.")] = 0,
-    hidden: Annotated[int | None, typer.Option(min=1, help="Width of the layers, if the model does not tell.")] = None,
-    layers: Annotated[int | None, typer.Option(min=1, help="Number of layers, if the model does not tell.")] = None,
-    checkpointing: Annotated[bool, typer.Option(help="Activations are computed again in the backward pass.")] = False,
-    tflops: Annotated[
-        float, typer.Option(callback=positive, help="Peak TFLOP/s of one GPU, for the time of a step.")
-    ] = 300.0,
     layout: Annotated[bool, typer.Option("--layout", help="Also draw which rank owns which parameter.")] = False,
-    plot: Annotated[
-        Path | None,
-        typer.Option(help="Write a picture of the memory, with --layout also of the layout, as PNG or SVG."),
-    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
     """Compare the memory of all levels for a model and recommend one. Nothing is trained or downloaded."""
-    if plot is not None:
-        need("matplotlib", "--plot", "demo")
-    source, chosen = _source(model, params, largest, hidden, layers), OPTIMIZERS[optimizer.value]
-    job = planned_job(source, chosen, precision.value, batch * sequence, tflops * 1e12)
-    speed = bandwidth if ranks <= ranks_per_machine else network
-    machine = estimate.Machine(ranks, speed * GB, estimate.collective_latency(ranks), pairwise=False)
-    rows = compare(job, machine)
-    itemsize = job.model.specs[0].dtype.itemsize if job.model.specs else 4
-    activations = activation_bytes(source, batch, sequence, itemsize, checkpointing) if batch * sequence else None
+    source, chosen = _source(model, params, largest), OPTIMIZERS[optimizer.value]
+    rows = compare(source, chosen, precision.value, ranks)
     limit = None if memory is None else memory * GB
-    advice = recommend(rows, chosen, precision is Precision.bf16_master, limit, activations)
+    advice = recommend(rows, chosen, precision.value == "bf16-master", limit)
     policy = default_shard_by(chosen.splittable)
-    owners = extend(None, job.model.specs, ranks, policy, chosen.splittable) if layout else None
+    owners = extend(None, specs_of(source.shapes), ranks, policy, chosen.splittable) if layout else None
     if as_json:
-        typer.echo(json.dumps(_as_json(source, rows, activations, limit, advice, owners), indent=1))
-    else:
-        console = Console()
-        console.print(f"{escape(source.title)}: {job.model.elements:,} elements in {len(source.shapes)} parameters")
-        _print_memory(console, rows, limit, activations)
-        _print_step(console, rows)
-        _print_assumptions(console, machine, activations, batch * sequence, tflops)
-        console.print(f"\n[bold]{advice.choice}[/bold]: {advice.reason}\n")
-        console.print(escape(advice.code), highlight=False, soft_wrap=True)
-        if owners is not None:
-            typer.echo("\nlevel 1: {}\n{}".format(str(owners).partition("\n")[0], owners.draw(console.width)))
-    if plot is not None:
-        from onecopy.planning.picture import draw  # needs matplotlib
-
-        draw(rows, activations, limit, f"{source.title}, {ranks} ranks, {precision.value}", plot, owners)
-        Console(stderr=True).print(f"wrote {plot}")
+        typer.echo(json.dumps(_as_json(source, rows, limit, advice, owners), indent=1))
+        return
+    console = Console()
+    elements = sum(prod(shape) for shape in source.shapes.values())
+    console.print(f"{escape(source.title)}: {elements:,} elements in {len(source.shapes)} parameters")
+    _print_memory(console, rows, limit)
+    _print_step(console, rows)
+    console.print(*NOTES, sep="\n", style="dim", highlight=False, soft_wrap=True)
+    console.print(f"\n[bold]{advice.choice}[/bold]: {advice.reason}\n")
+    console.print(escape(advice.code), highlight=False, soft_wrap=True)
+    if owners is not None:
+        typer.echo("\nlevel 1: {}\n{}".format(str(owners).partition("\n")[0], owners.draw(console.width)))
 
 
-def _source(
-    model: str | None, params: float | None, largest: float | None, hidden: int | None, layers: int | None
-) -> Source:
+def _source(model: str | None, params: float | None, largest: float | None) -> Source:
     if (model is None) == (params is None):
         raise typer.BadParameter("give either MODEL or --params, such as: onecopy plan --params 7e9 --ranks 64")
     if params is not None and not 1 <= params < inf:
         raise typer.BadParameter(f"--params must be at least 1 and finite, got {params:g}")
     try:
-        source = from_counts(params, largest) if params is not None else from_path(str(model))
+        return from_counts(params, largest) if params is not None else from_path(str(model))
     except (TypeError, ValueError) as error:
         raise typer.BadParameter(str(error)) from error
-    if hidden is None and layers is None:
-        return source
-    return Source(source.title, source.shapes, hidden or source.hidden, layers or source.layers, source.vocabulary)
 
 
-def _print_memory(console: Console, rows: list[Row], limit: float | None, activations: float | None) -> None:
+def _table(title: str, columns: list[str]) -> Table:
+    return Table(*columns, title=title, box=SIMPLE_HEAD, padding=(0, 1), collapse_padding=True, pad_edge=False)
+
+
+def _print_memory(console: Console, rows: list[Row], limit: float | None) -> None:
     unit, scale = unit_of(rows)
     kinds = [kind for kind in rows[0].memory if any(row.memory[kind] for row in rows)]
-    columns = ["", *kinds, *(["activations"] if activations else []), "total", *(["fits"] if limit is not None else [])]
-    table = Table(
-        *columns,
-        title=f"{unit} on the rank with the most",
-        box=SIMPLE_HEAD,
-        padding=(0, 1),
-        collapse_padding=True,
-        pad_edge=False,
-    )
+    columns = ["", *kinds, "total", *(["fits"] if limit is not None else [])]
+    table = _table(f"{unit} on the rank with the most", columns)
     for row in rows:
         cells = [f"{row.memory[kind] / scale:.2f}" for kind in kinds]
-        cells += [f"{activations / scale:.1f}"] if activations else []
-        cells.append(f"{(row.total + (activations or 0)) / scale:.2f}")
+        cells.append(f"{row.total / scale:.2f}")
         if limit is not None:
-            cells.append("yes" if fits(row, limit, activations) else "no")
+            cells.append("yes" if fits(row, limit) else "no")
         table.add_row(row.name, *cells)
     console.print(table)
 
 
 def _print_step(console: Console, rows: list[Row]) -> None:
-    timed = any(row.step for row in rows)
     unit, scale = unit_of(rows)
-    columns = ["", f"{unit} sent", "collectives", "operations", "ms of collectives", *(["ms of a step"] * timed)]
-    table = Table(
-        *columns, title="one step of one rank", box=SIMPLE_HEAD, padding=(0, 1), collapse_padding=True, pad_edge=False
-    )
+    table = _table("one step of one rank", ["", f"{unit} sent", "collectives", "operations"])
     for row in rows:
-        step = ["-" if row.step is None else f"{1e3 * row.step:.0f}"] if timed else []
-        counts = (f"{row.calls:,}", f"{row.operations:,}")
-        table.add_row(row.name, f"{row.sent / scale:.2f}", *counts, f"{1e3 * row.communication:.0f}", *step)
+        table.add_row(row.name, f"{row.sent / scale:.2f}", f"{row.calls:,}", f"{row.operations:,}")
     console.print(table)
 
 
-def _print_assumptions(
-    console: Console, machine: estimate.Machine, activations: float | None, tokens: int, tflops: float
-) -> None:
-    """Say which of the numbers follow from the plan, and which are assumed."""
-    lines = [
-        "Parameters, gradients and state follow from the shapes. Buffers hold parameters and gradients that are sent.",
-        "The rows with DDP assume gradient_as_bucket_view=True. Without it DDP has two copies of the gradients.",
-        f"Time assumes {machine.bandwidth / GB:.0f} GB/s and {1e6 * machine.latency:.0f} us for one operation.",
-    ]
-    if activations:
-        lines.append("Activations are an estimate for a transformer; real ones are from half to twice of it.")
-    else:
-        lines.append("Activations are not included: give --batch and --sequence, and --hidden and --layers.")
-    if tokens:
-        lines.append(f"A step assumes {UTILISATION:.0%} of {tflops:.0f} TFLOP/s.")
-    console.print(*lines, sep="\n", style="dim", highlight=False, soft_wrap=True)
-
-
 def _as_json(
-    source: Source,
-    rows: list[Row],
-    activations: float | None,
-    limit: float | None,
-    advice: Advice,
-    owners: Layout | None,
+    source: Source, rows: list[Row], limit: float | None, advice: Advice, owners: Layout | None
 ) -> dict[str, Any]:
     return {
         "model": source.title,
         "elements": sum(prod(shape) for shape in source.shapes.values()),
-        "activations": activations,
         "usable_memory": None if limit is None else USABLE * limit,
-        "ways": [{**asdict(row), "total": row.total, "fits": fits(row, limit, activations)} for row in rows],
+        "ways": [{**asdict(row), "total": row.total, "fits": fits(row, limit)} for row in rows],
         "advice": asdict(advice),
         "layout": None if owners is None else [asdict(shard) for shard in owners.shards],
     }

@@ -138,19 +138,15 @@ def vote_row(
 
 def start_vote(collectives: Collectives, row: Tensor, call: str, replicas: Collectives | None = None) -> Work:
     """Start the exchange of a row that is read later; with a mesh, among the ranks of all replicas."""
-    with collectives.explained_errors(call):
-        work = collectives.all_reduce(row, largest=True)
-        if replicas is not None:
-            work = replicas.all_reduce_after(work, row, largest=True)
-    return collectives.explained_work(work, call)
+    work = collectives.all_reduce(row, call, largest=True)
+    return work if replicas is None else replicas.all_reduce_after(work, row, call, largest=True)
 
 
 def vote_at_once(collectives: Collectives, row: Tensor, call: str, replicas: Collectives | None = None) -> Vote:
     """Exchange a row and read it."""
-    with collectives.explained_errors(call):
-        collectives.largest_row(row)
-        if replicas is not None:
-            replicas.largest_row(row)
+    collectives.largest_row(row, call)
+    if replicas is not None:
+        replicas.largest_row(row, call)
     return Vote(row.tolist())
 
 

@@ -159,7 +159,7 @@ def send_ranges(ranges: Sequence[Tensor], start: Callable[[Tensor], Work], devic
         else:
             buffer = ranges[message.ranges[0]][message.start : message.stop].to(device)
         staged = message.packed or ranges[message.ranges[0]].device != device
-        in_flight.add(start(buffer), buffer, staged=staged)
+        in_flight.add(start(buffer), staged=staged)
     in_flight.drain()
 
 
@@ -175,7 +175,7 @@ def receive_ranges(ranges: Sequence[Tensor], start: Callable[[Tensor], Work], de
             continue
         in_flight.leave(limits.PACKS_IN_FLIGHT)
         buffer = torch.empty(message.stop - message.start, dtype=torch.uint8, device=device)
-        in_flight.add(start(buffer), buffer, unpacker(buffer, targets), staged=True)
+        in_flight.add(start(buffer), unpacker(buffer, targets), staged=True)
     in_flight.drain()
 
 

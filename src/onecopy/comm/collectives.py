@@ -18,7 +18,7 @@ from onecopy.comm.gloo import Pairs, PairwiseReduction
 from onecopy.comm.process_groups import DedicatedGroups
 from onecopy.comm.status_flags import flags_on
 from onecopy.comm.streams import SideStream
-from onecopy.comm.work import ExplainedErrors, ExplainedWork, Work, WorkAfter, WorkGroup, run_all
+from onecopy.comm.work import ExplainedErrors, Started, Work, WorkAfter
 from onecopy.common.flat_views import to_bytes
 from onecopy.common.torch_private import counts_calls
 from onecopy.errors import OnecopyError
@@ -52,7 +52,6 @@ class Collectives:
         self.world_size = dist.get_world_size(group)
         self.group_rank = dist.get_rank(group)
         self.global_rank = dist.get_global_rank(group, self.group_rank)
-        self._others = [(self.group_rank - turn) % self.world_size for turn in range(1, self.world_size)]
         self._backends = process_groups.backends_of(group)
         self.control_device = process_groups.control_device(self._backends, device)
         self.host_device = torch.device("cpu") if "cpu" in self._backends else self.control_device
@@ -138,7 +137,7 @@ class Collectives:
         def gather_counts(count: int) -> list[int]:
             return [row[0] for row in self.all_gather_flags([count], call)]
 
-        with self.explained_errors(call):
+        with ExplainedErrors(call, self.group_rank):
             return process_groups.side_group(self.process_group, purpose, self.control_device, gather_counts, backend)
 
     def reserve_tags(self) -> int:
@@ -147,100 +146,79 @@ class Collectives:
 
     def all_gather_flags(self, flags: Sequence[int], call: str) -> list[list[int]]:
         """Integers of every rank, in rank order, read on the host at once. The ranks have voted before."""
-        with self.explained_errors(call):
+        with ExplainedErrors(call, self.group_rank):
             mine = flags_on(self.host_device, flags)
             rows = mine.new_empty(self.world_size, len(flags))
-            self.all_gather_single(rows.view(-1), mine).wait()
+            dist.all_gather_single(rows.view(-1), mine, group=self.process_group)
             values: list[list[int]] = rows.tolist()
         return values
 
-    def largest_row(self, row: Tensor) -> None:
-        """Replace a row of the fixed length of a vote by the largest of each integer over all ranks.
-
-        On gloo it is sent between pairs of ranks, with a tag of its own: a rank that is in a collective of the user's
-        cannot take it for other data, and an all-reduce of two lengths would end its process.
-        """
-        if not self.sends_in_place(row.device):
-            self.all_reduce(row, largest=True).wait()
-            return
-        rows = row.new_empty(len(self._others), len(row))
-        errors = run_all(
-            [
-                *(partial(self.receive, rows[turn], other, limits.VOTE_TAG) for turn, other in enumerate(self._others)),
-                *(partial(self.send, row, other, limits.VOTE_TAG) for other in self._others),
-            ]
-        )
-        for error in errors:
-            if not isinstance(error, RuntimeError):
-                raise error
-        if errors:
-            raise errors[0]
-        if len(rows):
-            torch.maximum(row, rows.amax(0), out=row)
-
-    def explained_errors(self, call: str) -> ExplainedErrors:
-        """A block that turns a backend's error, such as the timeout, into one that names the call and this rank."""
-        return ExplainedErrors(call, self.group_rank)
-
-    def explained_work(self, work: Work, call: str) -> Work:
-        """Return work whose ``wait()`` raises such an error, for work that another call waits for."""
-        return ExplainedWork(work, call, self.group_rank)
+    def largest_row(self, row: Tensor, call: str) -> None:
+        """Replace a row of the fixed length of a vote by the largest of each integer over all ranks."""
+        with ExplainedErrors(call, self.group_rank):
+            if self._pairs is not None and self.sends_in_place(row.device):
+                self._pairs.take_largest(row)
+            else:
+                dist.all_reduce(row, op=dist.ReduceOp.MAX, group=self.process_group)
 
     def all_gather_bytes(self, payload: bytes, call: str) -> list[bytes]:
         """The bytes of every rank, of any length, in rank order."""
         sizes = [row[0] for row in self.all_gather_flags([len(payload)], call)]
-        with self.explained_errors(call):
-            return [
-                self._broadcast_sized(payload if source == self.group_rank else None, size, source)
-                for source, size in enumerate(sizes)
-            ]
+        return [
+            self._broadcast_sized(payload if source == self.group_rank else None, size, source, call)
+            for source, size in enumerate(sizes)
+        ]
 
     def broadcast_bytes(self, payload: bytes | None, source: int, call: str) -> bytes:
         """The bytes of ``source``. The other ranks' arguments are ignored."""
         size = torch.tensor([len(payload or b"")], dtype=torch.int64, device=self.host_device)
-        with self.explained_errors(call):
-            self.broadcast(size, source).wait()
-            return self._broadcast_sized(payload if source == self.group_rank else None, int(size), source)
+        self.broadcast(size, source, call).wait()
+        return self._broadcast_sized(payload if source == self.group_rank else None, int(size), source, call)
 
-    def _broadcast_sized(self, payload: bytes | None, size: int, source: int) -> bytes:
+    def _broadcast_sized(self, payload: bytes | None, size: int, source: int, call: str) -> bytes:
         if size == 0:
             return b""
         buffer = torch.empty(size, dtype=torch.uint8, device=self.host_device)
         if payload is not None:
             buffer.copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
-        self.broadcast(buffer, source).wait()
+        self.broadcast(buffer, source, call).wait()
         return to_bytes(buffer) if payload is None else payload
 
-    def broadcast(self, tensor: Tensor, source: int) -> Work:
+    def explained_errors(self, call: str) -> ExplainedErrors:
+        """A block around communication that is not made here: a backend's error in it names the call and this rank."""
+        return ExplainedErrors(call, self.group_rank)
+
+    # Each of these starts a collective, and names the user's call in the error of a backend that has lost a rank.
+
+    def broadcast(self, tensor: Tensor, source: int, call: str) -> Work:
         """Start sending contiguous memory of ``source`` into the same memory of all other ranks."""
-        if self._pairs is not None and self.sends_in_place(tensor.device):
-            return WorkGroup(tuple(self._pairs.broadcast(tensor, source)))
-        work: Work = dist.broadcast(tensor, group=self.process_group, group_src=source, async_op=True)
-        return work
+        with ExplainedErrors(call, self.group_rank):
+            if self._pairs is not None and self.sends_in_place(tensor.device):
+                works = self._pairs.broadcast(tensor, source)
+            else:
+                works = [dist.broadcast(tensor, group=self.process_group, group_src=source, async_op=True)]
+        return Started(works, call, self.group_rank, tensor)
 
-    def all_gather_single(self, output: Tensor, mine: Tensor) -> Work:
-        """Start gathering equally long memory of all ranks; ``mine`` may be this rank's part of ``output``."""
-        work: Work = dist.all_gather_single(output, mine, group=self.process_group, async_op=True)
-        return work
-
-    def all_gather(self, memory: Tensor, lengths: Sequence[int]) -> Work:
+    def all_gather(self, memory: Tensor, lengths: Sequence[int], call: str) -> Work:
         """Start gathering, in place, the parts of all ranks, which lie one behind the other.
 
         Args:
             memory: the parts. This rank's is sent, and the others are received into.
             lengths: the number of elements of each part.
+            call: the user's call.
         """
-        parts = list(memory.split(list(lengths)))
-        work: Work = WorkGroup(())
-        if self.sends_in_place(memory.device):
-            return WorkGroup(tuple(self.broadcast(part, source) for source, part in enumerate(parts) if part.numel()))
-        if memory.numel() and len(set(lengths)) == 1:
-            return self.all_gather_single(memory, parts[self.group_rank])
-        if memory.numel():
-            work = dist.all_gather(parts, parts[self.group_rank], group=self.process_group, async_op=True)
-        return work
+        parts, works = list(memory.split(list(lengths))), []
+        mine = parts[self.group_rank]
+        with ExplainedErrors(call, self.group_rank):
+            if self._pairs is not None and self.sends_in_place(memory.device):
+                works = [work for source, part in enumerate(parts) for work in self._pairs.broadcast(part, source)]
+            elif memory.numel() and len(set(lengths)) == 1:
+                works = [dist.all_gather_single(memory, mine, group=self.process_group, async_op=True)]
+            elif memory.numel():
+                works = [dist.all_gather(parts, mine, group=self.process_group, async_op=True)]
+        return Started(works, call, self.group_rank, memory)
 
-    def reduce_scatter(self, mean: Tensor, memory: Tensor, lengths: Sequence[int], scale: float) -> Work:
+    def reduce_scatter(self, mean: Tensor, memory: Tensor, lengths: Sequence[int], scale: float, call: str) -> Work:
         """Start adding up, over all ranks, the parts of all ranks, which lie one behind the other.
 
         Args:
@@ -248,22 +226,28 @@ class Collectives:
             memory: the parts. They are overwritten where the backend cannot average.
             lengths: the number of elements of each part.
             scale: the factor by which values are multiplied first: 1 / the number of ranks, or less with a mesh.
+            call: the user's call.
         """
-        work: Work = WorkGroup(())
-        if not memory.numel():
-            return work
-        if not self.averages:
-            memory.mul_(scale)
+        works: list[Work] = []
         op = dist.ReduceOp.AVG if self.averages else dist.ReduceOp.SUM
-        if len(set(lengths)) == 1:
-            work = dist.reduce_scatter_single(mean, memory, op=op, group=self.process_group, async_op=True)
-        else:
-            parts = list(memory.split(list(lengths)))
-            work = dist.reduce_scatter(mean, parts, op=op, group=self.process_group, async_op=True)
-        return work
+        with ExplainedErrors(call, self.group_rank):
+            if memory.numel() and not self.averages:
+                memory.mul_(scale)
+            if memory.numel() and len(set(lengths)) == 1:
+                works = [dist.reduce_scatter_single(mean, memory, op=op, group=self.process_group, async_op=True)]
+            elif memory.numel():
+                parts = list(memory.split(list(lengths)))
+                works = [dist.reduce_scatter(mean, parts, op=op, group=self.process_group, async_op=True)]
+        return Started(works, call, self.group_rank, mean, memory)
 
     def reduce_scatter_in_place(
-        self, pieces: Sequence[Sequence[Tensor]], means: Sequence[Tensor], scale: float, pool: BufferPool, tag: int
+        self,
+        pieces: Sequence[Sequence[Tensor]],
+        means: Sequence[Tensor],
+        scale: float,
+        pool: BufferPool,
+        tag: int,
+        call: str,
     ) -> Work:
         """As :meth:`reduce_scatter`, of pieces that lie anywhere; only where this class :meth:`sends_in_place`.
 
@@ -273,49 +257,51 @@ class Collectives:
             scale: the factor.
             pool: gives memory for what arrives.
             tag: a number that no other reduction in flight between these ranks has.
+            call: the user's call.
         """
         assert self._pairs is not None
-        return PairwiseReduction(self._pairs, pieces, means, scale, pool, tag)
+        with ExplainedErrors(call, self.group_rank):
+            reduction = PairwiseReduction(self._pairs, pieces, means, scale, pool, tag)
+        return Started([reduction], call, self.group_rank)
 
-    def all_reduce(self, tensor: Tensor, largest: bool = False, average: bool = False) -> Work:
+    def all_reduce(self, tensor: Tensor, call: str, largest: bool = False, average: bool = False) -> Work:
         """Start summing contiguous memory over all ranks in place.
 
         Args:
             tensor: the memory.
+            call: the user's call.
             largest: take the maximum.
             average: take the mean where the backend :attr:`averages`.
         """
         op = dist.ReduceOp.MAX if largest else dist.ReduceOp.AVG if average and self.averages else dist.ReduceOp.SUM
-        work: Work = dist.all_reduce(tensor, op=op, group=self.process_group, async_op=True)
-        return work
+        with ExplainedErrors(call, self.group_rank):
+            work = dist.all_reduce(tensor, op=op, group=self.process_group, async_op=True)
+        return Started([work], call, self.group_rank, tensor)
 
-    def all_reduce_after(self, work: Work, tensor: Tensor, largest: bool = False, average: bool = False) -> Work:
-        """As :meth:`all_reduce`, of memory that ``work`` writes. The current stream waits for neither.
-
-        Args:
-            work: the work before.
-            tensor: the memory.
-            largest: take the maximum.
-            average: take the mean where the backend :attr:`averages`.
-        """
+    def all_reduce_after(
+        self, work: Work, tensor: Tensor, call: str, largest: bool = False, average: bool = False
+    ) -> Work:
+        """As :meth:`all_reduce`, of memory that ``work`` writes. The current stream waits for neither."""
         if tensor.device.type == "cpu":
-            return WorkAfter(work, partial(self.all_reduce, tensor, largest, average))
+            return WorkAfter(work, partial(self.all_reduce, tensor, call, largest, average))
         with _chain_stream(tensor.device).use():
             work.wait()
-            return self.all_reduce(tensor, largest, average)
+            return self.all_reduce(tensor, call, largest, average)
 
-    def _tag(self, tag: int, tensor: Tensor) -> int:
-        return tag if self._backends.get(tensor.device.type) == "gloo" else 0  # not all backends have so many
-
-    def send(self, tensor: Tensor, destination: int, tag: int = limits.MESSAGE_TAG) -> Work:
+    def send(self, tensor: Tensor, destination: int, call: str) -> Work:
         """Start sending contiguous memory to one rank."""
-        work: Work = self._message_group.send([tensor], destination, self._tag(tag, tensor))
-        return work
+        with ExplainedErrors(call, self.group_rank):
+            work = self._message_group.send([tensor], destination, self._tag(tensor))
+        return Started([work], call, self.group_rank, tensor)
 
-    def receive(self, tensor: Tensor, source: int, tag: int = limits.MESSAGE_TAG) -> Work:
-        """Start receiving into contiguous memory; messages with one tag arrive in the order they were sent."""
-        work: Work = self._message_group.recv([tensor], source, self._tag(tag, tensor))
-        return work
+    def receive(self, tensor: Tensor, source: int, call: str) -> Work:
+        """Start receiving into contiguous memory; messages arrive in the order they were sent."""
+        with ExplainedErrors(call, self.group_rank):
+            work = self._message_group.recv([tensor], source, self._tag(tensor))
+        return Started([work], call, self.group_rank, tensor)
+
+    def _tag(self, tensor: Tensor) -> int:
+        return limits.MESSAGE_TAG if self._backends.get(tensor.device.type) == "gloo" else 0  # others have no tags
 
 
 @lru_cache

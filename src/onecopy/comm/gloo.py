@@ -8,7 +8,9 @@ from and into the memory where the pieces lie.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -51,6 +53,27 @@ class Pairs:
         if source != self.group_rank:
             return [self.receive(part, source, tag) for part in self._chunks(tensor)]
         return [self.send(part, other, tag) for part in self._chunks(tensor) for other in self.destinations]
+
+    def take_largest(self, row: Tensor) -> None:
+        """Replace a row by the largest of each number over all ranks.
+
+        Its messages have a tag of their own: a rank that is in another collective cannot take them for other data.
+        """
+        tag = limits.VOTE_TAG
+        rows = row.new_empty(self.ranks - 1, len(row))
+        errors = _run_all(
+            [
+                *(partial(self.receive, rows[turn], source, tag) for turn, source in enumerate(self.sources)),
+                *(partial(self.send, row, other, tag) for other in self.destinations),
+            ]
+        )
+        for error in errors:
+            if not isinstance(error, RuntimeError):
+                raise error
+        if errors:
+            raise errors[0]
+        if len(rows):
+            torch.maximum(row, rows.amax(0), out=row)
 
     def _chunks(self, tensor: Tensor) -> Sequence[Tensor]:
         """Parts of contiguous memory as bytes, because sender and receiver may see it as different types."""
@@ -118,6 +141,25 @@ class PairwiseReduction:
             work.wait()
         self._pool.give_back(self._staging)
         self._arriving, self._sends, self._sent = [], [], []
+
+
+def _run_all(starts: Sequence[Callable[[], Work]]) -> list[BaseException]:
+    """Start all works and wait for all of them, also if some fail; return the exceptions.
+
+    Other ranks count on every message: none may be left out, and none may be left behind for a later receive.
+    """
+    errors: list[BaseException] = []
+
+    def attempt(action: Callable[[], Any]) -> Any:
+        try:
+            return action()
+        except BaseException as error:  # also of a signal's handler
+            errors.append(error)
+
+    for work in [attempt(start) for start in starts]:
+        if work is not None:
+            attempt(work.wait)
+    return errors
 
 
 def write_mean(target: Tensor, rows: Sequence[Tensor], scale: float) -> None:

@@ -26,6 +26,9 @@ from onecopy.comm.work import Work
 from onecopy.common.profiler_ranges import profile_range
 from onecopy.common.torch_private import zero_each
 
+CALL = "backward()"
+"""The user's call that reduces gradients, for errors."""
+
 
 @dataclass(frozen=True, slots=True)
 class Piece:
@@ -162,14 +165,15 @@ class ReduceScatterPlan:
                 for owned in self._messages
             ]
             means = means or pieces[here]
-            work = collectives.reduce_scatter_in_place(pieces, means, self._scale, pool, tag)
+            work = collectives.reduce_scatter_in_place(pieces, means, self._scale, pool, tag, CALL)
         else:
             if not means:
                 means = [pool.take(mine[0].numel, self._dtype, self._device)]
                 buffers += means
-            work = collectives.reduce_scatter(means[0], buffer, [part.numel for (part,) in self._messages], self._scale)
+            lengths = [message.numel for (message,) in self._messages]
+            work = collectives.reduce_scatter(means[0], buffer, lengths, self._scale, CALL)
         if self._replicas is not None and into is not None:
-            work = self._replicas.all_reduce_after(work, into, average=True)
+            work = self._replicas.all_reduce_after(work, into, CALL, average=True)
         return Reduction(work, mine, means, None if into is not None else sources, pool, buffers)
 
 

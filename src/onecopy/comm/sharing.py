@@ -162,39 +162,40 @@ class Sharing:
                 planned.lengths = planned.sizes if in_place else limits.padded(planned.sizes, dtype.itemsize)
                 self._rounds.append(planned)
 
-    def start(self, changed: Sequence[bool] | None = None, in_flight: InFlight | None = None) -> InFlight:
+    def start(self, call: str, changed: Sequence[bool] | None = None, in_flight: InFlight | None = None) -> InFlight:
         """Start sending the parameters of all owners to all ranks, and return the messages in flight.
 
         What arrives packed is written when it is waited for.
 
         Args:
+            call: the user's call, for errors.
             changed: whether each parameter has changed, equal on all ranks. What has not is not written: autograd may
                 still need it. All-gathers without a changed parameter are left out.
             in_flight: messages in flight to which these are added.
         """
         in_flight = in_flight or InFlight()
-        for work in self.start_in_place(changed):
+        for work in self.start_in_place(call, changed):
             in_flight.add(work)
         for each in self._rounds:
             if _has_changed(each.params, changed):
-                self._start_round(each, changed, in_flight)
+                self._start_round(each, call, changed, in_flight)
         return in_flight
 
-    def start_in_place(self, changed: Sequence[bool] | None = None) -> list[Work]:
+    def start_in_place(self, call: str, changed: Sequence[bool] | None = None) -> list[Work]:
         """Start sending what needs no copies: buckets, and large ranges between pairs of ranks."""
         works = [
-            self._collectives.all_gather(each.memory, each.lengths)
+            self._collectives.all_gather(each.memory, each.lengths, call)
             for each in self._buckets
             if _has_changed(each.params, changed)
         ]
         works += [
-            self._collectives.broadcast(each.memory, each.owner)
+            self._collectives.broadcast(each.memory, each.owner, call)
             for each in self._direct
             if _has_changed(each.params, changed)
         ]
         return works
 
-    def _start_round(self, each: _Round, changed: Sequence[bool] | None, in_flight: InFlight) -> None:
+    def _start_round(self, each: _Round, call: str, changed: Sequence[bool] | None, in_flight: InFlight) -> None:
         here, like = self._collectives.group_rank, each.like
         in_flight.leave(limits.ROUNDS_IN_FLIGHT)
         buffer = self._pool.take(sum(each.lengths), like.dtype, like.device)
@@ -206,8 +207,9 @@ class Sharing:
             chosen = [_has_changed(params, changed) for params in views.params]
             targets, theirs = list(compress(targets, chosen)), list(compress(theirs, chosen))
         # As bytes: a backend need not know 16-bit integers.
-        work = self._collectives.all_gather(as_bytes(buffer), [length * like.element_size() for length in each.lengths])
-        in_flight.add(work, buffer, partial(self._end_round, buffer, targets, theirs), staged=True)
+        lengths = [length * like.element_size() for length in each.lengths]
+        work = self._collectives.all_gather(as_bytes(buffer), lengths, call)
+        in_flight.add(work, partial(self._end_round, buffer, targets, theirs), staged=True)
 
     def _end_round(self, buffer: Tensor, targets: list[Tensor], theirs: list[Tensor]) -> None:
         """Write what has arrived."""

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch.distributed as dist
 from torch import Tensor
@@ -35,50 +35,22 @@ class WorkAfter:
         return self.start().wait()
 
 
-@dataclass(frozen=True, slots=True)
-class WorkGroup:
-    """Several works that are waited for together."""
+class Started:
+    """Works that are waited for together, and the memory that must live until then.
 
-    works: tuple[Work, ...]
-
-    def wait(self) -> object:
-        """Wait for all of them."""
-        for work in self.works:
-            work.wait()
-        return None
-
-
-@dataclass(frozen=True, slots=True)
-class ExplainedWork:
-    """Work that a later call waits for. A backend's error then names the call that has started it, and this rank."""
-
-    work: Work
-    call: str
-    group_rank: int
-
-    def wait(self) -> object:
-        """Wait for the work."""
-        with ExplainedErrors(self.call, self.group_rank):
-            return self.work.wait()
-
-
-def run_all(starts: Sequence[Callable[[], Work]]) -> list[BaseException]:
-    """Start all works and wait for all of them, also if some fail; return the exceptions.
-
-    Other ranks count on every message: none may be left out, and none may be left behind for a later receive.
+    A backend's error names the call that has started them, and this rank.
     """
-    errors: list[BaseException] = []
 
-    def attempt(action: Callable[[], Any]) -> Any:
-        try:
-            return action()
-        except BaseException as error:  # also of a signal's handler
-            errors.append(error)
+    __slots__ = ("_call", "_group_rank", "_memory", "_works")
 
-    for work in [attempt(start) for start in starts]:
-        if work is not None:
-            attempt(work.wait)
-    return errors
+    def __init__(self, works: Sequence[Work], call: str, group_rank: int, *memory: Tensor) -> None:
+        self._works, self._call, self._group_rank, self._memory = works, call, group_rank, memory
+
+    def wait(self) -> None:
+        """Wait for all of them."""
+        with ExplainedErrors(self._call, self._group_rank):
+            for work in self._works:
+                work.wait()
 
 
 class InFlight:
@@ -88,14 +60,12 @@ class InFlight:
     """
 
     def __init__(self) -> None:
-        # An entry refers to its memory, so that it lives until the message has been waited for.
-        self._entries: deque[tuple[Work, Tensor | None, Callable[[], None] | None, bool]] = deque()
+        self._entries: deque[tuple[Work, Callable[[], None] | None, bool]] = deque()
         self._staged = 0
 
     def add(
         self,
         work: Work,
-        memory: Tensor | None = None,
         then: Callable[[], None] | None = None,
         staged: bool = False,
     ) -> None:
@@ -103,11 +73,10 @@ class InFlight:
 
         Args:
             work: the message.
-            memory: memory that must live until the message has ended.
             then: a function that is called when the message has ended.
-            staged: whether the memory is extra memory.
+            staged: whether it uses extra memory.
         """
-        self._entries.append((work, memory, then, staged))
+        self._entries.append((work, then, staged))
         self._staged += staged
 
     def leave(self, most_staged: int) -> None:
@@ -121,7 +90,7 @@ class InFlight:
             self._finish_oldest()
 
     def _finish_oldest(self) -> None:
-        work, _, then, staged = self._entries.popleft()
+        work, then, staged = self._entries.popleft()
         work.wait()
         if then is not None:
             then()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,7 +25,7 @@ def encode(value: object, tensors: list[Tensor], where: str) -> Any:
 
     Args:
         value: None, bool, int, float, str, a tensor, a dtype, a torch.Size, or tuples, lists, dicts and Counters of
-            these.
+            these. A number of NumPy, such as a learning rate, is decoded as the equal plain number.
         tensors: receives the tensors in the order of their positions.
         where: a description of the value for the error message.
 
@@ -33,6 +34,9 @@ def encode(value: object, tensors: list[Tensor], where: str) -> Any:
     """
     # Exact types only: a subclass (a named tuple, an IntEnum) would be decoded as another type.
     kind = type(value)
+    if kind.__module__ == "numpy":
+        value = _plain_number(value)
+        kind = type(value)
     if value is None or kind in (bool, int, str):
         return value
     if isinstance(value, float) and kind is float:
@@ -61,6 +65,12 @@ def encode(value: object, tensors: list[Tensor], where: str) -> Any:
         f"{where} is of type {kind.__module__}.{kind.__qualname__}, which cannot be gathered or saved: only None, "
         "bool, int, float, str, tensors, dtypes, and tuples, lists, dicts and Counters of these can"
     )
+
+
+def _plain_number(value: Any) -> Any:
+    numpy = sys.modules["numpy"]
+    kinds = (numpy.bool_, numpy.integer, numpy.float16, numpy.float32, numpy.float64)
+    return value.item() if isinstance(value, kinds) else value
 
 
 def decode(data: Any, tensors: Sequence[Any]) -> Any:

@@ -24,8 +24,9 @@ from onecopy.comm.streams import UsedStreams
 from onecopy.common.profiler_ranges import profile_range
 from onecopy.common.torch_private import backward_number, when_backward_ends, will_accumulate
 from onecopy.data_parallel.bucket import GradientBucket, GradState, ReductionPolicy
-from onecopy.data_parallel.construction import AttachedOptimizer, restored_on_failure
+from onecopy.data_parallel.construction import AttachedOptimizer
 from onecopy.errors import RanksDisagreeError
+from onecopy.step.engine import restored_on_failure
 from onecopy.step.sharded_gradient import ShardGrad
 
 CALL = "backward()"
@@ -45,7 +46,7 @@ class _BackwardPass:
 
 
 _interrupted: weakref.WeakKeyDictionary[dist.ProcessGroup, list[Reduction]] = weakref.WeakKeyDictionary()
-"""Reductions of deleted reducers, which other ranks may never end. A backend may use their memory while it exists."""
+"""Reductions of deleted reducers that other ranks may never end: their memory may be used until the group ends."""
 
 
 class _PassVote:
@@ -108,21 +109,21 @@ class BackwardReducer:
        all ranks launch in the same order. Buckets that do not fill (unused parameters) are launched when the pass ends.
        The bytes in flight are limited.
     4. **Add up.** The mean of all ranks is written into this rank's shard, or added to it.
-    5. **Agree.** When the pass ends, the ranks tell each other whether it has failed, which parameters have a gradient,
-       and which are frozen.
+    5. **Vote.** When the pass ends, the ranks vote whether it has failed, which parameters have a gradient, and which
+       are frozen.
     6. **Unfreeze.** Parameters that are trainable now and have no bucket yet get one, and are reduced, too.
     7. **Show.** ``param.grad`` of every parameter with a gradient on any rank becomes a ``ShardGrad``.
 
     Hooks do not raise, because the other ranks wait for every reduction. The first failure is kept, and phase 5 tells
-    all ranks. On an accelerator the host reads the flags when they have arrived, at the latest in the second ``step()``
-    after the pass. A rank reads them at once if they may change what it does: if a parameter is trainable and has no
+    all ranks. On an accelerator the host reads the vote when it has arrived, at the latest in the second ``step()``
+    after the pass. A rank reads it at once if it may change what the rank does: if a parameter is trainable and has no
     gradient here (DDP with ``find_unused_parameters`` waits there, too), or has no bucket.
 
     Args:
         optimizers: the attached optimizers.
         names: the name of each of their parameters, by ``id()``, in the order in which a forward pass uses them.
         policy: the process groups and the data type of all reductions.
-        flags: the queue of status flags that the host reads later.
+        flags: the queue of votes that the host reads later.
 
     Attributes:
         synchronises: whether backward passes reduce gradients; False under ``no_sync()``.
@@ -238,7 +239,7 @@ class BackwardReducer:
         if current is not None:
             current.failure = FirstFailure(RuntimeError("backward() was interrupted by an exception"))
             with contextlib.suppress(RuntimeError):
-                self._agree(current)
+                self._vote(current)
 
     # 2. Collect
 
@@ -325,7 +326,7 @@ class BackwardReducer:
         if current is None or current.number != number:
             return
         self._pass = None
-        vote = self._agree(current)
+        vote = self._vote(current)
         trainable = [param for param, is_trainable in zip(self._params, vote.trainable, strict=True) if is_trainable]
         new = [param for param in trainable if id(param) not in self._places]
         if new:
@@ -335,34 +336,30 @@ class BackwardReducer:
             if has and place is not None:
                 param.grad = place[0].shard_grads[place[1]]
 
-    # 5. Agree
+    # 5. Vote
 
-    def _agree(self, current: _BackwardPass) -> _PassVote:
+    def _vote(self, current: _BackwardPass) -> _PassVote:
         """Launch the remaining buckets, add all buckets up, and let the ranks vote on the pass."""
         collectives, failure = self._policy.collectives, current.failure
-        with collectives.explained_errors(CALL):
-            for streams in self._streams.values():
-                streams.join()
-            while current.next_bucket < len(current.buckets):
-                self._launch(current)
-            present = {
-                id(param): has
-                for bucket in self._buckets
-                for param, has in zip(bucket.params, bucket.present, strict=True)
-            }
-            has_gradient = [present.get(id(param), param.grad is not None) for param in self._params]
-            # A frozen parameter may have a gradient of a no_sync() pass in which it was trainable: it needs a bucket.
-            trainable = [
-                param.requires_grad or (has and id(param) not in present)
-                for param, has in zip(self._params, has_gradient, strict=True)
-            ]
-            vote = _PassVote(collectives, self._names, has_gradient, trainable, failure.error)
-            work = start_vote(collectives, vote.row, CALL, self._policy.replicas)
-            while current.in_flight:
-                self._add_up_oldest(current)
-            if not collectives.defers_host_reads:
-                work.wait()
+        for streams in self._streams.values():
+            streams.join()
+        while current.next_bucket < len(current.buckets):
+            self._launch(current)
+        present = {
+            id(param): has for bucket in self._buckets for param, has in zip(bucket.params, bucket.present, strict=True)
+        }
+        has_gradient = [present.get(id(param), param.grad is not None) for param in self._params]
+        # A frozen parameter may have a gradient of a no_sync() pass in which it was trainable: it needs a bucket.
+        trainable = [
+            param.requires_grad or (has and id(param) not in present)
+            for param, has in zip(self._params, has_gradient, strict=True)
+        ]
+        vote = _PassVote(collectives, self._names, has_gradient, trainable, failure.error)
+        work = start_vote(collectives, vote.row, CALL, self._policy.replicas)
+        while current.in_flight:
+            self._add_up_oldest(current)
         if not collectives.defers_host_reads:
+            work.wait()
             vote.check(vote.row)
             return vote
         self._deferred_flags.put(vote.row, work, vote.check)
@@ -383,7 +380,7 @@ class BackwardReducer:
         """Give parameters that all ranks have unfrozen their buckets, and reduce their gradients."""
         collectives, replicas = self._policy.collectives, self._policy.replicas
         identities = set(map(id, params))
-        restored = restored_on_failure(params, self._optimizers)
+        restored = restored_on_failure([each.engine for each in self._optimizers], params, self._optimizers)
         with restored, FailTogether(replicas, CALL), FailTogether(collectives, CALL):
             buckets = [bucket for each in self._optimizers for bucket in each.unfreeze(identities)]
             for bucket in buckets:
@@ -391,11 +388,10 @@ class BackwardReducer:
                 bucket.put_no_sync_grads()
         self._add_buckets(buckets)
         late = _BackwardPass(-1, [bucket for bucket in self._buckets if bucket in buckets])
-        with collectives.explained_errors(CALL):
-            while late.next_bucket < len(late.buckets):
-                self._launch(late)
-            while late.in_flight:
-                self._add_up_oldest(late)
+        while late.next_bucket < len(late.buckets):
+            self._launch(late)
+        while late.in_flight:
+            self._add_up_oldest(late)
         for streams in self._streams.values():
             streams.release()
 

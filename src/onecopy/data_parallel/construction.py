@@ -9,9 +9,8 @@ Frozen parameters have a place in the layout, but no bucket. They get one when t
 
 from __future__ import annotations
 
-import contextlib
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -27,7 +26,6 @@ from onecopy.data_parallel.bucket import GradientBucket, ParameterBuckets, Reduc
 from onecopy.layout import BucketPlan, Layout, plan_buckets, restricted
 from onecopy.optimizer import ZeroRedundancyOptimizer
 from onecopy.step.consistency import layout_facts
-from onecopy.step.engine import Engine
 from onecopy.step.gradients import Gradients
 from onecopy.step.master_weights import MasterWeightPolicy
 from onecopy.step.optimizer_classes import check_dtypes
@@ -313,24 +311,3 @@ def _clear_accumulated(attached: Callable[[], AttachedOptimizer | None]) -> None
     live = attached()
     for bucket in [] if live is None else live.buckets:
         bucket.clear_accumulated()
-
-
-@contextlib.contextmanager
-def restored_on_failure(
-    params: Iterable[Tensor], attached: Sequence[AttachedOptimizer] = (), engines: Sequence[Engine] = ()
-) -> Iterator[None]:
-    """If the block raises, restore parameters, their gradients, and the attributes of optimizers and engines."""
-    # Restoring allocates nothing, because a rank without memory must be able to do it.
-    tensors = [(param, param.data, param.grad) for param in params]
-    engines = [*engines, *(each.engine for each in attached)]
-    attributes = [(each, dict(vars(each))) for each in [*attached, *engines]]
-    try:
-        yield
-    except BaseException:
-        for param, data, gradient in tensors:
-            param.data, param.grad = data, gradient
-        for each, before in attributes:
-            vars(each).update(before)
-        for engine in engines:
-            engine.inner.repoint(engine.storage.flats)
-        raise

@@ -46,19 +46,17 @@ class ModuleSync:
         tensors = [*self._module.parameters(), *self._module.buffers()]
         for collectives in (self._replicas, self._collectives):
             if collectives is not None:
-                with collectives.explained_errors("constructing ShardedDataParallel"):
-                    _broadcast(tensors, collectives, 0)
+                _broadcast(tensors, collectives, "constructing ShardedDataParallel")
 
     def broadcast_buffers(self, buffers: Sequence[Tensor]) -> None:
         """Broadcast these buffers from the first rank of the first replica."""
         for collectives in (self._replicas, self._collectives):
             if buffers and collectives is not None and collectives.world_size > 1:
-                with collectives.explained_errors("forward()"):
-                    _broadcast(buffers, collectives, 0)
+                _broadcast(buffers, collectives, "forward()")
 
 
-def _broadcast(tensors: Sequence[Tensor], collectives: Collectives, source: int) -> None:
-    """Broadcast tensors, packed, device by device.
+def _broadcast(tensors: Sequence[Tensor], collectives: Collectives, call: str) -> None:
+    """Broadcast tensors of the first rank, packed, device by device.
 
     All are packed, in the order of their elements, because ranks may have other strides.
     """
@@ -73,12 +71,12 @@ def _broadcast(tensors: Sequence[Tensor], collectives: Collectives, source: int)
                 in_flight.drain()  # one large tensor at a time has a copy
             in_flight.leave(limits.PACKS_IN_FLIGHT)
             packed = [members[position] for position in message.ranges]
-            if collectives.group_rank == source:
+            if collectives.group_rank == 0:
                 buffer = torch.cat([_bytes_of(tensor.detach().contiguous()) for tensor in packed])
-                in_flight.add(collectives.broadcast(buffer, source), buffer, staged=True)
+                in_flight.add(collectives.broadcast(buffer, 0, call), staged=True)
             else:
                 buffer = torch.empty(message.stop, dtype=torch.uint8, device=packed[0].device)
-                in_flight.add(collectives.broadcast(buffer, source), buffer, _writer(buffer, packed), staged=True)
+                in_flight.add(collectives.broadcast(buffer, 0, call), _writer(buffer, packed), staged=True)
     in_flight.drain()
 
 

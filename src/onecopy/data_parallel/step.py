@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from onecopy.comm.agreement import FirstFailure
-from onecopy.comm.collectives import Collectives
 from onecopy.comm.sharing import Sharing
 from onecopy.comm.streams import current_stream
 from onecopy.comm.work import Work
@@ -42,7 +41,6 @@ class _Transfers:
     On an accelerator they are kept until the next step, because every stream that reads the parameters must wait.
     """
 
-    collectives: Collectives
     works: list[Work]
     devices: tuple[torch.device, ...]
     changed: list[Tensor]  # the parameters that the transfers change
@@ -59,9 +57,8 @@ class _Transfers:
         current = tuple(stream.stream_id for stream in map(current_stream, self.devices) if stream is not None)
         if current in self.waiting:
             return
-        with self.collectives.explained_errors(CALL):
-            for work in self.works:
-                work.wait()
+        for work in self.works:
+            work.wait()
         if self.changed and not self.waiting:
             # The values were written without autograd's knowledge. The version counter lets a backward pass that needs
             # the old values raise.
@@ -164,10 +161,10 @@ class PipelinedStep:
         # Which buckets are sent may depend on the gradients only if the ranks have compared them.
         sends_all = engine.inner.updates_without_gradient or self._confirms_later
         changed = [engine.params[index] for index in segment.params if sends_all or has_gradient[index]]
-        with profile_range("onecopy.share"), engine.collectives.explained_errors(CALL):
-            works = segment.sharing.start_in_place(None if sends_all else has_gradient)
+        with profile_range("onecopy.share"):
+            works = segment.sharing.start_in_place(CALL, None if sends_all else has_gradient)
             self._transfers[number] = _Transfers(
-                engine.collectives, works, segment.devices, changed, engine.inner.master_weights.increment_versions
+                works, segment.devices, changed, engine.inner.master_weights.increment_versions
             )
 
     def _finish_step(self, groups: Sequence[Group], has_gradient: Sequence[bool], failure: Exception | None) -> None:
@@ -178,7 +175,7 @@ class PipelinedStep:
             with profile_range("onecopy.confirm"):
                 status.exchange(compared_later, failure, guard=engine.guard, at_once=not self._defers_vote)
             if failure is not None:
-                status.clear()
+                status.queue.clear()
                 raise failure
         except Exception:
             self.wait()
@@ -197,7 +194,7 @@ class PipelinedStep:
         self._end_transfers(list(self._transfers))
         if not self._confirms_later:
             # The vote has arrived then, but the next forward pass reads it.
-            self._engine.status.wait()
+            self._engine.status.queue.wait()
 
     @property
     def in_flight(self) -> bool:

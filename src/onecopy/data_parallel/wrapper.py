@@ -31,13 +31,13 @@ from onecopy.data_parallel.construction import (
     plan_optimizer,
     replicas_of,
     resolve_uses,
-    restored_on_failure,
 )
 from onecopy.data_parallel.forward_wait import ForwardWaitHooks
 from onecopy.data_parallel.module_sync import ModuleSync
 from onecopy.data_parallel.step import PipelinedStep
 from onecopy.optimizer import ZeroRedundancyOptimizer
-from onecopy.step.engine import Engine, collectives_of, log_layout
+from onecopy.state_dict.shards import WrapsModule
+from onecopy.step.engine import Engine, collectives_of, log_layout, restored_on_failure
 from onecopy.step.join import JOIN_REFUSAL
 from onecopy.step.norms import clip, total_norm
 from onecopy.step.sharded_gradient import GradientGroup
@@ -45,7 +45,7 @@ from onecopy.step.sharded_gradient import GradientGroup
 _CONSTRUCTING = "constructing ShardedDataParallel"
 
 
-class ShardedDataParallel(nn.Module):
+class ShardedDataParallel(nn.Module, WrapsModule):
     r"""Trains a replica of ``module`` on every rank, and keeps 1/N of gradients and optimizer state on each.
 
     It replaces DistributedDataParallel. Parameters stay plain tensors in flat buckets. The backward pass reduces each
@@ -141,8 +141,6 @@ class ShardedDataParallel(nn.Module):
             pipeline = PipelinedStep(engine, self._reducer, overlap_forward, is_only, replicas is not None)
             self._pipelines.append((plan.optimizer, pipeline))
             plan.optimizer.step_schedule, plan.optimizer.wait_for_transfers = pipeline.step, pipeline.wait
-            if engine.replica_check is not None:
-                engine.replica_check.replicas = replicas
             log_layout(engine)
         pipelines = {
             id(param): (pipeline, index)
@@ -168,7 +166,7 @@ class ShardedDataParallel(nn.Module):
         to_convert = params_to_convert(module, self.mixed_precision)
         across, together = FailTogether(policy.replicas, _CONSTRUCTING), FailTogether(self._collectives, _CONSTRUCTING)
         engines = [plan.optimizer.engine for plan in plans]
-        with restored_on_failure(module.parameters(), engines=engines), across, together:
+        with restored_on_failure(engines, module.parameters()), across, together:
             attached = [AttachedOptimizer(plan, policy, to_convert, self.mixed_precision) for plan in plans]
             for engine in engines:
                 engine.share_flags(self._deferred_flags, policy.replicas)

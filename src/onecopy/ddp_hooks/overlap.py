@@ -350,7 +350,7 @@ class OverlappedStep:
         if has_gradient and may_lack_gradients:
             collectives = self._engine.collectives
             flags = flags_on(collectives.host_device, has_gradient)
-            collectives.all_reduce(flags, largest=True).wait()
+            collectives.all_reduce(flags, CALL, largest=True).wait()
             has_gradient = [bool(flag) for flag in flags.tolist()]
         else:
             has_gradient = [True] * len(has_gradient)  # DDP would not have called the hook otherwise
@@ -386,7 +386,7 @@ class OverlappedStep:
             if engine.inner.updates_without_gradient
             else [has_gradient.get(index, False) for index in range(len(engine.params))]
         )
-        cached[1].start(changed, iteration.broadcasts)
+        cached[1].start(CALL, changed, iteration.broadcasts)
         changed_params = [engine.params[index] for index, has in has_gradient.items() if has]
         if changed_params:
             engine.inner.master_weights.increment_versions(changed_params)

@@ -29,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 from onecopy.comm import limits
 from onecopy.comm.agreement import Fact, FailTogether
 from onecopy.comm.buffers import BufferPool
-from onecopy.comm.reduce_scatter import ReduceScatterPlan, Reduction
+from onecopy.comm.reduce_scatter import CALL, ReduceScatterPlan, Reduction
 from onecopy.comm.streams import SideStream
 from onecopy.comm.work import Work
 from onecopy.common.flat_views import flat_like
@@ -172,7 +172,7 @@ class GradientReducer:
         buffer = bucket.buffer()
         side_stream = self._side_streams.setdefault(buffer.device, SideStream(buffer.device))
         future = side_stream.future()
-        with side_stream.use(), self._collectives.explained_errors("backward()"):
+        with side_stream.use():
             while len(self._in_flight) >= limits.DDP_BUCKETS_IN_FLIGHT:
                 self._finish_bucket(self._in_flight.popleft())
             plan = self._plan_of(bucket, buffer)
@@ -237,7 +237,7 @@ class GradientReducer:
         all_reduce = None
         if views:
             packed_views = torch.cat(views).mul_(1.0 / self._collectives.world_size)
-            all_reduce = (self._collectives.all_reduce(packed_views), packed_views)
+            all_reduce = (self._collectives.all_reduce(packed_views, CALL), packed_views)
         return _BucketInFlight(plan, buffer, reduction, all_reduce)
 
     def _finish_bucket(self, bucket: _BucketInFlight) -> None:

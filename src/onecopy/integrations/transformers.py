@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import os
-import shutil
 from pathlib import Path
 from typing import Any
 
 from transformers import TrainerCallback
 
 from onecopy import checkpoint
-from onecopy.checkpoint.directories import folder_name
 
 FOLDER = "onecopy"
 """The directory of optimizer state, scheduler and random number states in each of Trainer's checkpoints."""
@@ -60,9 +58,9 @@ class ShardedCheckpoints(TrainerCallback):
             raise ValueError("ShardedCheckpoints needs TrainingArguments(save_only_model=True)")
         extra = checkpoint.capture(scheduler=objects["lr_scheduler"])
         folder = _folder_of(args, state) / FOLDER
-        if state.is_world_process_zero:  # Trainer overwrites its files, too, if a run has gone back to an older step
-            shutil.rmtree(folder / folder_name(state.global_step), ignore_errors=True)
-        checkpoint.save(folder, state.global_step, optimizer=_unwrapped(objects["optimizer"]), extra=extra)
+        optimizer = _unwrapped(objects["optimizer"])
+        # Trainer overwrites its files, too, if a run has gone back to an older step.
+        checkpoint.save(folder, state.global_step, optimizer=optimizer, extra=extra, overwrite=True)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **objects: Any) -> None:  # noqa: ARG002
         """Load the optimizer and the scheduler, if training resumes."""

@@ -1,1 +1,1 @@
-"""Estimates of memory, traffic and step time for machines that are not available."""
+"""Memory and traffic of a training step, computed for machines that are not available."""

@@ -1,27 +1,26 @@
 """The collectives of one training step, computed from the plan of each way of training, for any number of ranks.
 
 One call of ``torch.distributed`` with parts of different lengths is several operations, as NCCL runs it: a broadcast or
-a reduce for each rank that owns a part, in one group. With messages between pairs of ranks, an operation is a message
-that one rank sends.
+a reduce for each rank that owns a part, in one group.
 
 Not counted: the broadcast of buffers, clipping, and everything that happens outside of a usual step.
 """
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from math import ceil
 
 import torch
 from torch import Tensor
 
 from onecopy.comm import limits
 from onecopy.comm.agreement import VOTE_BYTES
-from onecopy.layout import ParamSpec, bucket_sizes, default_shard_by
-from onecopy.planning.model_shapes import Model
-from onecopy.planning.ownership import owned_bytes
+from onecopy.layout import CUT_MULTIPLE, ParamSpec, bucket_sizes, default_shard_by, extend
+from onecopy.layout.policies import SLACK
+from onecopy.planning.models import Model
 
 DDP_FIRST_BUCKET_BYTES, DDP_BUCKET_BYTES = 1 << 20, 25 << 20
 """The sizes at which DDP closes its first bucket and the other ones."""
@@ -34,17 +33,11 @@ class Way(Enum):
     """A way of training: which wrapper and which optimizer class a script uses."""
 
     DDP = "DDP"
-    TORCH = "torch's class"
-    LEVEL_ONE = "onecopy"
-    OVERLAP = "onecopy, overlap hooks"
-    REDUCE_SCATTER = "onecopy, reduce-scatter hook"
-    SHARDED = "onecopy, ShardedDataParallel"
-    SHARDED_OVERLAP = "onecopy, ShardedDataParallel, overlap_forward"
-
-    @property
-    def shards_gradients(self) -> bool:
-        """Whether a rank keeps only the gradients that it owns."""
-        return self in (Way.SHARDED, Way.SHARDED_OVERLAP)
+    LEVEL_1 = "level 1"
+    OVERLAP = "overlap hooks"
+    LEVEL_2 = "level 2"
+    LEVEL_3 = "level 3"
+    FSDP2 = "FSDP2"
 
 
 class Kind(Enum):
@@ -53,18 +46,7 @@ class Kind(Enum):
     REDUCE_SCATTER = "reduce-scatter"
     ALL_REDUCE = "all-reduce"
     ALL_GATHER = "all-gather"
-    BROADCAST = "broadcast"
-    FLAGS = "flags"
-
-    @property
-    def reduces_gradients(self) -> bool:
-        """Whether gradients are sent."""
-        return self in (Kind.REDUCE_SCATTER, Kind.ALL_REDUCE)
-
-    @property
-    def shares_parameters(self) -> bool:
-        """Whether updated parameters are sent."""
-        return self in (Kind.ALL_GATHER, Kind.BROADCAST)
+    VOTE = "vote"
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,34 +72,82 @@ class Collective:
         return 2 * once if self.kind is Kind.ALL_REDUCE else once
 
 
-def collectives_of(
-    way: Way, model: Model, ranks: int, pairwise: bool = False, replicas: int = 1
-) -> tuple[Collective, ...]:
-    """Return the collectives of one step on one rank.
-
-    Args:
-        way: the way of training.
-        model: the parameters, and how they may be divided.
-        ranks: the number of ranks that divide the state; with a mesh, the ranks of one replica.
-        pairwise: whether messages between pairs of ranks are used, instead of the backend's collectives.
-        replicas: the number of replicas of a mesh; more than one only with ``ShardedDataParallel``.
-    """
-    if ranks < 1 or replicas < 1:
-        raise ValueError(f"there must be at least one rank and one replica, got {ranks} and {replicas}")
-    if replicas > 1 and not way.shards_gradients:
-        raise ValueError(f"replicas={replicas}: only ShardedDataParallel takes a mesh, not {way.value!r}")
-    plan = _Planner(model, ranks, pairwise, replicas)
-    found = plan.sharded() if way.shards_gradients else plan.with_ddp(way)
+def collectives_of(way: Way, model: Model, ranks: int) -> tuple[Collective, ...]:
+    """Return the collectives of one step on one rank."""
+    if ranks < 1:
+        raise ValueError(f"there must be at least one rank, got {ranks}")
+    plans = {Way.LEVEL_3: _of_level_3, Way.FSDP2: _of_fsdp2}
+    found = plans[way](model, ranks) if way in plans else _with_ddp(way, model, ranks)
     return tuple(each for each in found if each.nbytes)
 
 
-def summary(collectives: Sequence[Collective]) -> dict[Kind, tuple[int, int, float]]:
-    """Return the calls, the operations and the bytes that a rank sends, by kind."""
-    found: dict[Kind, tuple[int, int, float]] = {}
-    for each in collectives:
-        calls, operations, sent = found.get(each.kind, (0, 0, 0.0))
-        found[each.kind] = (calls + 1, operations + each.operations, sent + each.sent_bytes)
-    return found
+def _of_level_3(model: Model, ranks: int) -> Iterator[Collective]:
+    """Yield the collectives of ``ShardedDataParallel``, which has buckets of its own."""
+    bucket_bytes = model.bucket_bytes or limits.bucket_bytes(ranks, pairwise=False)
+    shared = []
+    for bucket in bucket_sizes(model.specs, model.order, ranks, model.splittable, bucket_bytes):
+        numel, operations = (ranks * bucket.longest, 1) if model.splittable else (bucket.numel, bucket.owners)
+        nbytes = numel * model.specs[bucket.params[0]].dtype.itemsize
+        yield Collective(Kind.REDUCE_SCATTER, nbytes, ranks, operations)
+        shared.append(Collective(Kind.ALL_GATHER, nbytes, ranks, operations))
+    yield Collective(Kind.VOTE, VOTE_BYTES + VOTE_BYTES_PER_PARAM * len(model.specs), ranks)
+    yield Collective(Kind.VOTE, VOTE_BYTES, ranks)
+    yield from reversed(shared)
+
+
+def _with_ddp(way: Way, model: Model, ranks: int) -> Iterator[Collective]:
+    """Yield the collectives of a way of training in which DDP owns the buckets of gradients."""
+    buckets = ddp_buckets(model.specs, model.order)
+    owned = owned_bytes(model, buckets, ranks) if way in (Way.OVERLAP, Way.LEVEL_2) else torch.empty(len(buckets), 0)
+    for params, parts in zip(buckets, owned, strict=True):
+        if way is Way.LEVEL_2:
+            yield Collective(Kind.REDUCE_SCATTER, *_packed(parts))
+            continue
+        yield Collective(Kind.ALL_REDUCE, sum(model.specs[index].nbytes for index in params), ranks)
+        if way is Way.OVERLAP:
+            yield from _shared(model, parts)
+    if way is Way.DDP:
+        return
+    yield Collective(Kind.VOTE, VOTE_BYTES, ranks)
+    if way is not Way.OVERLAP:
+        devices: dict[int, list[int]] = {}
+        for spec in model.specs:
+            devices.setdefault(spec.device_ordinal, []).append(spec.index)
+        for parts in owned_bytes(model, list(devices.values()), ranks):
+            yield from _shared(model, parts)
+
+
+def _packed(owned: Tensor) -> tuple[int, int, int]:
+    """Return the bytes, the ranks and the operations of one collective for the parts of all ranks."""
+    if is_padded(owned):
+        return len(owned) * int(owned.max()), len(owned), 1
+    return int(owned.sum()), len(owned), int((owned > 0).sum())
+
+
+def _shared(model: Model, owned: Tensor) -> Iterator[Collective]:
+    """Yield the all-gathers that share packed parameters."""
+    most_bytes = model.bucket_bytes or limits.bucket_bytes(len(owned), pairwise=False)
+    for nbytes, operations in sharing_rounds(owned, most_bytes):
+        yield Collective(Kind.ALL_GATHER, nbytes, len(owned), operations)
+
+
+def _of_fsdp2(model: Model, ranks: int) -> Iterator[Collective]:
+    """Yield the collectives of FSDP2 if every block and the root module are wrapped, for comparison.
+
+    A unit is gathered in the forward pass and again in the backward pass, but the root only once, and its gradients are
+    reduce-scattered (``foreach_all_gather`` and ``foreach_reduce`` in torch/distributed/fsdp/_fully_shard). Parameters
+    are divided along their first dimension, and every rank sends as many rows as the first one.
+    """
+    for number, unit in enumerate(model.units):
+        nbytes = sum(padded_bytes(spec, ranks) for spec in unit)
+        yield from [Collective(Kind.ALL_GATHER, nbytes, ranks)] * (2 if number else 1)
+        yield Collective(Kind.REDUCE_SCATTER, nbytes, ranks)
+
+
+def padded_bytes(spec: ParamSpec, ranks: int) -> int:
+    """Return the bytes of a parameter whose rows are padded to a multiple of the number of ranks."""
+    rows = spec.shape[0] if spec.shape else 1
+    return -(-rows // ranks) * ranks * (spec.nbytes // rows) if rows else 0
 
 
 def ddp_buckets(specs: Sequence[ParamSpec], order: Sequence[int]) -> list[list[int]]:
@@ -164,118 +194,60 @@ def is_padded(owned: Tensor) -> bool:
     return limits.allows_padding(int(owned.max()), int(owned.sum()), len(owned))
 
 
-@dataclass(frozen=True, slots=True)
-class _Planner:
-    """Computes the collectives of one model on one number of ranks."""
+# The bytes that each rank owns, for thousands of ranks, without a layout that lists every shard
 
-    model: Model
-    ranks: int
-    pairwise: bool
-    replicas: int
 
-    @property
-    def bucket_bytes(self) -> int:
-        return self.model.bucket_bytes or limits.bucket_bytes(self.ranks, self.pairwise)
+def owned_bytes(model: Model, parts: Sequence[Sequence[int]], ranks: int) -> Tensor:
+    """Return the bytes that each rank owns of each part of a model: a row per part, a column per rank."""
+    specs = model.specs
+    shard_by = default_shard_by(model.splittable) if model.shard_by is None else model.shard_by
+    part_of = {index: part for part, params in enumerate(parts) for index in params}
+    table = torch.zeros(len(parts), ranks, dtype=torch.int64)
+    if shard_by == "element" and model.splittable:
+        for index, lengths in _element_lengths(specs, ranks):
+            if index in part_of:
+                table[part_of[index]] += lengths * specs[index].dtype.itemsize
+        return table
+    shards = [
+        shard for shard in extend(None, specs, ranks, shard_by, model.splittable).shards if shard.param in part_of
+    ]
+    position = torch.tensor([part_of[shard.param] * ranks + shard.owner for shard in shards], dtype=torch.int64)
+    nbytes = torch.tensor([shard.numel * specs[shard.param].dtype.itemsize for shard in shards], dtype=torch.int64)
+    table.view(-1).index_add_(0, position, nbytes)
+    return table
 
-    def sharded(self) -> Iterator[Collective]:
-        """Yield the collectives of ``ShardedDataParallel``."""
-        model, ranks = self.model, self.ranks
-        sizes = bucket_sizes(model.specs, model.order, ranks, model.splittable, self.bucket_bytes)
-        shared = []
-        for bucket in sizes:
-            itemsize = model.specs[bucket.params[0]].dtype.itemsize
-            nbytes = bucket.numel * itemsize
-            reduced_by = shared_by = bucket.owners
-            if self.pairwise:
-                length = -(-bucket.numel // max(1, bucket.owners))
-                reduced_by = self._messages(length * itemsize, self._reduce_message_bytes(), bucket.owners)
-                shared_by = self._messages(length * itemsize, self._broadcast_chunk_bytes(), bucket.owners)
-            elif model.splittable:
-                nbytes = ranks * bucket.longest * itemsize
-                reduced_by = shared_by = 1
-            yield Collective(Kind.REDUCE_SCATTER, nbytes, ranks, reduced_by)
-            if self.replicas > 1:
-                yield Collective(Kind.ALL_REDUCE, -(-nbytes // ranks), self.replicas)
-            shared.append(Collective(Kind.ALL_GATHER, nbytes, ranks, shared_by))
-        yield from self._flags(VOTE_BYTES + VOTE_BYTES_PER_PARAM * len(model.specs))
-        yield from self._flags(VOTE_BYTES)
-        yield from reversed(shared)
 
-    def with_ddp(self, way: Way) -> Iterator[Collective]:
-        """Yield the collectives of a way of training in which DDP owns the buckets of gradients."""
-        model, ranks = self.model, self.ranks
-        buckets = ddp_buckets(model.specs, model.order)
-        owned = self._owned(buckets) if way in (Way.OVERLAP, Way.REDUCE_SCATTER) else None
-        for position, params in enumerate(buckets):
-            nbytes = sum(model.specs[index].nbytes for index in params)
-            if way is Way.REDUCE_SCATTER:
-                assert owned is not None
-                yield self._reduce_scatter(owned[position])
-                continue
-            # gloo's all-reduce is a ring: every rank sends each part twice.
-            operations = 2 * (ranks - 1) if self.pairwise else 1
-            yield Collective(Kind.ALL_REDUCE, nbytes, ranks, max(1, operations))
-            if way is Way.OVERLAP:
-                assert owned is not None
-                yield from self._share(owned[position])
-        if way is Way.DDP:
-            return
-        if way is Way.TORCH:
-            messages = max(1, ranks - 1) if self.pairwise else 1
-            yield from (Collective(Kind.BROADCAST, spec.nbytes, ranks, messages) for spec in model.specs)
-            return
-        yield from self._flags(VOTE_BYTES)
-        if way is not Way.OVERLAP:
-            yield from self._share_all()
+def _element_lengths(specs: Sequence[ParamSpec], ranks: int) -> Iterator[tuple[int, Tensor]]:
+    """Yield each parameter with the number of its elements on every rank, as the policy ``element`` deals them.
 
-    def _owned(self, parts: Sequence[Sequence[int]]) -> Tensor:
-        model = self.model
-        shard_by = default_shard_by(model.splittable) if model.shard_by is None else model.shard_by
-        return owned_bytes(model.specs, parts, self.ranks, shard_by, model.splittable)
+    The policy deals the groups one after the other, and the tiny parameters of a group after its other ones.
+    """
+    loads = torch.zeros(ranks, dtype=torch.int64)
+    for group in dict.fromkeys(spec.group for spec in specs):
+        members = [spec for spec in specs if spec.group == group]
+        dealt = int(loads.sum())
+        for spec in members:
+            if spec.numel > SLACK:
+                lengths = even_lengths(spec.numel, ranks, dealt)
+                dealt += spec.numel
+                loads += lengths
+                yield spec.index, lengths
+        heap = [(load, group_rank) for group_rank, load in enumerate(loads.tolist())]
+        heapq.heapify(heap)
+        for spec in sorted((spec for spec in members if spec.numel <= SLACK), key=lambda spec: -spec.numel):
+            load, group_rank = heap[0]
+            heapq.heapreplace(heap, (load + spec.numel, group_rank))
+            lengths = torch.zeros(ranks, dtype=torch.int64)
+            lengths[group_rank] = spec.numel
+            loads += lengths
+            yield spec.index, lengths
 
-    def _flags(self, nbytes: int) -> Iterator[Collective]:
-        """Yield one exchange of flags; with a mesh the replicas exchange them, too."""
-        yield Collective(Kind.FLAGS, nbytes, self.ranks, max(1, self.ranks - 1) if self.pairwise else 1)
-        if self.replicas > 1:
-            yield Collective(Kind.FLAGS, nbytes, self.replicas)
 
-    def _reduce_scatter(self, owned: Tensor) -> Collective:
-        """Return the reduce-scatter of one of DDP's buckets."""
-        if self.pairwise:
-            operations = self._messages_of(owned, self._reduce_message_bytes())
-            return Collective(Kind.REDUCE_SCATTER, int(owned.sum()), self.ranks, operations)
-        if is_padded(owned):
-            return Collective(Kind.REDUCE_SCATTER, self.ranks * int(owned.max()), self.ranks)
-        return Collective(Kind.REDUCE_SCATTER, int(owned.sum()), self.ranks, int((owned > 0).sum()))
-
-    def _share_all(self) -> Iterator[Collective]:
-        """Yield the collectives that share all parameters after an update, device by device."""
-        devices: dict[int, list[int]] = {}
-        for spec in self.model.specs:
-            devices.setdefault(spec.device_ordinal, []).append(spec.index)
-        for owned in self._owned(list(devices.values())):
-            yield from self._share(owned)
-
-    def _share(self, owned: Tensor) -> Iterator[Collective]:
-        """Yield the collectives that share packed memory ranges."""
-        if not self.pairwise:
-            for nbytes, operations in sharing_rounds(owned, self.bucket_bytes):
-                yield Collective(Kind.ALL_GATHER, nbytes, self.ranks, operations)
-            return
-        operations = self._messages_of(owned, min(limits.PACK_BYTES, self._broadcast_chunk_bytes()))
-        yield Collective(Kind.BROADCAST, int(owned.sum()), self.ranks, operations)
-
-    # Messages between pairs of ranks: how many of them a rank sends on average, at least.
-
-    def _reduce_message_bytes(self) -> int:
-        return limits.REDUCE_MESSAGE_BYTES
-
-    def _broadcast_chunk_bytes(self) -> int:
-        return limits.CHUNK_BYTES * max(1, self.ranks - 1)
-
-    def _messages(self, part_bytes: int, message_bytes: int, parts: int) -> int:
-        return max(1, ceil(parts * -(-part_bytes // message_bytes) * (self.ranks - 1) / self.ranks))
-
-    def _messages_of(self, owned: Tensor, message_bytes: int) -> int:
-        messages = int((-(-owned // message_bytes)).sum())
-        return max(1, ceil(messages * (self.ranks - 1) / self.ranks))
+def even_lengths(numel: int, ranks: int, dealt: int) -> Tensor:
+    """Return the lengths of all ranks' ranges of :func:`onecopy.layout.even_range`, for a parameter with elements."""
+    units = -(-numel // CUT_MULTIPLE)
+    base, extra = divmod(units, ranks)
+    by_turn = torch.full((ranks,), base * CUT_MULTIPLE, dtype=torch.int64)
+    by_turn[ranks - extra :] += CUT_MULTIPLE
+    by_turn[-1] -= units * CUT_MULTIPLE - numel  # the last unit may be short
+    return by_turn.roll((dealt // CUT_MULTIPLE + units) % ranks)

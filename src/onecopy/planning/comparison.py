@@ -1,4 +1,4 @@
-"""Compares the ways of training one model on one cluster: memory by kind, traffic, collectives and time."""
+"""Compares the ways of training one model on one cluster, and recommends the first that fits."""
 
 from __future__ import annotations
 
@@ -7,30 +7,24 @@ from dataclasses import dataclass
 
 import torch
 
-from onecopy.planning.collectives import Collective, Way, collectives_of
-from onecopy.planning.estimate import Job, Machine, communication_seconds, memory_bytes, step_seconds
-from onecopy.planning.model_shapes import Model, specs_of, wrapped_units
-from onecopy.planning.optimizers import PlannedOptimizer
-from onecopy.planning.peers import fsdp2_collectives, fsdp2_memory
-from onecopy.planning.sources import Source
+from onecopy.planning.collectives import Way, collectives_of
+from onecopy.planning.memory import PlannedOptimizer, memory_bytes
+from onecopy.planning.models import Model, Source, specs_of
 
 PRECISIONS = ("fp32", "bf16", "bf16-master")
 """Parameters, gradients and state in float32; all in bfloat16; or in bfloat16 with float32 master weights and state."""
 
-UTILISATION = 0.4
-"""The assumed part of its peak that an accelerator reaches in the forward and backward pass."""
+DDP, LEVEL_1, LEVEL_2, LEVEL_3, FSDP2 = (
+    way.value for way in (Way.DDP, Way.LEVEL_1, Way.LEVEL_2, Way.LEVEL_3, Way.FSDP2)
+)
 
-MEMORY_BANDWIDTH = 1.5e12
-"""The assumed bytes per second that an update reads and writes."""
+USABLE = 0.9
+"""The part of an accelerator's memory that tensors can use: the rest is for the driver, kernels and fragmentation."""
 
-DDP, TORCH, LEVEL_1, LEVEL_2, LEVEL_3, FSDP2 = "DDP", "torch's class", "level 1", "level 2", "level 3", "FSDP2"
-WAYS = {
-    DDP: Way.DDP,
-    TORCH: Way.TORCH,
-    LEVEL_1: Way.LEVEL_ONE,
-    LEVEL_2: Way.REDUCE_SCATTER,
-    LEVEL_3: Way.SHARDED_OVERLAP,
-}
+WORTH_IT = 0.05
+"""The least saving for which a change of the script is recommended."""
+
+GB = 1e9
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +37,6 @@ class Row:
         sent: bytes that a rank sends in a step.
         calls: collectives in a step.
         operations: collectives as the backend runs them.
-        communication: seconds of all collectives, if nothing hides them.
-        step: seconds of a step, or None if it was not estimated.
     """
 
     name: str
@@ -52,8 +44,6 @@ class Row:
     sent: float
     calls: int
     operations: int
-    communication: float
-    step: float | None
 
     @property
     def total(self) -> float:
@@ -61,65 +51,132 @@ class Row:
         return sum(self.memory.values())
 
 
-def planned_job(source: Source, optimizer: PlannedOptimizer, precision: str, tokens: int, flops: float) -> Job:
-    """Return the model with its data types, and its times on one rank.
+def compare(source: Source, optimizer: PlannedOptimizer, precision: str, ranks: int) -> list[Row]:
+    """Return a row for each way of training.
 
     Args:
         source: the model.
         optimizer: the optimizer class.
         precision: one of ``PRECISIONS``.
-        tokens: tokens of one rank in a step, or 0 if the time is not estimated.
-        flops: peak floating-point operations per second of an accelerator.
+        ranks: the number of data-parallel ranks.
     """
-    dtype = torch.float32 if precision == "fp32" else torch.bfloat16
     with_masters = precision == "bf16-master"
-    model = Model(specs_of(source.shapes, dtype), optimizer.splittable)
+    dtype = torch.float32 if precision == "fp32" else torch.bfloat16
     state_bytes = optimizer.state_bytes(4 if with_masters else dtype.itemsize)
-    master_bytes = 4 if with_masters else 0
-    touched = model.elements * (2 * dtype.itemsize + 2 * (state_bytes + master_bytes))
-    compute = 6 * model.elements * tokens / (UTILISATION * flops)
-    return Job(model, compute, touched / MEMORY_BANDWIDTH, state_bytes, master_bytes)
-
-
-def compare(job: Job, machine: Machine) -> list[Row]:
-    """Return a row for each way of training."""
+    model = Model(specs_of(source.shapes, dtype), optimizer.splittable)
     rows = []
-    for name, way in WAYS.items():
-        if way is Way.TORCH and job.master_bytes:
-            continue  # torch's class has no master weights
-        collectives = collectives_of(way, job.model, machine.ranks)
-        seconds = step_seconds(way, job, machine) if job.compute else None
-        rows.append(_row(name, memory_bytes(way, job, machine), collectives, machine, seconds))
-    units = wrapped_units(job.model.specs)
-    gathered = fsdp2_collectives(units, machine.ranks, reshard_after_forward=True)
-    return [*rows, _row(FSDP2, fsdp2_memory(units, machine.ranks, job), gathered, machine, None)]
+    for way in (Way.DDP, Way.LEVEL_1, Way.LEVEL_2, Way.LEVEL_3, Way.FSDP2):
+        collectives = collectives_of(way, model, ranks)
+        memory = memory_bytes(way, model, ranks, state_bytes, 4 if with_masters else 0)
+        sent, operations = sum(each.sent_bytes for each in collectives), sum(each.operations for each in collectives)
+        rows.append(Row(way.value, memory, sent, len(collectives), operations))
+    return rows
 
 
-def _row(
-    name: str, memory: dict[str, float], collectives: Sequence[Collective], machine: Machine, step: float | None
-) -> Row:
-    return Row(
-        name,
-        memory,
-        sum(each.sent_bytes for each in collectives),
-        len(collectives),
-        sum(each.operations for each in collectives),
-        communication_seconds(collectives, machine),
-        step,
-    )
+def unit_of(rows: Sequence[Row]) -> tuple[str, float]:
+    """Return the unit in which the memory of these ways of training is shown, and its bytes."""
+    return ("GB", GB) if max(row.total for row in rows) >= GB else ("MB", 1e6)
 
 
-def activation_bytes(source: Source, batch: int, sequence: int, itemsize: int, checkpointing: bool) -> float | None:
-    """Return an estimate of the activations of a transformer; None if its sizes are not known.
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """A recommendation.
 
-    A layer with an attention that does not store its scores keeps about 34 bytes per token and unit of width in 16 bits
-    (Korthikanti et al., 2022). With activation checkpointing it keeps its input, and one layer is computed again. The
-    logits and their gradient are added if the vocabulary is known. Real values differ by half and more.
+    Attributes:
+        choice: the name of a row.
+        reason: one or two sentences.
+        code: the lines that change in a DDP script.
     """
-    if source.hidden is None or source.layers is None:
-        return None
-    scale = itemsize / 2
-    tokens = batch * sequence
-    layer = 34 * tokens * source.hidden * scale
-    kept = 2 * tokens * source.hidden * scale * source.layers + layer if checkpointing else layer * source.layers
-    return kept + 2.0 * tokens * (source.vocabulary or 0) * itemsize
+
+    choice: str
+    reason: str
+    code: str
+
+
+def fits(row: Row, memory: float | None) -> bool | None:
+    """Return whether a way of training fits into the memory of an accelerator; None if the memory is not known."""
+    return None if memory is None else row.total <= USABLE * memory
+
+
+def recommend(
+    rows: Sequence[Row],
+    optimizer: PlannedOptimizer,
+    masters: bool,
+    memory: float | None = None,
+) -> Advice:
+    """Choose a way of training.
+
+    Args:
+        rows: the ways of training.
+        optimizer: the optimizer class.
+        masters: whether there are float32 master weights.
+        memory: bytes of an accelerator, if known.
+    """
+    by_name = {row.name: row for row in rows}
+    ddp = by_name[DDP]
+
+    def saving(name: str) -> float:
+        return (ddp.total - by_name[name].total) / ddp.total if ddp.total else 0.0
+
+    def advice(name: str, reason: str) -> Advice:
+        return Advice(name, reason, code_for(name, optimizer, masters))
+
+    order = [DDP, LEVEL_1, LEVEL_3, FSDP2]
+    fitting = [name for name in order if fits(by_name[name], memory)]
+    unit, scale = unit_of(rows)
+    saved = f"{(ddp.total - by_name[LEVEL_1].total) / scale:.2f} {unit} ({saving(LEVEL_1):.0%})"
+    if memory is not None and not fitting:
+        least = min(by_name[name].total for name in order)
+        return advice(
+            FSDP2,
+            f"Nothing fits: FSDP2 needs the least, {least / GB:.1f} GB of {USABLE * memory / GB:.1f} GB that can be "
+            "used. Use more ranks, smaller batches, activation checkpointing, or offload.",
+        )
+    if fitting and fitting[0] != DDP:
+        choice = fitting[0]
+        reason = f"Plain DDP does not fit. {choice} is the first that does."
+        if choice == LEVEL_1:
+            more = (by_name[LEVEL_2].total - by_name[LEVEL_1].total) / scale
+            level_2_fits = fits(by_name[LEVEL_2], memory)
+            reason += f" {LEVEL_2} sends a third less, and needs {more:.2f} {unit} more for buffers"
+            reason += "." if level_2_fits else ", which do not fit."
+        return advice(choice, reason)
+    if max(saving(LEVEL_1), saving(LEVEL_3)) < WORTH_IT:
+        return advice(DDP, f"onecopy saves you {max(0.0, saving(LEVEL_1), saving(LEVEL_3)):.0%}: don't bother.")
+    start = "Plain DDP fits without activations. " if fitting else ""
+    if saving(LEVEL_1) < WORTH_IT:
+        return advice(LEVEL_3, f"{start}It saves {saving(LEVEL_3):.0%}, and {LEVEL_1} saves {saving(LEVEL_1):.0%}.")
+    return advice(LEVEL_1, f"{start}It saves {saved} with one line. {LEVEL_3} saves {saving(LEVEL_3):.0%}.")
+
+
+def code_for(name: str, optimizer: PlannedOptimizer, masters: bool) -> str:
+    """Return the lines of a script that matter for one way of training."""
+    module, _, short = optimizer.name.rpartition(".")
+    root = module.partition(".")[0]
+    imports = [] if root == "torch" else [f"import {root}"]
+    options = ", master_weights=True" if masters and name in (LEVEL_1, LEVEL_2) else ""
+    ours = f"optimizer = ZeroRedundancyOptimizer(model.parameters(), {module}.{short}{options}, lr=...)"
+    ddp = "model = DistributedDataParallel(model)"
+    lines = {
+        DDP: [ddp, f"optimizer = {module}.{short}(model.parameters(), lr=...)"],
+        LEVEL_1: ["from onecopy import ZeroRedundancyOptimizer", ddp, ours],
+        LEVEL_2: [
+            "from onecopy import ZeroRedundancyOptimizer, reduce_scatter_hook",
+            ddp,
+            ours,
+            "model.register_comm_hook(optimizer, reduce_scatter_hook)",
+        ],
+        LEVEL_3: [
+            f"from onecopy import {'MixedPrecision, ' if masters else ''}ShardedDataParallel, ZeroRedundancyOptimizer",
+            ours,
+            "model = ShardedDataParallel(model, optimizer, overlap_forward=True"
+            + (", mixed_precision=MixedPrecision(param_dtype=torch.bfloat16))" if masters else ")"),
+        ],
+        FSDP2: [
+            "from torch.distributed.fsdp import fully_shard",
+            "for block in model.blocks: fully_shard(block)",
+            "fully_shard(model)",
+            f"optimizer = {module}.{short}(model.parameters(), lr=...)",
+        ],
+    }
+    return "\n".join([*imports, *lines[name]])

@@ -28,8 +28,7 @@ from onecopy.common import nested_tensors, tagged_json
 from onecopy.common.flat_views import as_bytes, dense_copy, flat_view, to_bytes
 from onecopy.common.tensor_subclasses import check_not_cut, map_parts
 from onecopy.layout import Layout, ParamSpec, Shard
-from onecopy.state_dict.forms import state_with_master
-from onecopy.state_dict.owner_comparison import checksum, owners_differ
+from onecopy.state_dict.shards import checksum, owners_differ, state_with_master
 from onecopy.step import master_weights
 from onecopy.step.consistency import group_facts
 from onecopy.step.engine import Engine
@@ -124,19 +123,18 @@ def consolidate(
             raise ValueError(f"to must be a group rank from 0 to {layout.world_size - 1}, got {to!r}")
         header, tensors = describe_owned(layout, local)
         together.facts += other_facts(local)
-    with collectives.explained_errors(CALL):
-        headers = _gather_headers(collectives, header, to)
+    headers = _gather_headers(collectives, header, to)
     full_state = FullState(layout)
     with FailTogether(collectives, CALL):
         # The senders start only when the receiver has room for everything: a sender cannot be stopped later.
         targets = [full_state.allocate(text, source) for source, text in enumerate(headers)]
-    with collectives.explained_errors(CALL):
-        if not is_receiver:
-            send_ranges(byte_views(tensors), lambda buffer: collectives.send(buffer, to), collectives.control_device)
-        for source, views in enumerate(targets):
-            if source != to:
-                start = partial(collectives.receive, source=source)
-                receive_ranges(views, start, collectives.control_device)
+    if not is_receiver:
+        start = partial(collectives.send, destination=to, call=CALL)
+        send_ranges(byte_views(tensors), start, collectives.control_device)
+    for source, views in enumerate(targets):
+        if source != to:
+            start = partial(collectives.receive, source=source, call=CALL)
+            receive_ranges(views, start, collectives.control_device)
     state: dict[int, State] | None = None
     with FailTogether(collectives, CALL):
         if is_receiver:
@@ -152,7 +150,7 @@ def _gather_headers(collectives: Collectives, header: bytes, to: int) -> list[by
     device = collectives.control_device
     if collectives.group_rank != to:
         text = torch.frombuffer(bytearray(header), dtype=torch.uint8).to(device)
-        collectives.send(text, to).wait()
+        collectives.send(text, to, CALL).wait()
         return []
     headers = []
     for source, size in enumerate(sizes):
@@ -160,7 +158,7 @@ def _gather_headers(collectives: Collectives, header: bytes, to: int) -> list[by
             headers.append(header)
             continue
         received = torch.empty(size, dtype=torch.uint8, device=device)
-        collectives.receive(received, source).wait()
+        collectives.receive(received, source, CALL).wait()
         headers.append(to_bytes(received))
     return headers
 

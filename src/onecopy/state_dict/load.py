@@ -20,6 +20,7 @@ from onecopy.common.flat_views import flat_like
 from onecopy.common.tensor_subclasses import check_not_cut, map_parts
 from onecopy.common.torch_private import run_load_post_hooks, run_load_pre_hooks
 from onecopy.layout import Layout, ParamSpec
+from onecopy.step import engine as step_engine
 from onecopy.step import master_weights
 from onecopy.step.consistency import group_facts
 from onecopy.step.engine import Engine
@@ -62,20 +63,9 @@ def load(engine: Engine, optimizer: Optimizer, given: object, elementwise: bool)
 
 @contextmanager
 def restored_on_failure(engine: Engine, call: str) -> Iterator[None]:
-    """Run a block that loads into the inner optimizer; if it fails on one rank, all ranks restore the state and raise.
-
-    Args:
-        engine: its inner optimizer is loaded.
-        call: the name of the call, for error messages.
-    """
-    optim = engine.inner.optim
-    before = {"state": optim.state, "param_groups": optim.param_groups}
-    try:
-        with FailTogether(engine.collectives, call):
-            yield
-    except Exception:
-        optim.__setstate__(before)
-        raise
+    """Run a block that loads into the inner optimizer; if it fails on one rank, all restore the state and raise."""
+    with step_engine.restored_on_failure([engine]), FailTogether(engine.collectives, call):
+        yield
 
 
 def load_owned_state(

@@ -61,6 +61,7 @@ class StepStatus:
         replicas: with a mesh, the ranks that have the same shards in other replicas.
 
     Attributes:
+        queue, replicas: as given.
         is_deferred: whether votes are read later unless a call says at once.
     """
 
@@ -68,26 +69,18 @@ class StepStatus:
         self, collectives: Collectives, queue: DeferredFlags | None = None, replicas: Collectives | None = None
     ) -> None:
         self.is_deferred = collectives.defers_host_reads
-        self._collectives, self._replicas = collectives, replicas
-        self._queue = DeferredFlags() if queue is None else queue
+        self._collectives, self.replicas = collectives, replicas
+        self.queue = DeferredFlags() if queue is None else queue
         self._last = 0  # the number in the queue of the vote of the last step
-
-    def clear(self) -> None:
-        """Forget votes that have not been read."""
-        self._queue.clear()
 
     def check_previous(self) -> None:
         """Wait for all votes that have not been read, and raise if they tell of a failure."""
-        self._queue.check_all()
-
-    def wait(self) -> None:
-        """Wait for all votes, without reading them."""
-        self._queue.wait()
+        self.queue.check_all()
 
     def check_last_step(self) -> None:
         """Wait for the vote of the last step, and check it and all that have arrived."""
-        self._queue.check_through(self._last)
-        self._queue.check_arrived()
+        self.queue.check_through(self._last)
+        self.queue.check_arrived()
 
     def exchange(
         self,
@@ -111,9 +104,9 @@ class StepStatus:
         collectives = self._collectives
         at_once = not self.is_deferred if at_once is None else at_once
         if at_once:
-            self._queue.check_all()  # a rank that has failed takes part in no vote
+            self.queue.check_all()  # a rank that has failed takes part in no vote
         else:
-            self._queue.check_through(self._last)
+            self.queue.check_through(self._last)
         found = guard.take_flag() if guard is not None else None
         probed = probe.take() if probe is not None else None
         digests = [] if facts is None else facts.digests()
@@ -136,10 +129,10 @@ class StepStatus:
                 probe.compare(vote.probes)
 
         if at_once:
-            vote_at_once(collectives, row, call, self._replicas)
+            vote_at_once(collectives, row, call, self.replicas)
             check(row)
         else:
-            self._last = self._queue.put(row, start_vote(collectives, row, call, self._replicas), check)
+            self._last = self.queue.put(row, start_vote(collectives, row, call, self.replicas), check)
 
 
 def layout_facts(layout: Layout, shard_by: ShardBy) -> list[Fact]:

@@ -7,10 +7,11 @@ inside the backward pass, ``data_parallel/step.py`` bucket by bucket.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain, count
 from operator import is_
 from typing import Any
@@ -26,7 +27,7 @@ from onecopy.common.flat_views import is_dense
 from onecopy.common.profiler_ranges import profiled
 from onecopy.common.torch_private import debug_enabled
 from onecopy.layout import Layout, ParamSpec
-from onecopy.step.checks import GradientProbe, ReplicaCheck
+from onecopy.step.checks import GradientProbe, compare_replicas
 from onecopy.step.consistency import CALL, StepFacts, StepStatus
 from onecopy.step.gradients import Gradients
 from onecopy.step.inner_optimizer import InnerOptimizer
@@ -69,7 +70,7 @@ class Engine:
         gradient_probe: notices in the first steps that nothing averages the gradients.
         status: the vote of a step.
         guard: notices gradients that are not finite, or None.
-        replica_check: compares the parameters of all ranks every few steps, or None.
+        check_replicas_every: compare the parameters of all ranks before every so many steps, or None.
         step_refusal: after a load that failed half way, the exception that ``step()`` raises.
     """
 
@@ -87,9 +88,10 @@ class Engine:
         self._storage_class = storage_class
         self.status = StepStatus(collectives)
         self.guard: NonfiniteGuard | None = None
-        self.replica_check: ReplicaCheck | None = None
+        self.check_replicas_every: int | None = None
+        self._steps = 0
         self.step_refusal: Exception | None = None
-        self.gradient_probe = GradientProbe(collectives.control_device, collectives.group_rank, collectives.world_size)
+        self.gradient_probe = GradientProbe(collectives)
         self.params: list[Tensor] = []
         self.gradients = Gradients(self.params, layout)
         self.set_layout(params, layout)
@@ -261,10 +263,11 @@ class Engine:
 
     def check_replicas(self, wait: Callable[[], None]) -> None:
         """Wait for parameters in flight and compare the parameters of all ranks, if that is due before this step."""
-        if self.replica_check is not None and self.replica_check.begin_step():
+        self._steps += 1
+        if self.check_replicas_every and (self._steps - 1) % self.check_replicas_every == 0:
             self.status.check_previous()
             wait()
-            self.replica_check.compare(self.params, self.layout)
+            compare_replicas(self.collectives, self.status.replicas, self.params, self.layout)
 
     def facts(self, groups: Sequence[Group], has_gradient: Sequence[bool]) -> StepFacts:
         """The facts that must be equal on all ranks in a step."""
@@ -277,7 +280,7 @@ class Engine:
     def allow_steps(self) -> None:
         """Allow steps again after a load that succeeded, and forget earlier failures."""
         self.step_refusal = None
-        self.status.clear()
+        self.status.queue.clear()
 
     @profiled("onecopy.share")
     def share(self, has_gradient: Sequence[bool] | None = None) -> None:
@@ -290,8 +293,7 @@ class Engine:
         everything = (
             has_gradient is None or self.inner.updates_without_gradient or self.status.is_deferred or all(has_gradient)
         )
-        with self.collectives.explained_errors(CALL):
-            self.sharing.start(None if everything else has_gradient).drain()
+        self.sharing.start(CALL, None if everything else has_gradient).drain()
         # Autograd does not see received values, writes through views, and the writes of fused optimizers. The version
         # counter makes a backward pass that still needs the old values raise, on all ranks alike.
         changed = (
@@ -308,45 +310,35 @@ def sequential_step(
 ) -> Any:
     """The ordinary step schedule: update, confirm, share, one after the other.
 
+    With ``nonfinite`` the closure is evaluated before anything else, and the ranks agree before the update that all
+    gradients are finite. On an accelerator with ``nonfinite="raise"`` they do so in the vote that is cast anyway.
+
     A rank whose update failed still confirms, which makes every rank raise. An exception of the closure is raised at
     once: other ranks may be in the closure's own collectives.
     """
-    loss, failure = None, FirstFailure()
+    loss, failure, guard = None, FirstFailure(), engine.guard
+    if guard is not None and callable(closure):
+        with torch.enable_grad():
+            loss = closure()
+        closure = _evaluated(loss, type(engine.inner.optim).__qualname__)
     with failure:
         engine.follow_moved_params()
-        loss = engine.update(groups, closure, kwargs)
+        if guard is not None:
+            guard.look(engine.gradients.owned(engine.inner.owned), engine.layout)
+    if (
+        guard is not None
+        and guard.agrees_first
+        and engine.confirm(groups, engine.gradients.has_gradient(), failure.error, at_once=True)
+    ):
+        return loss
+    with failure:
+        if not failure:
+            loss = engine.update(groups, closure, kwargs)
     if isinstance(failure.error, ClosureError):
         raise failure.error.original from None
     engine.confirm_and_share(groups, engine.gradients.has_gradient(), failure.error)
     engine.gradient_probe.warn_if_not_reduced()
     return loss
-
-
-def guarded_step(
-    engine: Engine, groups: Sequence[Group], closure: Callable[[], Any] | None, kwargs: dict[str, Any]
-) -> Any:
-    """The step schedule with ``nonfinite``: agree that all gradients are finite, then make an ordinary step.
-
-    The closure is evaluated before anything else. On an accelerator with ``nonfinite="raise"`` the flag is exchanged
-    in the ordinary step, with the others.
-    """
-    guard, loss = engine.guard, None
-    assert guard is not None
-    if callable(closure):
-        with torch.enable_grad():
-            loss = closure()
-        closure = _evaluated(loss, type(engine.inner.optim).__qualname__)
-    failure = FirstFailure()
-    with failure:
-        engine.follow_moved_params()
-        guard.look(engine.gradients.owned(engine.inner.owned), engine.layout)
-    has_gradient = engine.gradients.has_gradient()
-    if guard.agrees_first:
-        if engine.confirm(groups, has_gradient, failure.error, at_once=True):
-            return loss
-    elif failure:
-        engine.confirm_and_share(groups, has_gradient, failure.error)
-    return sequential_step(engine, groups, closure, kwargs)
 
 
 def _evaluated(loss: Any, class_name: str) -> Callable[[], Any]:
@@ -377,42 +369,38 @@ def change_and_share(engine: Engine, groups: Sequence[Group], change: Callable[[
     engine.confirm_and_share(groups, None, failure.error)
 
 
-@dataclass(frozen=True, slots=True)
-class StepGuards:
-    """The guards that a user wants.
+@contextlib.contextmanager
+def restored_on_failure(
+    engines: Sequence[Engine],
+    params: Iterable[Tensor] = (),
+    others: Sequence[object] = (),
+    lists: Iterable[list[Any]] = (),
+) -> Iterator[None]:
+    """If the block raises, put back what it may have changed, without allocating memory.
 
-    Attributes:
-        nonfinite: what happens if a gradient is not finite: None (an update), "raise" or "skip".
-        check_replicas_every: the number of steps from one comparison of all parameters to the next, or None.
+    Args:
+        engines: engines, with their inner optimizers, groups and layouts. The values of state are not copied.
+        params: parameters, with their memory and gradients.
+        others: objects whose attributes are put back.
+        lists: lists whose content is put back.
     """
-
-    nonfinite: str | None
-    check_replicas_every: int | None
-
-    @classmethod
-    def of_arguments(cls, nonfinite: Any, check_replicas_every: Any, overlap_with_ddp: bool) -> StepGuards:
-        """Return the guards for an optimizer's arguments; raise if an argument is wrong."""
-        if nonfinite not in (None, "raise", "skip"):
-            raise ValueError(f"nonfinite must be None, 'raise' or 'skip', got {nonfinite!r}")
-        if nonfinite is not None and overlap_with_ddp:
-            raise ValueError(
-                "nonfinite cannot be combined with overlap_with_ddp=True, because some parameters are updated before "
-                "all gradients are known; leave overlap_with_ddp out and register onecopy.reduce_scatter_hook, which "
-                "steps after backward"
-            )
-        every = check_replicas_every
-        if every is not None and (isinstance(every, bool) or not isinstance(every, int) or every < 1):
-            raise ValueError(f"check_replicas_every must be None or a number of steps from 1 on, got {every!r}")
-        return cls(nonfinite, every)
-
-    def install(self, engine: Engine) -> StepSchedule:
-        """Give an engine these guards, and return the step schedule to use."""
-        if self.check_replicas_every is not None:
-            engine.replica_check = ReplicaCheck(self.check_replicas_every, engine.collectives)
-        if self.nonfinite is None:
-            return sequential_step
-        engine.guard = NonfiniteGuard(self.nonfinite == "skip", engine.collectives)
-        return guarded_step
+    tensors = [(param, param.data, param.grad) for param in params]
+    inner = [engine.inner for engine in engines]
+    attributes = [(each, dict(vars(each))) for each in [*others, *engines, *inner, *(each.optim for each in inner)]]
+    of_engines = [(each.params, each.inner.params_by_group, each.inner.optim.param_groups) for each in engines]
+    contents = [(each, list(each)) for each in chain(lists, *of_engines)]
+    try:
+        yield
+    except BaseException:
+        for param, data, gradient in tensors:
+            param.data, param.grad = data, gradient
+        for each, before in attributes:
+            vars(each).update(before)
+        for changed, content in contents:
+            changed[:] = content
+        for engine in engines:
+            engine.inner.repoint(engine.storage.flats)
+        raise
 
 
 def sharded_collectives(optimizers: Sequence[object]) -> Collectives | None:

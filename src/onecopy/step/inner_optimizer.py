@@ -136,14 +136,6 @@ class InnerOptimizer:
         check_options(self.optim)
         check_dtypes(self.optim, self.master_policy.stepped_dtypes(layout.params))
 
-    def keep_groups(self, count: int, layout: Layout) -> None:
-        """Remove all but the first ``count`` groups, which ``layout`` describes."""
-        for owned in self.owned:
-            if owned.shard.param >= len(layout.params):
-                self.optim.state.pop(owned.tensor, None)
-        del self.optim.param_groups[count:], self.params_by_group[count:]
-        self._set_owned([owned for owned in self.owned if owned.shard.param < len(layout.params)])
-
     def _own(self, shard: Shard, params: Sequence[Tensor], flats: Sequence[Tensor]) -> OwnedShard:
         param = params[shard.param]
         if self.master_policy.applies_to(param):

@@ -153,46 +153,37 @@ def _step(
         together.flag = not active
     has_gradient = engine.gradients.has_gradient()
     gradient_shards: dict[int, Tensor] | None = None
-    if together.any_flag:
-        flags = [row[0] for row in engine.collectives.all_gather_flags([int(active)], CALL)]
-        source = flags.index(1)
-        if engine.collectives.group_rank == source:
-            joined = [group_rank for group_rank, is_active in enumerate(flags) if not is_active]
-            _send_to_joined(engine, groups, has_gradient, joined, failure)
-        else:
-            header = engine.collectives.broadcast_bytes(None, source, CALL)
-            with failure:
-                if not active and header:
-                    has_gradient, gradient_shards = _receive_from_active(engine, groups, header, source, room)
+    header, source = _share_header(engine, groups, has_gradient, active) if together.any_flag else (b"", 0)
     with failure:
-        if not failure:
-            loss = engine.update(groups, closure, kwargs, gradient_shards)
+        if not active:
+            has_gradient, gradient_shards = _receive_from_active(engine, groups, header, source, room)
+        loss = engine.update(groups, closure, kwargs, gradient_shards)
     engine.confirm_and_share(groups, has_gradient, failure.error)
     engine.gradients.without_inputs.clear()
     return loss
 
 
-def _send_to_joined(
-    engine: Engine,
-    groups: Sequence[Group],
-    has_gradient: Sequence[bool],
-    joined: Sequence[int],
-    failure: FirstFailure,
-) -> None:
-    """Send every joined rank options and gradients; after a failure, send an empty header."""
+def _share_header(
+    engine: Engine, groups: Sequence[Group], has_gradient: Sequence[bool], active: bool
+) -> tuple[bytes, int]:
+    """Send every joined rank options and gradients of the lowest active rank; return the header, and that rank."""
     collectives = engine.collectives
-    header = b""
+    flags = [row[0] for row in collectives.all_gather_flags([int(active)], CALL)]
+    source, header = flags.index(1), b""
     ranges: dict[int, list[Tensor]] = {}
-    with failure:
-        for group_rank in joined if not engine.gradients.is_reduce_scattered else ():
-            shards = _with_gradient(engine, group_rank, has_gradient)
-            ranges[group_rank] = [as_bytes(_gradient_shard(engine, shard)) for shard in shards]
-        header = write_handover(groups, has_gradient, engine.gradients.is_reduce_scattered)
-    collectives.broadcast_bytes(header, collectives.group_rank, CALL)
-    if not failure:
-        with collectives.explained_errors(CALL):
-            for group_rank, pieces in ranges.items():
-                send_ranges(pieces, partial(collectives.send, destination=group_rank), collectives.control_device)
+    with FailTogether(collectives, CALL):
+        if collectives.group_rank == source:
+            header = write_handover(groups, has_gradient, engine.gradients.is_reduce_scattered)
+            if not engine.gradients.is_reduce_scattered:
+                for group_rank, is_active in enumerate(flags):
+                    shards = [] if is_active else _with_gradient(engine, group_rank, has_gradient)
+                    ranges[group_rank] = [as_bytes(_gradient_shard(engine, shard)) for shard in shards]
+    header = collectives.broadcast_bytes(header, source, CALL)
+    for group_rank, pieces in ranges.items():
+        if pieces:
+            start = partial(collectives.send, destination=group_rank, call=CALL)
+            send_ranges(pieces, start, collectives.control_device)
+    return header, source
 
 
 def _allocate_gradients(engine: Engine) -> dict[int, Tensor]:
@@ -226,12 +217,8 @@ def _receive_from_active(
     else:
         room = room or _allocate_gradients(engine)
         gradient_shards = {shard.param: room[shard.param] for shard in shards}
-        with collectives.explained_errors(CALL):
-            receive_ranges(
-                [as_bytes(flat) for flat in gradient_shards.values()],
-                partial(collectives.receive, source=source),
-                collectives.control_device,
-            )
+        start = partial(collectives.receive, source=source, call=CALL)
+        receive_ranges([as_bytes(flat) for flat in gradient_shards.values()], start, collectives.control_device)
     handover.apply_options(groups)
     return has_gradient, gradient_shards
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,6 +33,21 @@ def _real_values(tensor: Tensor) -> Tensor:
     """The values of a tensor as real numbers: the absolute value of a large complex number is an infinity."""
     values: Tensor = sparse_parts(tensor)[1] if tensor.is_sparse else tensor
     return torch.view_as_real(values.resolve_conj()) if values.is_complex() else values
+
+
+def check_guards(nonfinite: Any, check_replicas_every: Any, overlap_with_ddp: bool) -> None:
+    """Raise if an optimizer's argument ``nonfinite`` or ``check_replicas_every`` is wrong."""
+    if nonfinite not in (None, "raise", "skip"):
+        raise ValueError(f"nonfinite must be None, 'raise' or 'skip', got {nonfinite!r}")
+    if nonfinite is not None and overlap_with_ddp:
+        raise ValueError(
+            "nonfinite cannot be combined with overlap_with_ddp=True, because some parameters are updated before "
+            "all gradients are known; leave overlap_with_ddp out and register onecopy.reduce_scatter_hook, which "
+            "steps after backward"
+        )
+    every = check_replicas_every
+    if every is not None and (isinstance(every, bool) or not isinstance(every, int) or every < 1):
+        raise ValueError(f"check_replicas_every must be None or a number of steps from 1 on, got {every!r}")
 
 
 class NonfiniteGuard:

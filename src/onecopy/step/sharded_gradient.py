@@ -221,8 +221,7 @@ def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         group.forget_norms()
         group.meet(call)
         flag = found_inf.to(collectives.control_device)
-        with collectives.explained_errors(call):
-            collectives.all_reduce(flag, largest=True).wait()
+        collectives.all_reduce(flag, call, largest=True).wait()
         found_inf.copy_(flag)
 
 
@@ -331,14 +330,13 @@ def local_norms(parts: Sequence[Tensor | None], order: float, device: torch.devi
 def combined_norms(collectives: Collectives, local: Tensor, order: float) -> Tensor:
     """The norms of the whole tensors, from the norms of each rank's parts, in one all-reduce of all ranks."""
     local = local.to(collectives.control_device)
-    with collectives.explained_errors(CALL):
-        if math.isinf(order):
-            # The maximum of several numbers need not be NaN where one of them is, so NaN has a row of its own.
-            is_nan = local.isnan()
-            sign = math.copysign(1.0, order)
-            rows = torch.stack([torch.where(is_nan, -math.inf, sign * local), is_nan.to(local.dtype)])
-            collectives.all_reduce(rows, largest=True).wait()
-            return torch.where(rows[1] > 0, math.nan, sign * rows[0])
-        powers = local if order == 0 else local.pow(order)
-        collectives.all_reduce(powers).wait()
-        return powers if order == 0 else powers.pow(1.0 / order)
+    if math.isinf(order):
+        # The maximum of several numbers need not be NaN where one of them is, so NaN has a row of its own.
+        is_nan = local.isnan()
+        sign = math.copysign(1.0, order)
+        rows = torch.stack([torch.where(is_nan, -math.inf, sign * local), is_nan.to(local.dtype)])
+        collectives.all_reduce(rows, CALL, largest=True).wait()
+        return torch.where(rows[1] > 0, math.nan, sign * rows[0])
+    powers = local if order == 0 else local.pow(order)
+    collectives.all_reduce(powers, CALL).wait()
+    return powers if order == 0 else powers.pow(1.0 / order)

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import Tensor
 
+from onecopy.comm import limits
+from onecopy.common.nested_tensors import tensors_in
+from onecopy.common.tensor_storages import storage_bytes
 from onecopy.layout import Layout
-from onecopy.planning.optimizers import PlannedOptimizer
-
-KINDS = ("parameters", "gradients", "state", "master weights")
-"""The kinds of memory that a rank has between two steps."""
-
-COLOURS = {"parameters": "#0072b2", "gradients": "#e69f00", "state": "#009e73", "master weights": "#cc79a7"}
-"""A colour for each kind, from a palette that people with any kind of colour vision tell apart."""
+from onecopy.planning.collectives import Way
+from onecopy.planning.memory import KINDS, PlannedOptimizer, buffer_bytes, optimizer_of
+from onecopy.planning.models import Model
+from onecopy.step.engine import Engine
 
 MB = 1e6
 
@@ -27,7 +30,7 @@ class MemoryReport:
         group_rank: the rank.
         world_size: the number of ranks that share the state.
         ddp: the bytes with plain DDP and the plain optimizer; None where the optimizer class is not known.
-        predicted: the bytes that the planner predicts for this rank of this layout; None in the same places.
+        predicted: the bytes predicted for this rank of this layout; None in the same places.
         measured: the bytes of the tensors that exist now.
         in_flight: the most bytes of buffers that a step has in flight for a moment, predicted.
     """
@@ -111,3 +114,47 @@ def _total(column: Mapping[str, float | None], kinds: Sequence[str]) -> float | 
             return None
         total += value
     return total
+
+
+def measured_bytes(params: Iterable[Tensor], state: Any, masters: Iterable[Tensor] = ()) -> dict[str, int]:
+    """Return the bytes of tensors that exist now, by kind. Tensors that share memory are counted once.
+
+    Args:
+        params: parameters; their gradients are measured, too.
+        state: the optimizer's state by parameter.
+        masters: copies of parameters that are updated in place of them.
+    """
+    params = list(params)
+    gradients = [param.grad for param in params if param.grad is not None]
+    kinds = (params, gradients, tensors_in(list(state.values())), masters)
+    return dict(zip(KINDS, map(storage_bytes, kinds), strict=True))
+
+
+def memory_report(engine: Engine) -> MemoryReport:
+    """Return the predicted and the measured bytes of an optimizer's tensors on this rank, without communication."""
+    layout, inner, collectives = engine.layout, engine.inner, engine.collectives
+    planned = [optimizer_of(inner.optimizer_class, group) for group in inner.optim.param_groups]
+    predict = functools.partial(
+        predicted_bytes,
+        layout,
+        optimizer=planned[0] if all(each == planned[0] for each in planned) else None,
+        stepped=[dtype for _, dtype in inner.master_policy.stepped_dtypes(layout.params)],
+        copied=[inner.master_policy.applies_to(param) for param in engine.params],
+        trained=[param.requires_grad for param in engine.params],
+    )
+    gradients = engine.gradients
+    way = Way.LEVEL_2 if gradients.is_reduce_scattered else Way.LEVEL_1
+    way = Way.LEVEL_3 if gradients.are_sharded else way
+    bucket = limits.bucket_bytes(collectives.world_size, collectives.sends_in_place(engine.params[0].device))
+    owned = layout.owned_by(collectives.group_rank)
+    masters = [entry.tensor for entry in inner.owned if entry.param_view is not None]
+    return MemoryReport(
+        group_rank=collectives.group_rank,
+        world_size=collectives.world_size,
+        ddp=predict([(spec.index, spec.numel) for spec in layout.params], shards_gradients=False),
+        predicted=predict(
+            [(shard.param, shard.numel) for shard in owned], shards_gradients=gradients.have_own_memory()
+        ),
+        measured=measured_bytes(engine.params, inner.optim.state, masters),
+        in_flight=buffer_bytes(way, Model(layout.params, bucket_bytes=bucket), collectives.world_size),
+    )

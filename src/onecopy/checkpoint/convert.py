@@ -12,27 +12,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onecopy.checkpoint import disk
+from onecopy.checkpoint import storage
 from onecopy.checkpoint.directories import read_manifest, with_newest
-from onecopy.checkpoint.files import Reader, check_storable, whole_tensor
-from onecopy.checkpoint.manifest import Manifest, SavedOptimizer, SavedParam, keys_in, value_of
-from onecopy.checkpoint.optimizer_view import POSITION_NAME
+from onecopy.checkpoint.files import Reader, whole_tensor
+from onecopy.checkpoint.manifest import Manifest, SavedOptimizer, keys_in, value_of
 from onecopy.checkpoint.ranks import Ranks
-from onecopy.checkpoint.remote_storage import RemotePath
 from onecopy.checkpoint.save_plan import (
     KeyedTensors,
     SavePlan,
-    add_extra,
+    check_storable,
     group_tree,
+    keyed,
     model_trees,
-    state_tree,
     whole_piece,
 )
-from onecopy.checkpoint.saving import SaveJob, check_step
-from onecopy.checkpoint.storage import Location, location_of
+from onecopy.checkpoint.saving import CALL, SaveJob, check_step
+from onecopy.checkpoint.storage import Location, RemotePath, location_of
 from onecopy.common import tagged_json
 from onecopy.errors import CheckpointError
-from onecopy.state_dict.forms import plain_state_dict
+from onecopy.state_dict.shards import POSITION_NAME, plain_state_dict
 from onecopy.step import master_weights
 from onecopy.step.parameter_groups import options_of
 
@@ -60,18 +58,8 @@ def to_torch(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> 
         optimizers = [_state_dict_of(saved, tensors) for saved in found.optimizers]
         if optimizers:
             content["optimizer"] = optimizers[0] if len(optimizers) == 1 else optimizers
-        write_torch(content, target)
-
-
-def write_torch(content: Any, target: str | os.PathLike[str]) -> None:
-    """Write a ``torch.save`` file under a temporary name, and rename it when all of it is on the disk.
-
-    Args:
-        content: the object to save.
-        target: the file; it must not exist.
-    """
-    with _atomic_file(_local_file(target)) as temporary:
-        torch.save(content, temporary)
+        with _atomic_file(_local_file(target)) as temporary:
+            torch.save(content, temporary)
 
 
 def to_safetensors(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
@@ -119,7 +107,9 @@ def from_torch(source: str | os.PathLike[str], root: str | os.PathLike[str], ste
         raise CheckpointError(f"{source} does not hold state dicts: {type(error).__name__}: {error}") from error
     step = given_step if step is None else step
     check_step(step)
-    return SaveJob(Ranks.single(), location_of(root), step, None, plan).run()
+    job = SaveJob(Ranks.single(CALL), location_of(root), step, plan=plan)
+    job.look_for_existing()
+    return job.run()
 
 
 def _plan_of(content: Any) -> tuple[SavePlan, Any]:
@@ -140,10 +130,9 @@ def _plan_of(content: Any) -> tuple[SavePlan, Any]:
         plan.checksums.append({})
     step = content.pop("step", 0)
     extra = content.pop("extra", {})
-    add_extra(plan, {**content, **extra} if isinstance(extra, dict) else {**content, "extra": extra}, 0)
-    for key, tensor in tensors:
-        check_storable(tensor, key)
-        plan.pieces.append(whole_piece(key, tensor))
+    plan.add_extra({**content, **extra} if isinstance(extra, dict) else {**content, "extra": extra}, 0)
+    check_storable(tensors)
+    plan.pieces += [whole_piece(key, tensor) for key, tensor in tensors]
     return plan, step
 
 
@@ -233,17 +222,17 @@ def _atomic_file(target: Path) -> Iterator[Path]:
     """Yield a temporary path; flush the file there and rename it to the target when the block has ended."""
     if target.exists():
         raise FileExistsError(f"{target} exists already")
-    disk.make_directory(target.parent)
+    storage.make_directory(target.parent)
     temporary = target.with_name(f".{target.name}.tmp")
     try:
         yield temporary
-        descriptor = os.open(temporary, os.O_RDONLY)
+        descriptor = storage.open_descriptor(temporary)
         try:
-            disk.flush(descriptor)
+            storage.flush(descriptor)
         finally:
             os.close(descriptor)
-        disk.rename(temporary, target)
-        disk.flush_directory(target.parent)
+        storage.rename(temporary, target)
+        storage.flush_directory(target.parent)
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -252,8 +241,8 @@ def _state_dict_of(saved: SavedOptimizer, tensors: Mapping[str, Tensor]) -> dict
     """Return the plain optimizer's state dict of a saved optimizer, with ``param_names`` if its names are known."""
     groups = []
     for group in saved.groups:
-        names = {"params": group["params"], **({"param_names": list(group["params"])} if saved.named else {})}
-        groups.append({**value_of(group["options"], tensors), **names})
+        names = {"params": group.params, **({"param_names": list(group.params)} if saved.named else {})}
+        groups.append({**value_of(group.options, tensors), **names})
     state = {name: value_of(tree, tensors) for name, tree in saved.state.items()}
     return plain_state_dict(state, groups)
 
@@ -267,25 +256,25 @@ def _saved_optimizer(state_dict: Mapping[str, Any], number: int, tensors: KeyedT
         by_position = [POSITION_NAME.format(position, place) for place in range(len(group["params"]))]
         names = group["param_names"] if named else by_position
         name_of_id.update(zip(group["params"], names, strict=True))
-        tree, found = group_tree(options_of(group), names, number, position)
+        tree, options = group_tree(options_of(group), names, number, position)
         groups.append(tree)
-        tensors += found
+        tensors += options
     state = {}
     for param_id, name in name_of_id.items():
         values = dict(state_dict["state"].get(param_id, {}))
         if param_id in state_dict.get(master_weights.STATE_DICT_KEY, {}):
             values[master_weights.STATE_KEY] = state_dict[master_weights.STATE_DICT_KEY][param_id]
         if values:
-            state[name], found = state_tree(values, number, name)
-            tensors += found
+            found = list[Tensor]()
+            tree = tagged_json.encode(values, found, f"state of parameter {name!r}")
+            state[name], keys = keyed(tree, f"optimizer.{number}/{name}")
+            tensors += zip(keys, found, strict=True)
     known = dict(tensors)
-    params = {name: _param_from(state.get(name), known) for name in name_of_id.values()}
+    params = {name: _shape_from(state.get(name), known) for name in name_of_id.values()}
     return SavedOptimizer("", named, params, tuple(groups), state)
 
 
-def _param_from(tree: Any, tensors: Mapping[str, Tensor]) -> SavedParam:
-    """Derive a parameter's shape from its state; the shape is None if the state's tensors have different shapes."""
-    found = [tensors[key] for key in keys_in(tree) if tensors[key].dim() > 0]
-    if not found or any(tensor.shape != found[0].shape for tensor in found):
-        return SavedParam(None, (), "")
-    return SavedParam(tuple(found[0].shape), tuple(found[0].stride()), tagged_json.dtype_name(found[0].dtype))
+def _shape_from(tree: Any, tensors: Mapping[str, Tensor]) -> tuple[int, ...] | None:
+    """Derive a parameter's shape from its state; None if the state's tensors have different shapes."""
+    shapes = {tuple(tensors[key].shape) for key in keys_in(tree) if tensors[key].dim() > 0}
+    return shapes.pop() if len(shapes) == 1 else None

@@ -1,4 +1,4 @@
-"""Where a planner gets a model from: a Python function, a Hugging Face config, or a number of parameters.
+"""Models as a planner sees them: from a Python function, a Hugging Face config, or a number of parameters.
 
 Nothing is downloaded, and no memory is allocated for parameters: modules are made on the meta device.
 """
@@ -8,18 +8,80 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import re
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from onecopy.planning.model_shapes import Shapes
+from onecopy.layout import ParamSpec, ShardBy
+
+Shapes = dict[str, tuple[int, ...]]
 
 PIECES = 96
 """The number of parameters besides the largest one, if only the number of elements is known."""
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """The parameters of a model, and the arguments that decide how they are divided among ranks.
+
+    Attributes:
+        specs: the parameters, in the order of the module. Gradients are assumed to be ready in the opposite order.
+        splittable: whether the optimizer works element by element; False for Muon, Shampoo and the like.
+        shard_by: ``"parameter"``, ``"element"`` or None, as in ``ZeroRedundancyOptimizer``.
+        bucket_bytes: the size of a bucket of ``ShardedDataParallel``, or None for the transport's default.
+    """
+
+    specs: tuple[ParamSpec, ...]
+    splittable: bool = True
+    shard_by: ShardBy | None = None
+    bucket_bytes: int | None = None
+
+    @property
+    def order(self) -> list[int]:
+        """The indices of the parameters in the order in which their gradients are ready."""
+        return list(reversed(range(len(self.specs))))
+
+    @property
+    def elements(self) -> int:
+        """The number of elements of all parameters."""
+        return sum(spec.numel for spec in self.specs)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all parameters."""
+        return sum(spec.nbytes for spec in self.specs)
+
+    @property
+    def largest_bytes(self) -> int:
+        """The bytes of the largest parameter."""
+        return max((spec.nbytes for spec in self.specs), default=0)
+
+    @property
+    def units(self) -> list[list[ParamSpec]]:
+        """The parameters of each unit if every block and the root module are wrapped, as is usual with FSDP.
+
+        A block is a module with a number as its name, as those of an ``nn.ModuleList`` have. The root is the first.
+        """
+        units: dict[str, list[ParamSpec]] = {"": []}
+        for spec in self.specs:
+            block = re.match(r"(?:.*?\.)?\d+\.", spec.name)
+            units.setdefault(block.group() if block else "", []).append(spec)
+        return [unit for unit in units.values() if unit]
+
+
+def specs_of(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype = torch.float32) -> tuple[ParamSpec, ...]:
+    """Return the specs of contiguous parameters with these names and shapes."""
+    return tuple(
+        ParamSpec(index, name, shape, tuple(prod(shape[axis + 1 :]) for axis in range(len(shape))), dtype)
+        for index, (name, shape) in enumerate(shapes.items())
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,16 +91,10 @@ class Source:
     Attributes:
         title: how the model is called in the output.
         shapes: the shapes of its parameters by name.
-        hidden: the width of its layers, if it is known.
-        layers: the number of its layers, if it is known.
-        vocabulary: the number of tokens, if it is known.
     """
 
     title: str
     shapes: Shapes
-    hidden: int | None = None
-    layers: int | None = None
-    vocabulary: int | None = None
 
 
 def from_counts(params: float, largest: float | None) -> Source:
@@ -108,8 +164,7 @@ def _from_config(file: Path) -> Source:
             module: Any = transformers.AutoModelForCausalLM.from_config(config)
         except ValueError:  # not a language model
             module = transformers.AutoModel.from_config(config)
-    sizes = [getattr(config, name, None) for name in ("hidden_size", "num_hidden_layers", "vocab_size")]
-    return Source(str(file), _shapes(module), *sizes)
+    return Source(str(file), _shapes(module))
 
 
 def _shapes(module: nn.Module) -> Shapes:

@@ -264,7 +264,9 @@ class Collectives:
             reduction = PairwiseReduction(self._pairs, pieces, means, scale, pool, tag)
         return Started([reduction], call, self.group_rank)
 
-    def all_reduce(self, tensor: Tensor, call: str, largest: bool = False, average: bool = False) -> Work:
+    def all_reduce(
+        self, tensor: Tensor, call: str = "backward()", largest: bool = False, average: bool = False
+    ) -> Work:
         """Start summing contiguous memory over all ranks in place.
 
         Args:

@@ -238,7 +238,8 @@ def test_arguments_that_differ_are_an_error_that_names_the_first_difference(worl
 @pytest.mark.parametrize("option", ["static_graph", "find_unused_parameters"])
 @distributed(2)
 def test_options_of_ddp_that_differ_are_an_error(world_size: int, option: str) -> None:
-    twins = Twins(overlaps=True, **{option: dist.get_rank() == 1})
+    ddp_options: Any = {option: dist.get_rank() == 1}
+    twins = Twins(overlaps=True, **ddp_options)
     expect_disagreement(1, lambda: overlap()(twins), f"{option} of DDP: False", f"{option} of DDP: True")
     check_pool()
 

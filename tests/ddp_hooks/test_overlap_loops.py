@@ -185,7 +185,7 @@ def change_an_option(run: Run) -> None:
 
 
 def uneven_inputs(run: Run) -> None:
-    with Join([run.ddp, run.optimizer], model=run.ddp):
+    with Join([run.ddp, run.zero], model=run.ddp):
         pass
 
 

@@ -24,7 +24,7 @@ from onecopy.comm.streams import SideStream, UsedStreams
 from onecopy.comm.work import InFlight
 from onecopy.data_parallel import step as level_3_step
 from onecopy.data_parallel.step import PipelinedStep
-from onecopy.ddp_hooks.overlapped_step import OverlappedStep
+from onecopy.ddp_hooks.overlap import OverlappedStep
 from onecopy.step import batched_copies, owned_shards
 from tests.accelerator import device
 

@@ -388,7 +388,7 @@ MISMATCHES = {
         lambda: {
             **good(),
             "params": named(parameter(64, 32), parameter(64, 32), parameter(64, 32)),
-            "shard_by": "element",
+            "shard_by": "parameter",
         },
         "(shard_by|.*'one')",
         "(shard_by|.*'one')",

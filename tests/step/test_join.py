@@ -76,18 +76,19 @@ class Setting:
 
 
 SGD: dict[str, Any] = {"lr": 0.1, "momentum": 0.9}
+WHOLE: dict[str, Any] = {"shard_by": "parameter"}
 CUT: dict[str, Any] = {"shard_by": "element"}
 VIEW: dict[str, Any] = {"parameters_as_bucket_view": True}
 
 SETTINGS = (
-    Setting("whole parameters"),
-    Setting("whole parameters in buckets", ours=VIEW),
+    Setting("whole parameters", ours=WHOLE),
+    Setting("whole parameters in buckets", ours={**WHOLE, **VIEW}),
     Setting("cut parameters", ours=CUT),
     Setting("cut parameters in buckets", ours={**CUT, **VIEW}),
     Setting("the first rank goes on longest", more_for_earlier_ranks, ours=CUT),
     Setting("even inputs", even, ours=CUT),
     Setting("a scheduler on the active ranks", optimizer=torch.optim.SGD, options=SGD, ours=CUT, scheduler=True),
-    Setting("closures", optimizer=torch.optim.SGD, options=SGD, closure=True),
+    Setting("closures", optimizer=torch.optim.SGD, options=SGD, ours=WHOLE, closure=True),
     Setting("closures and a scheduler", more_for_earlier_ranks, ours={**CUT, **VIEW}, closure=True, scheduler=True),
     Setting("gradients divided by the active ranks", ours=CUT, join={"divide_by_initial_world_size": False}),
 )
@@ -155,7 +156,7 @@ def test_uneven_inputs_equal_plain_ddp(world_size: int, setting: Setting) -> Non
     tolerance = 0.0 if world_size == 2 else ROUNDING
     plain, ours = train(setting, sharded=False), train(setting, sharded=True)
     assert isinstance(ours.optimizer, ZeroRedundancyOptimizer)
-    assert bool(ours.optimizer.layout.cut_params) == ("shard_by" in setting.ours)
+    assert bool(ours.optimizer.layout.cut_params) == (setting.ours["shard_by"] == "element")
     assert_equal(ours.ddp.parameters(), plain.ddp.parameters(), setting.name, tolerance)
     assert_replicas_equal(ours.ddp.parameters())
     last = longest_rank(setting, world_size)

@@ -31,7 +31,9 @@ Modes = dict[str, Any]
 
 CUT_IN_BUCKETS: Modes = {"shard_by": "element", "parameters_as_bucket_view": True}
 MODES = pytest.mark.parametrize(
-    "mode", [{}, {"shard_by": "element"}, CUT_IN_BUCKETS], ids=["whole", "cut", "cut in buckets"]
+    "mode",
+    [{"shard_by": "parameter"}, {}, {"parameters_as_bucket_view": True}],
+    ids=["whole", "cut", "cut in buckets"],
 )
 ROUNDING = 1e-6
 """More than two ranks: the order in which gradients are added is the process group's affair."""
@@ -481,7 +483,7 @@ def test_state_of_a_parameter_is_the_inner_optimizers(world_size: int, mode: Mod
             assert state is optimizer.optim.state[param]
             assert state["exp_avg"].shape == param.shape
     owned = {shard.param for shard in mine}
-    assert bool(optimizer.layout.cut_params) == bool(mode)
+    assert bool(optimizer.layout.cut_params) == ("shard_by" not in mode)
     for index, param in enumerate(params):
         assert (param in optimizer.state) == bool(optimizer.state[param]) == (index in owned)
 

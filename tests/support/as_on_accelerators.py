@@ -6,20 +6,17 @@ import contextlib
 from collections.abc import Iterator
 from unittest import mock
 
-import onecopy.ddp_hooks.hooks
 from onecopy.comm import limits
 from onecopy.comm.collectives import Collectives
-from onecopy.ddp_hooks.worker import StreamWorker
 from tests.support.data_parallel import as_if_large
 
 
 @contextlib.contextmanager
 def as_on_accelerators() -> Iterator[None]:
-    """Use the collectives that all backends have, defer the host's reads of status flags, and start no thread."""
+    """Use the collectives that all backends have, and defer the host's reads of status flags."""
     with (
         mock.patch.object(Collectives, "defers_host_reads", True),
         mock.patch.object(limits, "PADDING_BYTES_PER_RANK", 0),  # small parts are treated as large ones
-        mock.patch.object(onecopy.ddp_hooks.hooks, "make_worker", StreamWorker),
         as_if_large(),
     ):
         yield

@@ -137,7 +137,7 @@ class PipelinedStep:
             engine.check_groups(groups)
             inner.push_options(groups)
             inner.master_weights.refresh_from_params()
-            gradient_shards = dict(gradients.owned_shards() or {})
+            gradient_shards = gradients.owned(inner.owned)
             if engine.guard is not None:
                 engine.guard.look(gradient_shards, engine.layout)
         if self._confirms_first and engine.confirm(groups, has_gradient, failure.error, at_once=True):

@@ -11,11 +11,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from onecopy import MixedPrecision
-from tests.accelerator import device
+from tests.accelerator import device, programs
 from tests.accelerator.counters import Step
 from tests.accelerator.process_group import Communicator
 from tests.accelerator.training import (
@@ -65,21 +64,51 @@ def plain(training: Training) -> None:
     training.optimizers.append(made)
 
 
+MASTERS: dict[str, Any] = {"master_weights": True}
+BF16 = {"mixed_precision": MixedPrecision(param_dtype=HALF), **OVERLAP}
+
+
+@dataclasses.dataclass(frozen=True)
+class Counted:
+    """A training program of which one iteration is counted.
+
+    Attributes:
+        case: the set-up; its model and the size of its buckets are replaced.
+        iterate: one iteration.
+    """
+
+    case: Case
+    iterate: Callable[[Training, int], None] = one_pass
+
+
 LEVELS = {
-    "DDP, AdamW": Case("DDP, AdamW", plain),
-    "level 1": Case("level 1", level_1),
-    "level 1 by element": Case("level 1 by element", level_1, parts=adamw(shard_by="element")),
-    "level 1 master weights": Case("level 1 master weights", level_1, parts=adamw(master_weights=True), dtype=HALF),
-    "level 2": Case("level 2", level_2, parts=adamw(shard_by="element")),
-    "level 2 by parameter": Case("level 2 by parameter", level_2),
-    "after backward": Case("after backward", after_backward),
-    "interleaved": Case("interleaved", interleaved, parts=adamw(shard_by="element")),
-    "level 3": Case("level 3", level_3),
-    "level 3 overlap": Case("level 3 overlap", level_3, wrap=OVERLAP),
-    "level 3 bf16": Case(
-        "level 3 bf16", level_3, wrap={"mixed_precision": MixedPrecision(param_dtype=HALF), **OVERLAP}
-    ),
+    "DDP, AdamW": Counted(Case("", plain)),
+    "level 1": Counted(Case("", level_1)),
+    "level 1 by parameter": Counted(Case("", level_1, parts=adamw(shard_by="parameter"))),
+    "level 1 master weights": Counted(Case("", level_1, parts=adamw(**MASTERS), dtype=HALF)),
+    "level 2": Counted(Case("", level_2)),
+    "after backward": Counted(Case("", after_backward)),
+    "interleaved": Counted(Case("", interleaved)),
+    "level 3": Counted(Case("", level_3)),
+    "level 3 overlap": Counted(Case("", level_3, wrap=OVERLAP)),
+    "level 3 bf16": Counted(Case("", level_3, wrap=BF16)),
 }
+"""The rows of docs/accelerators.md."""
+
+COUNTED = LEVELS | {
+    "level 1 clipped": Counted(Case("", level_1), programs.clipped),
+    "level 1 clipped master weights": Counted(Case("", level_1, parts=adamw(**MASTERS), dtype=HALF), programs.clipped),
+    "level 1 offload": Counted(Case("", level_1, parts=adamw(offload="cpu", **MASTERS), dtype=HALF)),
+    "level 1 refusing infinities": Counted(Case("", level_1, parts=adamw(nonfinite="raise"))),
+    "level 2 clipped": Counted(Case("", level_2), programs.clipped),
+    "level 2 zeroed in place": Counted(Case("", level_2), programs.zeroed_in_place),
+    "level 2 refusing infinities": Counted(Case("", level_2, parts=adamw(nonfinite="raise"))),
+    "interleaved zeroed in place": Counted(Case("", interleaved), programs.zeroed_in_place),
+    "level 3 clipped": Counted(Case("", level_3, wrap=BF16), programs.clipped),
+    "level 3 averaging": Counted(Case("", level_3, averages=True)),
+    "level 3 offload": Counted(Case("", level_3, parts=adamw(offload="cpu"))),
+}
+"""Programs whose costs are bounded by tests."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,9 +116,10 @@ class Counts:
     """The counts of one iteration on one rank.
 
     Attributes:
-        calls, operations: collectives, as called and as NCCL would run them.
-        by_name: calls by name of the collective.
-        bytes: of all collectives.
+        names: of the collectives, in order.
+        operations: collectives as NCCL would run them.
+        groups: number of communicators that they use.
+        bytes: of all collectives, and those of the parameters.
         launches: kernels that the optimizer, or code of onecopy anywhere, has launched.
         synchronizations: where the host has waited: kind, source line, age in steps.
         peak: device memory beyond the parameters and the state, with memory that other streams keep from being reused.
@@ -97,30 +127,39 @@ class Counts:
         rounds: number of all-gathers that share parameters, at levels 1 and 2.
     """
 
-    calls: int
+    names: list[str]
     operations: int
-    by_name: dict[str, int]
-    bytes: int
+    groups: int
+    bytes: tuple[int, int]
     launches: int
     synchronizations: list[tuple[str, str, int]]
     peak: int
     buckets: int
     rounds: int
 
+    @property
+    def calls(self) -> int:
+        """Number of collectives."""
+        return len(self.names)
+
 
 def count(name: str, blocks: int, bucket: int = BUCKET, host_ahead: int | str = "far") -> Counts:
     """In a worker: train and count the iteration after the warm-up."""
-    case = dataclasses.replace(LEVELS[name], model=functools.partial(Blocks, blocks), bucket=bucket)
+    counted = COUNTED[name]
+    case = dataclasses.replace(counted.case, model=functools.partial(Blocks, blocks), bucket=bucket)
     place = Place(torch.device("sim", torch.accelerator.current_device_index()), None)
     gc.collect()  # the memory of an earlier training would count as long as nobody has collected it
     # Padded as in proportion a large model is, whose parameters are cut into equal parts.
-    with small_sizes(bucket, padding=bucket), device.simulate(seed=dist.get_rank(), host_ahead=host_ahead) as run:
+    with (
+        small_sizes(bucket, padding=bucket, averages=case.averages),
+        device.simulate(seed=dist.get_rank(), host_ahead=host_ahead) as run,
+    ):
         training = Training(case, place)
         for step in range(WARM_UP):
             with run.step():
-                one_pass(training, step)
+                counted.iterate(training, step)
         with run.step() as iteration, _optimizer_launches(training) as in_step:
-            one_pass(training, WARM_UP)
+            counted.iterate(training, WARM_UP)
             peak = run.core.memory()[3]
         training.results()
         buckets, rounds = _buckets(training, iteration), _rounds(training)
@@ -128,12 +167,11 @@ def count(name: str, blocks: int, bucket: int = BUCKET, host_ahead: int | str = 
         run.collect()
         lasting = run.core.memory()[0]
     assert run.reports == [], run.reports[:3]
-    names = [each.name for each in iteration.collectives]
     return Counts(
-        len(iteration.collectives),
+        [each.name for each in iteration.collectives],
         iteration.operations,
-        {each: names.count(each) for each in sorted(set(names))},
-        iteration.collective_bytes,
+        len({each.group for each in iteration.collectives}),
+        (iteration.collective_bytes, sum(param.nbytes for param in training.module.parameters())),
         sum(in_step),
         [(each.kind, each.site, each.age) for each in iteration.synchronizations],
         peak - lasting,
@@ -229,8 +267,3 @@ def waited_for(launch: Launch) -> bool:
     with scheduler.lock:
         scheduler._read_log()
         return scheduler.races.clock(current).get(launch.stream, 0) >= launch.epoch
-
-
-def first_module(model: nn.Module) -> nn.Module:
-    first: nn.Module = model.get_submodule("first")
-    return first

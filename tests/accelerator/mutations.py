@@ -171,7 +171,7 @@ def _host_copies_read_too_early(patch: Patch) -> None:
 MUTATIONS = {
     "level 1 does not wait for all-gathers": Mutation("level 1", _without_wait("all_gather")),
     "level 1 does not wait for uneven all-gathers": Mutation("level 1 Muon", _without_wait("all_gather")),
-    "level 1 unpacks before it waits": Mutation("level 1 by element", _unpacks_before_waiting),
+    "level 1 unpacks before it waits": Mutation("level 1", _unpacks_before_waiting),
     "level 1 packs into a buffer in flight": Mutation("level 1", _one_pack_buffer),
     "level 1 copies flags before they are exchanged": Mutation("level 1", _flags_copied_too_early),
     "level 1 reads flags before they have arrived": Mutation("level 1", _flags_read_too_early, is_on_host=True),
@@ -188,6 +188,8 @@ MUTATIONS = {
     "packing does not wait for other streams": Mutation(
         "level 3 unfrozen in the middle", _nothing(UsedStreams, "join")
     ),
-    "other streams do not wait for packing": Mutation("level 3 unfrozen in the middle", _nothing(UsedStreams, "release")),
+    "other streams do not wait for packing": Mutation(
+        "level 3 unfrozen in the middle", _nothing(UsedStreams, "release")
+    ),
     "only the first stream waits": Mutation("level 3 two streams", _first_stream_waits_for_all),
 }

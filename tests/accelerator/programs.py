@@ -52,6 +52,11 @@ def zeroed_in_place(training: Training, step: int) -> None:
     training.step()
 
 
+def never_zeroed(training: Training, step: int) -> None:
+    training.loss(step).backward()
+    training.step()
+
+
 def written(how: str) -> Callable[[Training, int], None]:
     """After every other step, values are written into the parameters: those win, and the others stay precise."""
 

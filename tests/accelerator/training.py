@@ -72,13 +72,16 @@ class Place:
 
 
 @contextlib.contextmanager
-def small_sizes(bucket: int = BUCKET, padding: int = 64, batch: int = 1 << 24) -> Iterator[None]:
+def small_sizes(
+    bucket: int = BUCKET, padding: int = 64, batch: int = 1 << 24, averages: bool = False
+) -> Iterator[None]:
     """Make a tiny model be treated as a large one: several rounds, segments and buckets are on their way at once.
 
     Args:
         bucket: bytes of a bucket and of a round of all-gathers.
         padding: bytes per rank up to which parts of different lengths are padded.
         batch: elements that are copied to or from the host at once.
+        averages: whether the backend can average, as NCCL can.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(limits, "COLLECTIVE_BUCKET_BYTES", bucket)
@@ -86,6 +89,8 @@ def small_sizes(bucket: int = BUCKET, padding: int = 64, batch: int = 1 << 24) -
         patch.setattr(limits, "PADDING_BYTES_PER_RANK", padding)
         patch.setattr(limits, "SEGMENT_GROWTH", 0)
         patch.setattr(batched_copies, "BATCH", batch)
+        if averages:
+            patch.setattr(collectives, "AVERAGING_BACKENDS", {"simccl"})
         yield
 
 
@@ -433,9 +438,7 @@ class Case:
 
     def run(self, place: Place) -> list[Tensor]:
         """Train at a place and return this rank's results on the CPU."""
-        with small_sizes(self.bucket, batch=1000), pytest.MonkeyPatch.context() as patch:
-            if self.averages:
-                patch.setattr(collectives, "AVERAGING_BACKENDS", {"simccl"})
+        with small_sizes(self.bucket, batch=1000, averages=self.averages):
             training = Training(self, place)
             self.program(training)
             return training.results()

@@ -55,7 +55,6 @@ class Collective:
         name: of the call.
         size: bytes of the largest side of it: the input of a reduce-scatter, the output of an all-gather.
         operations: number of operations that NCCL would run. A list with uneven parts is one per part.
-        launches: 1, or 0 if the call is in a coalesced group whose first call has counted the launch.
         site: the source line.
         group: number of the communicator.
     """
@@ -63,7 +62,6 @@ class Collective:
     name: str
     size: int
     operations: int
-    launches: int
     site: str
     group: int
 
@@ -132,9 +130,8 @@ class Step:
         """Return the counts as text, with a line per source line."""
         lines = [
             f"{self.launches} kernels, {sum(self.copies.values())} copies, {len(self.collectives)} collective calls "
-            f"({self.operations} operations, {sum(c.launches for c in self.collectives)} launches, "
-            f"{self.collective_bytes} bytes), {len(self.synchronizations)} host synchronisations, "
-            f"peak {self.peak} bytes"
+            f"({self.operations} operations, {self.collective_bytes} bytes), "
+            f"{len(self.synchronizations)} host synchronisations, peak {self.peak} bytes"
         ]
         lines += [f"  kernel {name} x{n} at {where}" for (name, where), n in sorted(self.kernels.items())]
         lines += [f"  copy {name} x{n} at {where}" for (name, where), n in sorted(self.copies.items())]

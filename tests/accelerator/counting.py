@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from onecopy import MixedPrecision
 from tests.accelerator import device, programs
 from tests.accelerator.counters import Step
-from tests.accelerator.process_group import Communicator
+from tests.accelerator.process_group import Call, Communicator
 from tests.accelerator.training import (
     BUCKET,
     Blocks,
@@ -245,19 +245,19 @@ class Launch:
 def noted_launches() -> Iterator[list[Launch]]:
     """Note every collective with its place on its stream."""
     noted: list[Launch] = []
-    launch = Communicator._launch
+    launch = Communicator.launch
 
-    def noting(self: Communicator, kept: Any, calls: Any, peer: int | None = None) -> int:
-        name = calls[0].name
-        stream = launch(self, kept, calls, peer)
+    def noting(self: Communicator, kept: Any, call: Call) -> int:
+        name = call.name
+        stream = launch(self, kept, call)
         noted.append(Launch(name, stream, device.load().scheduler.races.clock(stream)[stream]))
         return stream
 
-    Communicator._launch = noting  # type: ignore[method-assign]
+    Communicator.launch = noting  # type: ignore[method-assign]
     try:
         yield noted
     finally:
-        Communicator._launch = launch  # type: ignore[method-assign]
+        Communicator.launch = launch  # type: ignore[method-assign]
 
 
 def waited_for(launch: Launch) -> bool:

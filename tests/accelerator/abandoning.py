@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from tests.accelerator import device
-from tests.accelerator.process_group import Call, Communicator
+from tests.accelerator.process_group import Communicator
 
 _abandoned: list[Any] = []
 """Process groups with collectives that other ranks never joined: their destructors would wait for them."""
@@ -17,13 +17,11 @@ _abandoned: list[Any] = []
 def abandoning_on_failure() -> Iterator[None]:
     """After an exception inside, forget all queued work of the device, as the end of a process does."""
     used: dict[int, Communicator] = {}
-    launch = Communicator.launch
 
-    def noting(self: Communicator, kept: Any, call: Call) -> int:
-        used[id(self)] = self
-        return launch(self, kept, call)
+    def note(communicator: Communicator, *_: Any) -> None:
+        used[id(communicator)] = communicator
 
-    Communicator.launch = noting  # type: ignore[method-assign]
+    Communicator.observers.append(note)
     try:
         yield
     except BaseException:
@@ -31,7 +29,7 @@ def abandoning_on_failure() -> Iterator[None]:
         _forget_work()
         raise
     finally:
-        Communicator.launch = launch  # type: ignore[method-assign]
+        Communicator.observers.remove(note)
 
 
 def _forget_work() -> None:

@@ -11,12 +11,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
 from onecopy import MixedPrecision
 from tests.accelerator import device, programs
 from tests.accelerator.counters import Step
-from tests.accelerator.process_group import Call, Communicator
+from tests.accelerator.process_group import Communicator
 from tests.accelerator.training import (
     BUCKET,
     Blocks,
@@ -25,6 +24,7 @@ from tests.accelerator.training import (
     Training,
     adamw,
     after_backward,
+    ddp,
     interleaved,
     level_1,
     level_2,
@@ -45,22 +45,11 @@ LARGE = 64 << 20
 """A size of buckets with which all parameters are in one."""
 
 
-class PlainAdamW:
-    """DDP and torch's own AdamW, behind the names of :class:`ZeroRedundancyOptimizer` that a training uses."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
-        self.zero_grad, self.step = optimizer.zero_grad, optimizer.step
-
-    def wait(self) -> None:
-        """Do nothing: nothing is in flight after ``step()``."""
-
-
 def plain(training: Training) -> None:
     """The reference: nothing is sharded."""
-    cap = training.case.bucket / (1 << 20)
-    training.model = DistributedDataParallel(training.module, process_group=training.place.group, bucket_cap_mb=cap)
-    made: Any = PlainAdamW(torch.optim.AdamW(training.module.parameters(), lr=1e-2, foreach=True))
+    training.model = ddp(training)
+    made: Any = torch.optim.AdamW(training.module.parameters(), lr=1e-2, foreach=True)
+    made.optim, made.wait = made, lambda: None  # as a ZeroRedundancyOptimizer has them
     training.optimizers.append(made)
 
 
@@ -70,12 +59,7 @@ BF16 = {"mixed_precision": MixedPrecision(param_dtype=HALF), **OVERLAP}
 
 @dataclasses.dataclass(frozen=True)
 class Counted:
-    """A training program of which one iteration is counted.
-
-    Attributes:
-        case: the set-up; its model and the size of its buckets are replaced.
-        iterate: one iteration.
-    """
+    """A training program of which one iteration is counted; its model and the size of its buckets are replaced."""
 
     case: Case
     iterate: Callable[[Training, int], None] = one_pass
@@ -113,29 +97,17 @@ COUNTED = LEVELS | {
 
 @dataclasses.dataclass(frozen=True)
 class Counts:
-    """The counts of one iteration on one rank.
+    """The counts of one iteration on one rank."""
 
-    Attributes:
-        names: of the collectives, in order.
-        operations: collectives as NCCL would run them.
-        groups: number of communicators that they use.
-        bytes: of all collectives, and those of the parameters.
-        launches: kernels that the optimizer, or code of onecopy anywhere, has launched.
-        synchronizations: where the host has waited: kind, source line, age in steps.
-        peak: device memory beyond the parameters and the state, with memory that other streams keep from being reused.
-        buckets: number of DDP's or ShardedDataParallel's buckets.
-        rounds: number of all-gathers that share parameters, at levels 1 and 2.
-    """
-
-    names: list[str]
-    operations: int
-    groups: int
-    bytes: tuple[int, int]
-    launches: int
-    synchronizations: list[tuple[str, str, int]]
-    peak: int
-    buckets: int
-    rounds: int
+    names: list[str]  # of the collectives, in order
+    operations: int  # collectives as NCCL would run them
+    groups: int  # number of communicators that they use
+    bytes: tuple[int, int]  # of all collectives, and those of the parameters
+    launches: int  # kernels of the optimizer, and of code of onecopy anywhere
+    synchronizations: list[tuple[str, str, int]]  # where the host has waited: kind, source line, age in steps
+    peak: int  # device memory beyond the parameters and the state, with memory that other streams keep
+    buckets: int  # of DDP or ShardedDataParallel
+    rounds: int  # all-gathers that share parameters, at levels 1 and 2
 
     @property
     def calls(self) -> int:
@@ -158,7 +130,7 @@ def count(name: str, blocks: int, bucket: int = BUCKET, host_ahead: int | str = 
         for step in range(WARM_UP):
             with run.step():
                 counted.iterate(training, step)
-        with run.step() as iteration, _optimizer_launches(training) as in_step:
+        with run.step() as iteration:
             counted.iterate(training, WARM_UP)
             peak = run.core.memory()[3]
         training.results()
@@ -172,7 +144,7 @@ def count(name: str, blocks: int, bucket: int = BUCKET, host_ahead: int | str = 
         iteration.operations,
         len({each.group for each in iteration.collectives}),
         (iteration.collective_bytes, sum(param.nbytes for param in training.module.parameters())),
-        sum(in_step),
+        _launches(training, iteration),
         [(each.kind, each.site, each.age) for each in iteration.synchronizations],
         peak - lasting,
         buckets,
@@ -180,39 +152,15 @@ def count(name: str, blocks: int, bucket: int = BUCKET, host_ahead: int | str = 
     )
 
 
-@contextlib.contextmanager
-def _optimizer_launches(training: Training) -> Iterator[list[int]]:
-    """Count kernels inside ``step()`` and, outside of it, those that onecopy's own lines have launched."""
-    counted: list[int] = []
-    kernel = Step.kernel
-    inside = [False]
-
-    def counting(self: Step, name: str, where: str, tensors: int = 0) -> None:
-        before = self.batched_launches
-        kernel(self, name, where, tensors)
-        if inside[0] or (where.startswith("onecopy/") and not where.startswith(FORWARD)):
-            counted.append(self.batched_launches - before or 1)
-
-    def wrap(call: Callable[[], Any]) -> Callable[[], Any]:
-        def inside_step() -> Any:
-            inside[0] = True
-            try:
-                return call()
-            finally:
-                inside[0] = False
-
-        return inside_step
-
-    originals = [optimizer.step for optimizer in training.optimizers]
-    for optimizer in training.optimizers:
-        setattr(optimizer, "step", wrap(optimizer.step))  # noqa: B010
-    Step.kernel = counting  # type: ignore[method-assign]
-    try:
-        yield counted
-    finally:
-        Step.kernel = kernel  # type: ignore[method-assign]
-        for optimizer, original in zip(training.optimizers, originals, strict=True):
-            setattr(optimizer, "step", original)  # noqa: B010
+def _launches(training: Training, iteration: Step) -> int:
+    """Number of kernels of the optimizer, and of those that onecopy's own lines have launched."""
+    reference = training.case.setup is plain
+    return sum(
+        times
+        for (name, where), times in iteration.kernels.items()
+        if (where.startswith("onecopy/") and not where.startswith(FORWARD))
+        or (reference and name.startswith("_foreach_"))
+    )
 
 
 def _buckets(training: Training, iteration: Step) -> int:
@@ -245,19 +193,15 @@ class Launch:
 def noted_launches() -> Iterator[list[Launch]]:
     """Note every collective with its place on its stream."""
     noted: list[Launch] = []
-    launch = Communicator.launch
 
-    def noting(self: Communicator, kept: Any, call: Call) -> int:
-        name = call.name
-        stream = launch(self, kept, call)
+    def note(_: Communicator, name: str, stream: int) -> None:
         noted.append(Launch(name, stream, device.load().scheduler.races.clock(stream)[stream]))
-        return stream
 
-    Communicator.launch = noting  # type: ignore[method-assign]
+    Communicator.observers.append(note)
     try:
         yield noted
     finally:
-        Communicator.launch = launch  # type: ignore[method-assign]
+        Communicator.observers.remove(note)
 
 
 def waited_for(launch: Launch) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import datetime
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -100,6 +100,8 @@ class Communicator:
     """One process group's streams, its gloo group and the order of its collectives."""
 
     _number = 0
+    observers: ClassVar[list[Callable[[Communicator, str, int], None]]] = []
+    """Functions that are called after every launch, with the name of the collective and its stream."""
 
     def __init__(
         self, core: Any, scheduler: Scheduler, store: Any, rank: int, size: int, timeout: datetime.timedelta
@@ -132,6 +134,8 @@ class Communicator:
         about = next((list(t.shape) for t in (*call.outputs, *call.inputs)), "")
         call.inputs = call.outputs = ()  # only ``kept`` keeps them from being freed
         self._scheduler.enqueue(call.name, run, reads, writes, stream=stream, shape=about, where=call.site)
+        for observe in self.observers:
+            observe(self, call.name, stream)
         return stream
 
     def _run(self, call: Call, text: str) -> Exchange:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 import pytest
@@ -44,12 +44,7 @@ ROUNDING = 2e-6
 
 @dataclass(frozen=True)
 class Place:
-    """Where a program runs.
-
-    Attributes:
-        device: of the model.
-        group: the ranks; None for the default group.
-    """
+    """Where a program runs: the device of the model, and the ranks (None for the default group)."""
 
     device: torch.device
     group: Any
@@ -408,33 +403,20 @@ def loop(iterate: Callable[[Training, int], None] = one_pass, steps: int = 5) ->
 
 @dataclass(frozen=True)
 class Case:
-    """A training program.
+    """A training program."""
 
-    Attributes:
-        name: how the test is called.
-        setup: wraps the module and makes the optimizers.
-        program: trains.
-        model: makes the module.
-        dtype: the type of the module and its inputs.
-        parts: the optimizers.
-        wrap: options of DDP or ShardedDataParallel.
-        bucket: bytes of a bucket.
-        worlds: numbers of ranks.
-        tolerance: how far two ranks may differ from the CPU; more ranks may differ by ``ROUNDING`` at least.
-        averages: whether the backend can average, as NCCL can.
-    """
-
-    name: str
-    setup: Callable[[Training], None]
-    program: Callable[[Training], None] = field(default_factory=lambda: loop())
-    model: Callable[[], nn.Module] = field(default=Blocks, kw_only=True)
-    dtype: torch.dtype | None = field(default=None, kw_only=True)
-    parts: Sequence[Part] = field(default_factory=lambda: adamw(), kw_only=True)
-    wrap: dict[str, Any] = field(default_factory=dict, kw_only=True)
-    bucket: int = field(default=BUCKET, kw_only=True)
-    worlds: tuple[int, ...] = field(default=(2, 3), kw_only=True)
-    tolerance: float = field(default=0.0, kw_only=True)
-    averages: bool = field(default=False, kw_only=True)
+    name: str  # how the test is called
+    setup: Callable[[Training], None]  # wraps the module and makes the optimizers
+    program: Callable[[Training], None] = field(default_factory=lambda: loop())  # trains
+    _: KW_ONLY
+    model: Callable[[], nn.Module] = Blocks
+    dtype: torch.dtype | None = None  # of the module and its inputs
+    parts: Sequence[Part] = field(default_factory=lambda: adamw())  # the optimizers
+    wrap: dict[str, Any] = field(default_factory=dict)  # options of DDP or ShardedDataParallel
+    bucket: int = BUCKET  # bytes of a bucket
+    worlds: tuple[int, ...] = (2, 3)  # numbers of ranks
+    tolerance: float = 0.0  # how far two ranks may differ from the CPU; more may differ by ``ROUNDING`` at least
+    averages: bool = False  # whether the backend can average, as NCCL can
 
     def run(self, place: Place) -> list[Tensor]:
         """Train at a place and return this rank's results on the CPU."""

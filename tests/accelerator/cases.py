@@ -68,6 +68,12 @@ CASES = [
     Case("level 1 written", level_1, loop(programs.written("copied")), parts=adamw(**MASTERS), dtype=HALF),
     Case("level 1 refreshed", level_1, loop(programs.written("refreshed")), parts=adamw(**BOTH), dtype=HALF),
     Case("level 1 replaced", level_1, loop(programs.written("replaced")), parts=adamw(offload="cpu")),
+    Case(
+        "level 1 master weights by parameter",
+        level_1,
+        dtype=HALF,
+        parts=adamw(master_weights=True, shard_by="parameter"),
+    ),
     Case("level 1 offload", level_1, parts=adamw(offload="cpu")),
     Case("level 1 Join", level_1, programs.uneven),
     Case("level 1 frozen and unused", level_1, model=Partial, wrap=UNUSED),

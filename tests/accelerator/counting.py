@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from onecopy import MixedPrecision
+from onecopy.comm.agreement import VOTE_BYTES
 from tests.accelerator import device, programs
 from tests.accelerator.counters import Step
 from tests.accelerator.process_group import Communicator
@@ -169,7 +170,7 @@ def _buckets(training: Training, iteration: Step) -> int:
         storages: list[Any] = [optimizer.engine.storage for optimizer in training.optimizers]
         return sum(len(storage.buckets) for storage in storages)
     reductions = ("all_reduce", "reduce_scatter", "reduce_scatter_tensor")
-    return sum(each.name in reductions for each in iteration.collectives)
+    return sum(each.name in reductions and each.size != VOTE_BYTES for each in iteration.collectives)
 
 
 def _rounds(training: Training) -> int:

@@ -1,4 +1,4 @@
-"""The path of accelerators, run on gloo: the backend's collectives, and status flags that the host reads later."""
+"""Run on gloo as on accelerators: status flags that the host reads later."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.data_parallel import as_if_large
 
 @contextlib.contextmanager
 def as_on_accelerators() -> Iterator[None]:
-    """Use the collectives that all backends have, and defer the host's reads of status flags."""
+    """Defer the host's reads of status flags."""
     with (
         mock.patch.object(Collectives, "defers_host_reads", True),
         mock.patch.object(limits, "PADDING_BYTES_PER_RANK", 0),  # small parts are treated as large ones

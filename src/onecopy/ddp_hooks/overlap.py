@@ -386,7 +386,7 @@ class OverlappedStep:
             if engine.inner.updates_without_gradient
             else [has_gradient.get(index, False) for index in range(len(engine.params))]
         )
-        cached[1].start(CALL, changed, iteration.broadcasts)
+        cached[1].start(changed, iteration.broadcasts, CALL)
         changed_params = [engine.params[index] for index, has in has_gradient.items() if has]
         if changed_params:
             engine.inner.master_weights.increment_versions(changed_params)

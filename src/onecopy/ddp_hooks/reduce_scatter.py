@@ -277,6 +277,7 @@ class GradientReducer:
                 reduced = flat_like(gradient.detach(), param)[start:stop]
                 # If DDP's gradients are views of its bucket, the sharded one is, too. Otherwise a copy frees the rest.
                 is_view = gradient.untyped_storage().data_ptr() == bucket and gradient.stride() == param.stride()
+                is_view = is_view and reduced.numel() > 0  # nothing else should keep an old bucket alive
                 sharded = self._shard_grad_of(param, reduced, start, is_view)
                 if not is_view:
                     targets.append(sharded.local)

@@ -28,7 +28,7 @@ from onecopy.common.profiler_ranges import profiled
 from onecopy.common.torch_private import debug_enabled
 from onecopy.layout import Layout, ParamSpec
 from onecopy.step.checks import GradientProbe, compare_replicas
-from onecopy.step.consistency import CALL, StepFacts, StepStatus
+from onecopy.step.consistency import StepFacts, StepStatus
 from onecopy.step.gradients import Gradients
 from onecopy.step.inner_optimizer import InnerOptimizer
 from onecopy.step.nonfinite import NonfiniteGuard
@@ -293,7 +293,7 @@ class Engine:
         everything = (
             has_gradient is None or self.inner.updates_without_gradient or self.status.is_deferred or all(has_gradient)
         )
-        self.sharing.start(CALL, None if everything else has_gradient).drain()
+        self.sharing.start(None if everything else has_gradient).drain()
         # Autograd does not see received values, writes through views, and the writes of fused optimizers. The version
         # counter makes a backward pass that still needs the old values raise, on all ranks alike.
         changed = (

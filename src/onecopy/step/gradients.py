@@ -59,7 +59,6 @@ class Gradients:
 
     def have_own_memory(self) -> bool:
         """Whether the memory of gradients is that of the owned ranges only, and not that of DDP's buckets."""
-        return self.are_sharded or any(
-            isinstance(param.grad, ShardGrad) and param.grad.local.untyped_storage().nbytes() == param.grad.local.nbytes
-            for param in self._params
-        )
+        found = [param.grad.local for param in self._params if isinstance(param.grad, ShardGrad)]
+        own = [local.untyped_storage().nbytes() == local.nbytes for local in found if local.numel()]
+        return self.are_sharded or (bool(own) and all(own))

@@ -53,7 +53,7 @@ class Entered:
     def _see(self, frame: FrameType, event: str, _arg: Any) -> None:
         file = frame.f_code.co_filename
         if event == "call" and file.startswith(ROOT) and not file.startswith(ROOT + "comm"):
-            name = frame.f_code.co_qualname if sys.version_info >= (3, 11) else frame.f_code.co_name
+            name = getattr(frame.f_code, "co_qualname", frame.f_code.co_name)
             if not name.endswith(">"):  # a comprehension or a lambda is a part of its function
                 self.functions.add(f"{file.removeprefix(ROOT)}:{name}")
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -79,15 +78,6 @@ def test_every_level_gives_the_state_of_the_plain_optimizer(world_size: int, kin
         if dist.get_rank() == to:
             training.expect_plain(training.zero.state_dict())
         training.step()
-
-
-@distributed(2, 3)
-@pytest.mark.parametrize("to", [-1, 17, "0", 1.0, None])
-def test_a_rank_that_does_not_exist_is_refused(world_size: int, to: Any) -> None:
-    pair = Pair(names=["small"]).train()
-    with pytest.raises(ValueError, match=rf"group rank from 0 to {world_size - 1}, got {to!r}"):
-        pair.ours.consolidate_state_dict(to=to)
-    pair.train()
 
 
 @distributed(2, 3)

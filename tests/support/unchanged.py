@@ -12,16 +12,20 @@ from torch.optim import Adam, Optimizer
 from onecopy import ZeroRedundancyOptimizer
 from tests.support.failures import named, parameter
 
+VARIANTS: tuple[dict[str, Any], ...] = (
+    {"shard_by": "parameter"},
+    {"shard_by": "element", "parameters_as_bucket_view": True},
+)
+"""Arguments of the optimizer under which a refused call must leave everything alone."""
+
 
 class Training:
-    """A plain optimizer and ours over equal parameters, with equal gradients."""
+    """A plain optimizer and ours over equal parameters, with equal gradients; the first parameter may be cut."""
 
-    def __init__(self, bucket_view: bool = False, optimizer_class: type[Optimizer] = Adam) -> None:
+    def __init__(self, optimizer_class: type[Optimizer] = Adam, **ours: Any) -> None:
         self.params = [parameter(64, 40), parameter(7), parameter(3, 5)]
         self.plain_params = [nn.Parameter(param.detach().clone()) for param in self.params]
-        self.ours = ZeroRedundancyOptimizer(
-            named(*self.params), optimizer_class, parameters_as_bucket_view=bucket_view, lr=0.1
-        )
+        self.ours = ZeroRedundancyOptimizer(named(*self.params), optimizer_class, lr=0.1, **ours)
         self.plain = optimizer_class(named(*self.plain_params), lr=0.1)  # type: ignore[call-arg]
         self.steps = 0
         self.train()

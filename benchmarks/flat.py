@@ -90,7 +90,6 @@ def make(mode: str) -> Training:
         AdamW,
         lr=1e-3,
         overlap_with_ddp=mode == "overlap",
-        shard_by="element" if mode == "2" else "parameter",
     )
     if mode == "3":  # after the wrapper is made, no group may be added
         add_group(module, optimizer)

@@ -84,9 +84,7 @@ def make(level: str) -> tuple[nn.Module, Optimizer]:
         group = mesh.get_group("shard")
         optimizer = ZeroRedundancyOptimizer(module.parameters(), AdamW, process_group=group, lr=1e-3)
         return ShardedDataParallel(module, optimizer, mesh=mesh), optimizer
-    optimizer = ZeroRedundancyOptimizer(
-        module.parameters(), AdamW, shard_by="element" if level == "2" else "parameter", lr=1e-3
-    )
+    optimizer = ZeroRedundancyOptimizer(module.parameters(), AdamW, lr=1e-3)
     if level == "3":
         return ShardedDataParallel(module, optimizer), optimizer
     model = DistributedDataParallel(module)

@@ -239,7 +239,6 @@ def train(configuration: Configuration) -> Outcome:
         AdamW,
         lr=1e-2,
         overlap_with_ddp=not configuration.scatters,
-        shard_by="element" if configuration.scatters else "parameter",
     )
     buckets: set[int] = set()
     register_hook(configuration.hook, ddp, optimizer, delays.pause, buckets)

@@ -111,7 +111,7 @@ def torch_zero(views: bool, fused: bool) -> Make:
     return make
 
 
-def level_one(hook: str = "", views: bool = False, shard_by: Any = "parameter") -> Make:
+def level_one(hook: str = "", views: bool = False) -> Make:
     """Return a constructor of DDP with onecopy's ``ZeroRedundancyOptimizer``, and with one of its hooks if asked."""
 
     def make(model: GPT) -> Trained:
@@ -122,7 +122,6 @@ def level_one(hook: str = "", views: bool = False, shard_by: Any = "parameter") 
             AdamW,
             parameters_as_bucket_view=views,
             overlap_with_ddp=overlaps,
-            shard_by=shard_by,
             lr=LR,
             fused=True,
         )
@@ -238,7 +237,7 @@ VARIANTS: dict[str, Make] = {
     THEIRS: torch_zero(views=True, fused=True),
     "onecopy": level_one(),
     "onecopy, bucket views": level_one(views=True),
-    "onecopy, reduce-scatter hook": level_one("reduce-scatter", shard_by="element"),
+    "onecopy, reduce-scatter hook": level_one("reduce-scatter"),
     "onecopy, hook_with_zero_step": level_one("after"),
     "onecopy, interleaved": level_one("interleaved"),
     "onecopy, ShardedDataParallel": sharded(),

@@ -147,14 +147,14 @@ def level_1(ranks: Ranks, module: GPT, bf16: bool = False, **options: Any) -> Bu
     return model, ZeroRedundancyOptimizer(model.parameters(), AdamW, master_weights=bf16, **options, **ADAMW)
 
 
-def level_2(ranks: Ranks, module: GPT, shard_by: Any = "element") -> Built:
-    model, optimizer = level_1(ranks, module, shard_by=shard_by)
+def level_2(ranks: Ranks, module: GPT, **options: Any) -> Built:
+    model, optimizer = level_1(ranks, module, **options)
     model.register_comm_hook(optimizer, onecopy.reduce_scatter_hook)
     return model, optimizer
 
 
 def overlapped(ranks: Ranks, module: GPT, make_hook: Callable[..., Any]) -> Built:
-    model, optimizer = level_1(ranks, module, overlap_with_ddp=True, shard_by="element")
+    model, optimizer = level_1(ranks, module, overlap_with_ddp=True)
     model.register_comm_hook(None, make_hook(allreduce_hook, model, optimizer))
     return model, optimizer
 
@@ -210,7 +210,7 @@ def trained(ranks: Ranks, mode: str, build: Build) -> GPT:
 
 def consolidated(ranks: Ranks) -> GPT:
     """Train at level 1, consolidate the state, and go on with the plain optimizer."""
-    model, optimizer = level_1(ranks, ranks.module(), shard_by="element")
+    model, optimizer = level_1(ranks, ranks.module())
     train(ranks, (model, optimizer), steps=range(HALFWAY))
     module = ranks.module()
     module.load_state_dict(model.module.state_dict())
@@ -240,7 +240,7 @@ half_and_single = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.
 
 TRAININGS: dict[str, tuple[str, Build]] = {
     "level 1": ("fp32", level_1),
-    "level 1, shard_by='element'": ("fp32", partial(level_1, shard_by="element")),
+    "level 1, shard_by='parameter'": ("fp32", partial(level_1, shard_by="parameter")),
     "level 1, bucket views": ("fp32", partial(level_1, parameters_as_bucket_view=True)),
     "level 1, bf16 with master weights": ("bf16", partial(level_1, bf16=True)),
     "level 1, offload='cpu'": ("fp32", partial(level_1, offload="cpu")),

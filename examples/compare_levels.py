@@ -18,7 +18,6 @@ import statistics
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -156,8 +155,7 @@ def make(level: str, module: GPT) -> tuple[nn.Module, Optimizer]:
     model = DistributedDataParallel(module, gradient_as_bucket_view=True)
     if level == "DDP":
         return model, AdamW(module.parameters(), lr=1e-3)
-    shard_by: Any = "element" if level == "level 2" else "parameter"
-    optimizer = ZeroRedundancyOptimizer(module.named_parameters(), AdamW, shard_by=shard_by, lr=1e-3)
+    optimizer = ZeroRedundancyOptimizer(module.named_parameters(), AdamW, lr=1e-3)
     if level == "level 2":
         model.register_comm_hook(optimizer, reduce_scatter_hook)
     return model, optimizer

@@ -19,7 +19,7 @@ from onecopy.errors import (
 )
 from onecopy.layout import Layout, ParamSpec, Shard
 from onecopy.optimizer import ZeroRedundancyOptimizer
-from onecopy.step.gradient_norm import clip_grad_norm_, grad_norm
+from onecopy.step.norms import clip_grad_norm_, grad_norm
 
 __version__ = "0.1.0"
 

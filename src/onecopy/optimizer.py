@@ -16,17 +16,17 @@ from onecopy.comm.collectives import Collectives
 from onecopy.common.flat_views import flat_views
 from onecopy.common.nested_tensors import copy_tree
 from onecopy.common.torch_private import in_join_context, not_compiled, register_as_torch_zero
-from onecopy.ddp_hooks.overlapped_step import OverlappedStep, check_step_arguments
-from onecopy.layout import ShardBy, extend
+from onecopy.ddp_hooks.overlap import OverlappedStep, check_step_arguments
+from onecopy.layout import ShardBy, default_shard_by, extend
 from onecopy.state_dict.gather import Consolidated, StateElsewhere, consolidated
 from onecopy.state_dict.load import load
 from onecopy.step.consistency import optimizer_facts, sharding_facts
 from onecopy.step.engine import Engine, StepSchedule, change_and_share, log_layout, restored_on_failure, sequential_step
-from onecopy.step.gradient_norm import clip, total_norm
 from onecopy.step.inner_optimizer import InnerOptimizer
 from onecopy.step.join import JOIN_REFUSAL, ZeROJoinHook, active_step, joined_step
 from onecopy.step.master_weights import STATE_DICT_KEY, MasterWeightPolicy
 from onecopy.step.nonfinite import NonfiniteGuard, check_guards
+from onecopy.step.norms import clip, total_norm
 from onecopy.step.optimizer_classes import check_class, is_elementwise
 from onecopy.step.owned_shards import param_or_view, separate_view
 from onecopy.step.owned_state import OwnedState, OwnedStateOptimizer
@@ -58,10 +58,11 @@ class ZeroRedundancyOptimizer(OwnedStateOptimizer, Joinable):
         parameters_as_bucket_view: store parameters in flat buckets, so that sending them needs no copy. Otherwise
             ``param.data`` is not moved, and small parameters are packed into buffers to be sent.
         overlap_with_ddp: update inside the backward pass, through a DDP communication hook.
-        shard_by: how parameters are divided among ranks. ``"parameter"`` gives whole parameters, largest first, to the
-            least-loaded rank, and cuts as few parameters as balance requires (none if the optimizer is not known to
-            work element by element). ``"element"`` cuts every parameter evenly. A function takes
-            a list of :class:`~onecopy.ParamSpec` and the world size, and returns one owner per parameter.
+        shard_by: how parameters are divided among ranks. ``"element"`` cuts every parameter evenly, and is the default
+            for optimizers that are known to work element by element. ``"parameter"``, the default for others, gives
+            whole parameters, largest first, to the least-loaded rank, and cuts as few as balance requires (none if the
+            optimizer is not known to work element by element). A function takes a list of
+            :class:`~onecopy.ParamSpec` and the world size, and returns one owner per parameter.
         elementwise: whether the update of an element depends on that element alone. Known for torch's own classes.
             Parameters of an unknown class are not cut unless this is True.
         master_weights: update fp32 copies of bf16 and fp16 parameters. Only the owner has a copy.
@@ -91,7 +92,7 @@ class ZeroRedundancyOptimizer(OwnedStateOptimizer, Joinable):
         parameters_as_bucket_view: bool = False,
         overlap_with_ddp: bool = False,
         *,
-        shard_by: ShardBy = "parameter",
+        shard_by: ShardBy | None = None,
         elementwise: bool | None = None,
         master_weights: bool = False,
         offload: str | None = None,
@@ -112,7 +113,9 @@ class ZeroRedundancyOptimizer(OwnedStateOptimizer, Joinable):
             tensors, specs = plan_params(groups)
             Optimizer.__init__(self, groups, defaults)
             Joinable.__init__(self)
-            self._shard_by, self.splittable = shard_by, is_elementwise(optimizer_class, elementwise)
+            self.splittable = is_elementwise(optimizer_class, elementwise)
+            shard_by = default_shard_by(self.splittable) if shard_by is None else shard_by
+            self._shard_by = shard_by
             layout = extend(None, specs, collectives.world_size, shard_by, self.splittable)
             flats, group_rank = flat_views(tensors), collectives.group_rank
             stepped = separate_view if overlap_with_ddp else param_or_view

@@ -42,7 +42,7 @@ LEFT_AND_RIGHT = 2000
 CASES = [
     # Level 1
     Case("level 1", level_1),
-    Case("level 1 by element", level_1, parts=adamw(shard_by="element")),
+    Case("level 1 by parameter", level_1, parts=adamw(shard_by="parameter")),
     Case("level 1 bucket views", level_1, parts=adamw(parameters_as_bucket_view=True)),
     Case("level 1 Muon", level_1, parts=MUON),
     Case("level 1 no_sync", level_1, loop(programs.accumulated)),
@@ -51,7 +51,10 @@ CASES = [
     Case("level 1 scaled", level_1, loop(programs.scaled, 6), tolerance=CLIPPING),
     Case("level 1 master weights", level_1, parts=adamw(master_weights=True), dtype=HALF, tolerance=0.0),
     Case(
-        "level 1 master weights by element", level_1, dtype=HALF, parts=adamw(master_weights=True, shard_by="element")
+        "level 1 master weights by parameter",
+        level_1,
+        dtype=HALF,
+        parts=adamw(master_weights=True, shard_by="parameter"),
     ),
     Case("level 1 offload", level_1, parts=adamw(offload="cpu")),
     Case("level 1 Join", level_1, programs.uneven),
@@ -65,7 +68,7 @@ CASES = [
     # The overlap hooks
     Case("after backward", after_backward),
     Case("interleaved", interleaved),
-    Case("interleaved by element", interleaved, parts=adamw(shard_by="element")),
+    Case("interleaved by parameter", interleaved, parts=adamw(shard_by="parameter")),
     Case("after backward master weights", after_backward, parts=adamw(master_weights=True), dtype=HALF),
     Case("interleaved no_sync", interleaved, loop(programs.accumulated)),
     Case("interleaved frozen and unused", interleaved, model=Partial, wrap=UNUSED),
@@ -75,20 +78,20 @@ CASES = [
     Case("after backward consolidated", after_backward, programs.consolidated),
     Case("interleaved evaluation", interleaved, loop(programs.with_evaluation)),
     # Level 2
-    Case("level 2", level_2, parts=adamw(shard_by="element")),
-    Case("level 2 by parameter", level_2),
+    Case("level 2", level_2),
+    Case("level 2 by parameter", level_2, parts=adamw(shard_by="parameter")),
     Case("level 2 Muon", level_2, parts=MUON),
     Case("level 2 no_sync", level_2, loop(programs.accumulated)),
     Case("level 2 clipped", level_2, loop(programs.clipped), tolerance=CLIPPING),
-    Case("level 2 scaled", level_2, loop(programs.scaled, 6), parts=adamw(shard_by="element"), tolerance=CLIPPING),
+    Case("level 2 scaled", level_2, loop(programs.scaled, 6), tolerance=CLIPPING),
     Case("level 2 master weights", level_2, parts=adamw(master_weights=True), dtype=HALF),
     Case("level 2 offload", level_2, parts=adamw(offload="cpu")),
     Case("level 2 Join", level_2, programs.uneven),
     Case("level 2 frozen and unused", level_2, model=Partial, wrap=UNUSED),
     Case("level 2 two streams", level_2, model=TwoStreams, bucket=LEFT_AND_RIGHT),
     Case("level 2 side stream", level_2, programs.on_a_side_stream),
-    Case("level 2 saved", level_2, programs.saving(blocking=True), parts=adamw(shard_by="element")),
-    Case("level 2 guarded", level_2, loop(programs.spoiled), parts=adamw(shard_by="element", **GUARDED)),
+    Case("level 2 saved", level_2, programs.saving(blocking=True)),
+    Case("level 2 guarded", level_2, loop(programs.spoiled), parts=adamw(**GUARDED)),
     # Level 3
     Case("level 3", level_3),
     Case("level 3 overlap", level_3, wrap=OVERLAP),

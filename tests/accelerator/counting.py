@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from onecopy import MixedPrecision
+from onecopy.comm.agreement import VOTE_BYTES
 from tests.accelerator import device
 from tests.accelerator.counters import Step
 from tests.accelerator.process_group import Communicator
@@ -68,12 +69,12 @@ def plain(training: Training) -> None:
 LEVELS = {
     "DDP, AdamW": Case("DDP, AdamW", plain),
     "level 1": Case("level 1", level_1),
-    "level 1 by element": Case("level 1 by element", level_1, parts=adamw(shard_by="element")),
+    "level 1 by parameter": Case("level 1 by parameter", level_1, parts=adamw(shard_by="parameter")),
     "level 1 master weights": Case("level 1 master weights", level_1, parts=adamw(master_weights=True), dtype=HALF),
-    "level 2": Case("level 2", level_2, parts=adamw(shard_by="element")),
-    "level 2 by parameter": Case("level 2 by parameter", level_2),
+    "level 2": Case("level 2", level_2),
+    "level 2 by parameter": Case("level 2 by parameter", level_2, parts=adamw(shard_by="parameter")),
     "after backward": Case("after backward", after_backward),
-    "interleaved": Case("interleaved", interleaved, parts=adamw(shard_by="element")),
+    "interleaved": Case("interleaved", interleaved),
     "level 3": Case("level 3", level_3),
     "level 3 overlap": Case("level 3 overlap", level_3, wrap=OVERLAP),
     "level 3 bf16": Case(
@@ -183,7 +184,7 @@ def _buckets(training: Training, iteration: Step) -> int:
         storages: list[Any] = [optimizer.engine.storage for optimizer in training.optimizers]
         return sum(len(storage.buckets) for storage in storages)
     reductions = ("all_reduce", "reduce_scatter", "reduce_scatter_tensor")
-    return sum(each.name in reductions for each in iteration.collectives)
+    return sum(each.name in reductions and each.size != VOTE_BYTES for each in iteration.collectives)
 
 
 def _rounds(training: Training) -> int:

@@ -24,7 +24,7 @@ from onecopy.comm.streams import SideStream, UsedStreams
 from onecopy.comm.work import InFlight
 from onecopy.data_parallel import step as level_3_step
 from onecopy.data_parallel.step import PipelinedStep
-from onecopy.ddp_hooks.overlapped_step import OverlappedStep
+from onecopy.ddp_hooks.overlap import OverlappedStep
 from onecopy.step import batched_copies, owned_shards
 from tests.accelerator import device
 
@@ -171,7 +171,7 @@ def _host_copies_read_too_early(patch: Patch) -> None:
 MUTATIONS = {
     "level 1 does not wait for all-gathers": Mutation("level 1", _without_wait("all_gather")),
     "level 1 does not wait for uneven all-gathers": Mutation("level 1 Muon", _without_wait("all_gather")),
-    "level 1 unpacks before it waits": Mutation("level 1 by element", _unpacks_before_waiting),
+    "level 1 unpacks before it waits": Mutation("level 1", _unpacks_before_waiting),
     "level 1 packs into a buffer in flight": Mutation("level 1", _one_pack_buffer),
     "level 1 copies flags before they are exchanged": Mutation("level 1", _flags_copied_too_early),
     "level 1 reads flags before they have arrived": Mutation("level 1", _flags_read_too_early, is_on_host=True),

@@ -19,6 +19,7 @@ from onecopy.comm import collectives, limits
 from onecopy.comm.buffers import BufferPool
 from onecopy.data_parallel.bucket import GradientBucket, ReductionPolicy
 from onecopy.layout import ParamSpec, plan_buckets
+from onecopy.step.sharded_gradient import GradientGroup
 from tests.accelerator import device
 from tests.accelerator.counters import Step
 from tests.accelerator.harness import HYBRID, SIMCCL, simulated
@@ -455,7 +456,7 @@ def test_gradients_from_several_streams_are_packed_and_released_in_order(
         ranks = collectives.Collectives(None, torch.device("sim", dist.get_rank()))
         params = [torch.zeros(SIZE, SIZE, device="sim") for _ in specs]
         streams = [torch.accelerator.current_stream(), torch.Stream("sim"), torch.Stream("sim")]
-        policy, names = ReductionPolicy(ranks, None, None), [str(number) for number in range(4)]
+        policy, names = ReductionPolicy(GradientGroup(ranks, params), None, None), [str(number) for number in range(4)]
         bucket, pool = GradientBucket(plan, params, names, policy), BufferPool()
         start, stop = plan.range_of(dist.get_rank())
         for number in range(4):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import re
 import socket
 import subprocess
 import sys
@@ -16,12 +15,10 @@ import fsspec
 import pytest
 import torch
 
-from onecopy.checkpoint import latest, load, save, storage, verify
+from onecopy.checkpoint import load, save, storage, verify
 from onecopy.checkpoint.storage import RemotePath
-from onecopy.errors import CheckpointError
 from tests.support import remote
 from tests.support.harness import distributed
-from tests.support.hostile import NAME
 
 pytest.importorskip("s3fs", reason="s3fs is not installed: make remote")
 pytest.importorskip("moto", reason="moto is not installed: make remote")
@@ -83,11 +80,6 @@ def test_a_bucket_is_used_as_a_directory_is(check: Callable[[str], None], root: 
     check(root)
 
 
-@pytest.mark.parametrize(("name", "position"), [(NAME, -1), ("manifest.json", 300)])
-def test_one_changed_bit_is_refused(name: str, position: int, root: str) -> None:
-    remote.check_damage(root, name, position)
-
-
 def test_an_object_of_several_parts(root: str) -> None:
     """More bytes than one request of s3fs has."""
     big = torch.arange(14 << 20, dtype=torch.float32)
@@ -110,12 +102,6 @@ def test_an_upload_that_failed_is_not_completed_later(root: str) -> None:
     storage.remove_checkpoint(folder)
     gc.collect()
     assert remote.objects(root) == {}
-
-
-def test_errors_of_the_store_name_the_url(endpoint: str) -> None:
-    with pytest.raises(CheckpointError, match=re.escape("s3://nobody-has-this/run/step-00000001")):
-        save("s3://nobody-has-this/run", 1)
-    assert latest("s3://nobody-has-this/run") is None
 
 
 @distributed(1, 2)

@@ -47,13 +47,13 @@ CASES = [
 
 
 def make_pieces(case: Case, ranks: int) -> list[Piece]:
-    """Pieces of all sources, for every owner in turn; those of the second source are in another group."""
+    """Pieces of all sources, for every owner in turn."""
     pieces, ends = [], [0] * ranks
     for source in range(case.sources):
         start = 0
         for number, length in enumerate((10, 120, 100, 70)):
             owner = 0 if case.all_of_one_owner else number % ranks
-            pieces.append(Piece(source, start, start + length, owner, ends[owner], group=source))
+            pieces.append(Piece(source, start, start + length, owner, ends[owner]))
             ends[owner] += length + case.gap
             start += length
     return pieces
@@ -85,7 +85,7 @@ def test_every_owner_gets_the_mean_of_its_pieces(world_size: int, case: Case, in
                 sources[0] = None
             length = max((piece.offset + piece.numel for piece in pieces if piece.owner == here), default=0)
             target = torch.full((length,), -1.0, dtype=case.sent_as) if into else None
-            values = reduction.start(sources, pool, collectives.reserve_tags() + tag, target).wait()
+            reduction.start(sources, pool, collectives.reserve_tags() + tag, target).wait()
             for piece in pieces:
                 rows = [(rank[piece.source][piece.start : piece.stop]).to(case.sent_as) for rank in everyone]
                 mean = sum(row * (1 / world_size) for row in rows)  # as DDP does it
@@ -101,9 +101,6 @@ def test_every_owner_gets_the_mean_of_its_pieces(world_size: int, case: Case, in
                 else:
                     assert source is not None
                     assert torch.equal(source[piece.start : piece.stop], mean.to(case.dtype)), piece
-            owned = [piece for piece in pieces if piece.owner == here]
-            assert {group for group, _ in values} == {piece.group for piece in owned}
-            assert sum(part.count_nonzero().item() for _, part in values) <= sum(piece.numel for piece in owned)
     assert not pool._in_use
 
 
@@ -114,7 +111,8 @@ def test_gradients_are_scaled_before_they_are_added_up(world_size: int, dtype: t
     gradient = torch.full((world_size * 10,), torch.finfo(dtype).max / 1.5, dtype=dtype)
     pieces = [Piece(0, 10 * owner, 10 * owner + 10, owner, 0) for owner in range(world_size)]
     reduction = ReduceScatterPlan(collectives, pieces, dtype, dtype, gradient.device)
-    ((_, mean),) = reduction.start([gradient], BufferPool(), collectives.reserve_tags(), None).wait()
+    reduction.start([gradient], BufferPool(), collectives.reserve_tags(), None).wait()
+    mean = gradient[10 * collectives.group_rank :][:10]
     assert mean.isfinite().all()
     torch.testing.assert_close(mean, torch.full_like(mean, torch.finfo(dtype).max / 1.5))
 

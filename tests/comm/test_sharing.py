@@ -83,7 +83,7 @@ def test_all_ranks_end_with_the_owners_values(world_size: int, direct_bytes: int
         for each, param in zip(ranges, params, strict=True):
             if each.owner == collectives.group_rank:
                 param.mul_(factor)
-        sharing.start("step()").drain()
+        sharing.start().drain()
         for number, param in enumerate(params):
             assert torch.equal(param, torch.full_like(param, number * factor)), (number, factor)
 
@@ -95,7 +95,7 @@ def test_buckets_are_shared_where_they_lie(world_size: int, lengths: tuple[int, 
     here = collectives.group_rank
     bucket = torch.full((sum(lengths),), -1.0)
     bucket.split(lengths)[here].fill_(here)
-    Sharing(collectives, buckets=[SharedBucket(bucket, lengths, (0,))]).start("step()").drain()
+    Sharing(collectives, buckets=[SharedBucket(bucket, lengths, (0,))]).start().drain()
     assert bucket.tolist() == [owner for owner, length in enumerate(lengths) for _ in range(length)]
 
 
@@ -108,6 +108,6 @@ def test_what_has_not_changed_is_not_written(world_size: int, direct_bytes: int)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(limits, "DIRECT_BYTES", direct_bytes)
         sharing = Sharing(collectives, ranges)
-    sharing.start("step()", [False, False, True, False]).drain()
+    sharing.start([False, False, True, False]).drain()
     here = collectives.group_rank
     assert [param[0].item() for param in params] == [here, here, 0, here]

@@ -481,7 +481,7 @@ def test_an_inner_step_that_fails_on_one_rank(world_size: int, overlap: bool, pa
     if dist.get_rank() == 0:
         expect(error, LookupError, "a step of the user's")
     else:
-        expect(error, PeerFailedError, rf"rank {dist.get_rank()}: the previous step\(\) failed on rank 0")
+        expect(error, PeerFailedError, rf"rank {dist.get_rank()}: the previous step\(\) failed on global rank 0")
 
 
 class Reentrant(Checkpointed):

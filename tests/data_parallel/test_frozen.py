@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import SGD, Adafactor, AdamW, Optimizer
 
 from onecopy import MixedPrecision, ShardedDataParallel, ZeroRedundancyOptimizer
-from onecopy.comm.collectives import Collectives
+from onecopy.comm.gloo import Pairs
 from onecopy.data_parallel import bucket
 from tests.support.data_parallel import ROUNDING, Layers, Side, inputs_of, one_step
 from tests.support.data_parallel_use import loss_of
@@ -121,14 +121,14 @@ def test_frozen_parameters_have_no_bucket_and_are_not_sent(world_size: int) -> N
     optimizer = ZeroRedundancyOptimizer(module.parameters(), AdamW, lr=1e-3)
     model = ShardedDataParallel(module, optimizer, mixed_precision=MixedPrecision(reduce_dtype=torch.float32))
     sent: list[int] = []
-    send = Collectives.send
+    send = Pairs.send
 
-    def counted(self: Collectives, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def counted(self: Pairs, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
         sent.append(tensor.numel() * tensor.element_size())
         return send(self, tensor, *args, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Collectives, "send", counted)
+        patch.setattr(Pairs, "send", counted)
         for _ in range(2):
             optimizer.zero_grad()
             model(torch.randn(2, 1000)).square().mean().backward()

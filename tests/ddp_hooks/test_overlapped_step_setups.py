@@ -167,20 +167,14 @@ def change_gradient(run: Run) -> None:
     gradient.mul_(0.5)
 
 
-def make_gradient_sparse(run: Run) -> None:
-    extra = run.ddp.module.get_parameter("extra")
-    extra.grad = torch.ones_like(extra).to_sparse()
-
-
 @HOOKS
 @pytest.mark.parametrize(
     ("change", "kind", "text"),
     [
         (change_option, RuntimeError, "options in param_groups were changed"),
         (change_gradient, RuntimeError, r"the gradient of parameter .* was changed"),
-        (make_gradient_sparse, ValueError, r"'extra' has a sparse gradient"),
     ],
-    ids=["option", "gradient", "sparse gradient"],
+    ids=["option", "gradient"],
 )
 @distributed(2, 3)
 def test_a_change_on_one_rank_before_a_step_that_communicates_is_an_error_on_all(

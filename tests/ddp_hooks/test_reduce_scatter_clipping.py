@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ from torch import Tensor, nn
 
 import onecopy
 from onecopy import ZeroRedundancyOptimizer
+from onecopy.comm.collectives import Collectives
+from onecopy.step.sharded_gradient import ShardGrad
 from tests.support.ddp_training import (
     BRANCHING,
     ELEMENT,
@@ -23,6 +26,8 @@ from tests.support.ddp_training import (
     DDPRun,
     assert_same_values,
     branching_loss,
+    half_loss,
+    half_model,
     make_ddp,
     tolerance_of,
 )
@@ -53,12 +58,25 @@ from tests.support.reduce_scatter import (
 NORM_TYPES = pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, math.inf])
 
 
+def our_clip(run: DDPRun, max_norm: float, norm_type: float) -> Tensor:
+    return onecopy.clip_grad_norm_(run.zeros, max_norm, norm_type)
+
+
+def torch_clip(run: DDPRun, max_norm: float, norm_type: float) -> Tensor:
+    return torch.nn.utils.clip_grad_norm_(run.params, max_norm, norm_type)
+
+
+def torch_clip_by_foreach(run: DDPRun, max_norm: float, norm_type: float) -> Tensor:
+    return torch.nn.utils.clip_grad_norm_(run.params, max_norm, norm_type, foreach=True)
+
+
 @NORM_TYPES
+@pytest.mark.parametrize("clip", [our_clip, torch_clip, torch_clip_by_foreach])
 @pytest.mark.parametrize(
     "case",
     [
         Case("cut", (Part(torch.optim.SGD, SGD),)),
-        Case("whole", (Part(torch.optim.SGD, SGD, {}),), ddp=VIEW),
+        Case("whole", (Part(torch.optim.SGD, SGD, {"shard_by": "parameter"}),), ddp=VIEW),
         Case("a list", (Part(torch.optim.SGD, SGD, params=matrices), Part(torch.optim.SGD, SGD, params=vectors))),
         Case("unused", (Part(torch.optim.SGD, SGD),), **BRANCHING),
         Case("accumulated", (Part(torch.optim.SGD, SGD),), passes=2),
@@ -66,8 +84,8 @@ NORM_TYPES = pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, math.inf])
     ids=lambda case: case.name,
 )
 @distributed(3)
-def test_the_norm_is_that_of_all_gradients_and_clipping_equals_torchs(
-    world_size: int, case: Case, norm_type: float
+def test_the_norm_is_that_of_all_gradients_and_takes_one_reduction(
+    world_size: int, case: Case, clip: Callable[[DDPRun, float, float], Tensor], norm_type: float
 ) -> None:
     ours, reference = scattered_run(case), plain_run(case)
     clipped = 0
@@ -79,13 +97,10 @@ def test_the_norm_is_that_of_all_gradients_and_clipping_equals_torchs(
         )
         max_norm = float(expected) * (0.5 if step % 2 else 2.0)
         torch.nn.utils.clip_grad_norm_(reference.params, max_norm, norm_type)
-        if len(ours.zeros) > 1:
-            found = onecopy.grad_norm(ours.zeros, norm_type)
-            returned = onecopy.clip_grad_norm_(ours.zeros, max_norm, norm_type)
-        else:
-            found = ours.zero.grad_norm(norm_type)
-            returned = ours.zero.clip_grad_norm_(max_norm, norm_type)
-        torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
+        torch.testing.assert_close(onecopy.grad_norm(ours.zeros, norm_type), expected, rtol=1e-6, atol=0)
+        with mock.patch.object(Collectives, "all_reduce", autospec=True, side_effect=Collectives.all_reduce) as reduce:
+            returned = clip(ours, max_norm, norm_type)
+        assert reduce.call_count == 1
         torch.testing.assert_close(returned, expected, rtol=1e-6, atol=0)
         clipped += float(expected) > max_norm
         ours.update()
@@ -93,6 +108,89 @@ def test_the_norm_is_that_of_all_gradients_and_clipping_equals_torchs(
         assert_equal(ours.params, reference.params, f"iteration {step}", ROUNDING)
     assert clipped == 2
     assert_replicas_equal(ours.params)
+
+
+def write(run: DDPRun) -> None:
+    for param in run.params:
+        assert param.grad is not None
+        param.grad.mul_(0.5)
+
+
+def write_ranges(run: DDPRun) -> None:
+    for param in run.params:
+        assert isinstance(param.grad, ShardGrad)
+        param.grad.local.mul_(0.5)
+
+
+def unscale(run: DDPRun) -> None:
+    scaler = make_scaler(2.0)
+    scaler.scale(torch.ones(()))  # makes the factor
+    scaler.unscale_(run.zero)
+
+
+def another_pass(run: DDPRun) -> None:
+    run.backward(9)
+
+
+@pytest.mark.parametrize("change", [write, write_ranges, unscale, another_pass])
+@distributed(2)
+def test_norms_are_computed_again_after_a_write(world_size: int, change: Callable[[DDPRun], None]) -> None:
+    ours, reference = scattered_run(Case()), plain_run(Case())
+    for run in (ours, reference):
+        run.backward(0)
+    before = torch_clip(ours, 1e9, 2.0)
+    change(ours)
+    if change is another_pass:
+        change(reference)
+        expected = torch_clip(reference, 1e9, 2.0)
+    else:
+        expected = before * 0.5
+    torch.testing.assert_close(torch_clip(ours, 1e9, 2.0), expected)
+    torch.testing.assert_close(ours.zero.grad_norm(), expected)
+
+
+@distributed(2)
+def test_clipping_by_value_equals_plain_ddp(world_size: int) -> None:
+    ours, reference = scattered_run(Case()), plain_run(Case())
+    for step in range(3):
+        for run in (ours, reference):
+            run.backward(step)
+            torch.nn.utils.clip_grad_value_(run.params, 1e-3)
+            run.update()
+        assert_same_values(ours, reference, f"iteration {step}")
+
+
+@pytest.mark.parametrize("hook", [True, False], ids=["reduce-scatter", "no hook"])
+@distributed(2)
+def test_half_precision_gradients_are_multiplied_by_a_factor_that_is_not_rounded(world_size: int, hook: bool) -> None:
+    case = Case(model=half_model, loss=half_loss)
+    ours = scattered_run(case) if hook else level_one_run(case)
+    reference = plain_run(case)
+    for run in (ours, reference):
+        run.backward(0)
+    norm = ours.zero.grad_norm()
+    factor = 0.7003  # in bf16 another number
+    ours.zero.clip_grad_norm_(float(norm) * factor)
+    owned = {id(entry.param): entry.shard for entry in ours.zero.engine.inner.owned}
+    for param, other in zip(ours.params, reference.params, strict=True):
+        shard = owned.get(id(param))
+        if shard is not None:
+            assert param.grad is not None
+            assert other.grad is not None
+            local = (
+                param.grad.local
+                if isinstance(param.grad, ShardGrad)
+                else param.grad.flatten()[shard.start : shard.stop]
+            )
+            expected = (other.grad.float() * (float(norm) * factor / (norm + 1e-6))).bfloat16().flatten()
+            assert torch.equal(local, expected[shard.start : shard.stop])
+
+
+def level_one_run(case: Case) -> DDPRun:
+    ddp = make_ddp(case)
+    return DDPRun(
+        case, ddp, [ZeroRedundancyOptimizer(ddp.parameters(), part.optimizer, **part.options) for part in case.parts]
+    )
 
 
 def scale_all(params: list[Tensor]) -> None:
@@ -165,8 +263,7 @@ def test_a_norm_that_is_not_finite_raises_on_request(world_size: int) -> None:
 @distributed(2)
 def test_without_the_hook_clipping_equals_torchs_too(world_size: int, norm_type: float) -> None:
     case = Case(parts=(Part(torch.optim.SGD, SGD),))
-    reference, ddp = plain_run(case), make_ddp(case)
-    ours = DDPRun(case, ddp, [ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, shard_by="element", **SGD)])
+    reference, ours = plain_run(case), level_one_run(case)
     for step in range(2):
         reference.backward(step)
         ours.backward(step)

@@ -274,7 +274,7 @@ def digest(value: Any) -> str:
             for each in value:
                 add(each)
         else:
-            found.update(repr(value).encode())
+            found.update(repr(getattr(value, "item", lambda: value)()).encode())  # numpy's numbers as Python's
 
     add(value)
     return found.hexdigest()[:16]

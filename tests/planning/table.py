@@ -55,15 +55,13 @@ def gpt_xl() -> Model:
 
 def rows_of(model: Model) -> Iterator[tuple[str, Way, Model]]:
     """Every way of training that is compared, with its name."""
-    whole, by_element = replace(model, splittable=False), replace(model, shard_by="element")
+    whole = replace(model, splittable=False)
     yield "DDP, nothing sharded", Way.DDP, model
     yield "level 1", Way.LEVEL_1, model
     yield "level 1, whole parameters (Muon)", Way.LEVEL_1, whole
     yield "overlap hooks", Way.OVERLAP, model
-    yield 'overlap hooks, `shard_by="element"`', Way.OVERLAP, by_element
     yield "overlap hooks, whole parameters (Muon)", Way.OVERLAP, whole
     yield "level 2", Way.LEVEL_2, model
-    yield 'level 2, `shard_by="element"`', Way.LEVEL_2, by_element
     yield "level 2, whole parameters (Muon)", Way.LEVEL_2, whole
     yield "level 3", Way.LEVEL_3, model
     yield "level 3, whole parameters (Muon)", Way.LEVEL_3, whole

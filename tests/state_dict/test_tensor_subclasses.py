@@ -50,7 +50,6 @@ def test_a_checkpoint_converts_to_a_file_and_back(tmp_path: Path) -> None:
     optimizer = BlockMomentum(model.parameters())
     train(model, optimizer, range(2))
     path = checkpoint.save(tmp_path, 1, model=model, optimizer=optimizer)
-    assert b'"version":2' in (path / "manifest.json").read_bytes()
     to_torch(path, tmp_path / "all.pt")
     content = torch.load(tmp_path / "all.pt", weights_only=True)
     assert comparable(content["optimizer"]["state"]) == comparable(optimizer.state_dict()["state"])

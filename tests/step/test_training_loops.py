@@ -43,7 +43,8 @@ Loop = Callable[[DistributedDataParallel, Optimizer], object]
 
 
 def ours(params: Any, optimizer: type[Optimizer], mode: Modes | None = None, **options: Any) -> ZeroRedundancyOptimizer:
-    return ZeroRedundancyOptimizer(params, optimizer, **(mode or {}), **options)
+    elementwise = True if issubclass(optimizer, Descent) else None
+    return ZeroRedundancyOptimizer(params, optimizer, elementwise=elementwise, **(mode or {}), **options)
 
 
 def assert_parity(
@@ -245,7 +246,7 @@ def adding_keys(ddp: DistributedDataParallel, optimizer: Optimizer) -> list[Any]
     for _ in range(3):
         fill_gradients(ddp.parameters())
         optimizer.step()
-        seen.append([(group["from_init"], group["steps"]) for group in optimizer.param_groups])
+        seen.append([(group.get("from_init"), group["steps"]) for group in optimizer.param_groups])
         optimizer.param_groups[0]["steps"] += 7
     return seen
 

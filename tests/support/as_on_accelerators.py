@@ -1,4 +1,4 @@
-"""The path of accelerators, run on gloo: the backend's collectives, and status flags that the host reads later."""
+"""Run on gloo as on accelerators: status flags that the host reads later."""
 
 from __future__ import annotations
 
@@ -6,20 +6,17 @@ import contextlib
 from collections.abc import Iterator
 from unittest import mock
 
-import onecopy.ddp_hooks.hooks
 from onecopy.comm import limits
 from onecopy.comm.collectives import Collectives
-from onecopy.ddp_hooks.worker import StreamWorker
 from tests.support.data_parallel import as_if_large
 
 
 @contextlib.contextmanager
 def as_on_accelerators() -> Iterator[None]:
-    """Use the collectives that all backends have, defer the host's reads of status flags, and start no thread."""
+    """Defer the host's reads of status flags."""
     with (
         mock.patch.object(Collectives, "defers_host_reads", True),
         mock.patch.object(limits, "PADDING_BYTES_PER_RANK", 0),  # small parts are treated as large ones
-        mock.patch.object(onecopy.ddp_hooks.hooks, "make_worker", StreamWorker),
         as_if_large(),
     ):
         yield

@@ -32,10 +32,10 @@ from onecopy.comm.work import is_backend_error
 from onecopy.data_parallel.backward import BackwardReducer
 from onecopy.data_parallel.module_sync import ModuleSync
 from onecopy.data_parallel.step import PipelinedStep
-from onecopy.ddp_hooks.overlapped_step import OverlappedStep
+from onecopy.ddp_hooks.overlap import OverlappedStep
 from onecopy.ddp_hooks.reduce_scatter import GradientReducer
 from onecopy.state_dict import gather
-from onecopy.step import gradient_norm, join
+from onecopy.step import join, norms
 from onecopy.step.engine import Engine
 from tests.support.exact_training import allreduce
 from tests.support.harness import Pool
@@ -216,8 +216,7 @@ CASES = [
     Case("step()", "overlap forward", lambda each, _: each.step_and(each.forward), (PipelinedStep, "_finish_step")),
     *(Case("backward()", level, _backward) for level in ("reduce-scatter", "sharded", "overlap forward")),
     Case("constructing ReduceScatter", "reduce-scatter", _backward, passes=0),
-    Case("backward()", "reduce-scatter", _backward, (GradientReducer, "_finish_bucket")),
-    Case("backward()", "reduce-scatter", _backward, (GradientReducer, "_write_inf_on_all_ranks")),
+    Case("backward()", "reduce-scatter", _backward, (GradientReducer, "_start_bucket")),
     Case("backward()", "sharded", _backward, (BackwardReducer, "_launch")),
     *(Case(UPDATE, "overlap", _backward, (OverlappedStep, place)) for place in ("_start_sharing", "_finish_iteration")),
     Case("forward()", "sharded", lambda each, _: each.forward(), lost_rank=0),
@@ -231,7 +230,7 @@ CASES = [
     Case("consolidate_state_dict()", "parameter", _consolidate, (gather, "_gather_headers")),
     Case("consolidate_state_dict()", "parameter", _consolidate, (gather, "send_ranges")),
     *(Case(NORM, level, _clip) for level in ("parameter", "reduce-scatter", "sharded")),
-    Case(NORM, "sharded", _clip, (gradient_norm, "combined_norms")),
+    Case(NORM, "sharded", _clip, (norms, "combined_norms")),
     Case(UNSCALING, "sharded", lambda each, _: each.scaler.unscale_(each.zero)),
     *(Case(SAVING, level, _save) for level in ("parameter", "sharded")),
     Case(SAVING, "parameter", _save, (SaveJob, "_write")),

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from onecopy.layout import Layout, extend
+from onecopy.layout import Layout, default_shard_by, extend
 from onecopy.planning.comparison import (
     GB,
     PRECISIONS,
@@ -94,7 +94,8 @@ def plan(
     rows = compare(source, chosen, precision.value, ranks)
     limit = None if memory is None else memory * GB
     advice = recommend(rows, chosen, precision.value == "bf16-master", limit)
-    owners = extend(None, specs_of(source.shapes), ranks, "parameter", chosen.splittable) if layout else None
+    policy = default_shard_by(chosen.splittable)
+    owners = extend(None, specs_of(source.shapes), ranks, policy, chosen.splittable) if layout else None
     if as_json:
         typer.echo(json.dumps(_as_json(source, rows, limit, advice, owners), indent=1))
         return

@@ -15,7 +15,6 @@ from torch import Tensor
 from onecopy.comm import limits, process_groups
 from onecopy.comm.buffers import BufferPool
 from onecopy.comm.gloo import Pairs, PairwiseReduction
-from onecopy.comm.process_groups import DedicatedGroups
 from onecopy.comm.status_flags import flags_on
 from onecopy.comm.streams import SideStream
 from onecopy.comm.work import ExplainedErrors, Started, Work, WorkAfter
@@ -97,23 +96,6 @@ class Collectives:
     def averages(self) -> bool:
         """Whether the backend of the control device can average in a reduction."""
         return self._backends.get(self.control_device.type) in AVERAGING_BACKENDS
-
-    def dedicated_group(self) -> Collectives:
-        """The same ranks on a group that no other living user has; all members make this call together."""
-        groups = DedicatedGroups.of(self.process_group)
-        # Ranks let go of a group at different times, so they agree on a number that is free everywhere.
-        masks = [row[0] for row in self.all_gather_flags([groups.in_use], "making a process group")]
-        number = next(number for number in range(63) if not any(mask >> number & 1 for mask in masks))
-        group = self._side_group(f"dedicated {number}")
-        if group is None:
-            raise OnecopyError(
-                f"rank {self.group_rank}: no process group of their own can be made for these ranks, because they "
-                "belong to different numbers of groups already; construct the optimizer on a group before making "
-                "others that only some of its members are in"
-            )
-        collectives = Collectives(group, self.control_device)
-        groups.assign(number, collectives)
-        return collectives
 
     def cpu_group(self, purpose: str, call: str) -> Collectives:
         """The same ranks on a gloo group for one purpose; all members make this call together.

@@ -10,7 +10,6 @@ import atexit
 import itertools
 import weakref
 from collections.abc import Callable, Iterator
-from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -101,32 +100,6 @@ def side_group(
         assert isinstance(made, dist.ProcessGroup)
         known[purpose] = made
     return known[purpose]
-
-
-class DedicatedGroups:
-    """Which dedicated side groups of a group are in use, by number."""
-
-    _by_group: ClassVar[weakref.WeakKeyDictionary[dist.ProcessGroup, DedicatedGroups]] = weakref.WeakKeyDictionary()
-
-    def __init__(self) -> None:
-        self._users: list[weakref.ref[object] | None] = []
-
-    @classmethod
-    def of(cls, group: dist.ProcessGroup) -> DedicatedGroups:
-        """The dedicated groups of one group."""
-        return cls._by_group.setdefault(group, cls())
-
-    @property
-    def in_use(self) -> int:
-        """A bit mask of the numbers whose user is alive."""
-        alive = [user is not None and user() is not None for user in self._users]
-        return sum(1 << number for number, is_alive in enumerate(alive) if is_alive)
-
-    def assign(self, number: int, user: object) -> None:
-        """Note the user of a dedicated group; the number is free again when the user is gone."""
-        while len(self._users) <= number:
-            self._users.append(None)
-        self._users[number] = weakref.ref(user)
 
 
 def reserve_tags(group: dist.ProcessGroup) -> int:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -40,7 +40,6 @@ class Piece:
         stop: the element after the last one.
         owner: the group rank of the owner.
         offset: the position of the piece in the owner's part.
-        group: a number; the pieces of a group lie together in a part.
     """
 
     source: int
@@ -48,7 +47,6 @@ class Piece:
     stop: int
     owner: int
     offset: int
-    group: int = 0
 
     @property
     def numel(self) -> int:
@@ -64,18 +62,11 @@ class _Message:
     stop: int
     pieces: list[Piece]
     packed: bool
-    groups: dict[int, tuple[int, int]] = field(default_factory=dict)  # the range of each group in the message
 
     @property
     def numel(self) -> int:
         """The number of elements, gaps between pieces included."""
         return self.stop - self.start
-
-    def close(self) -> None:
-        """Note the range of each group."""
-        for piece in self.pieces:
-            first, _ = self.groups.get(piece.group, (piece.offset - self.start, 0))
-            self.groups[piece.group] = (first, piece.offset - self.start + piece.numel)
 
 
 class ReduceScatterPlan:
@@ -119,8 +110,6 @@ class ReduceScatterPlan:
                 [_Message(0, length, owned, packed=True)]
                 for owned, length in zip(by_owner, lengths or limits.padded(sizes, dtype.itemsize), strict=True)
             ]
-        for message in (each for owned in self._messages for each in owned):
-            message.close()
         self._packed = [message for owned in self._messages for message in owned if message.packed]
         # The buffer, cut into pieces and the gaps between them.
         self._lengths: list[int] = []
@@ -201,23 +190,13 @@ class Reduction:
         self._work, self._messages, self._means, self._sources = work, messages, means, sources
         self._pool, self._buffers = pool, buffers
 
-    def wait(self) -> list[tuple[int, Tensor]]:
-        """Wait until the mean is where it belongs; on an accelerator, make the current stream wait.
-
-        Returns:
-            The mean of the pieces that this rank owns as flat tensors, each with its group, in the type in which
-            gradients are added up. They are valid until another reduction starts.
-        """
+    def wait(self) -> None:
+        """Wait until the mean is where it belongs; on an accelerator, make the current stream wait."""
         with profile_range("onecopy.add"):
             self._work.wait()
             if self._sources is not None:
                 self._copy_back(self._sources)
         self._pool.give_back(*self._buffers)
-        return [
-            (group, mean[start:stop])
-            for message, mean in zip(self._messages, self._means, strict=True)
-            for group, (start, stop) in message.groups.items()
-        ]
 
     def _copy_back(self, sources: Sequence[Tensor | None]) -> None:
         """Replace the pieces of this rank that were packed by their mean."""

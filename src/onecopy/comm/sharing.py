@@ -162,26 +162,28 @@ class Sharing:
                 planned.lengths = planned.sizes if in_place else limits.padded(planned.sizes, dtype.itemsize)
                 self._rounds.append(planned)
 
-    def start(self, call: str, changed: Sequence[bool] | None = None, in_flight: InFlight | None = None) -> InFlight:
+    def start(
+        self, changed: Sequence[bool] | None = None, in_flight: InFlight | None = None, call: str = "step()"
+    ) -> InFlight:
         """Start sending the parameters of all owners to all ranks, and return the messages in flight.
 
         What arrives packed is written when it is waited for.
 
         Args:
-            call: the user's call, for errors.
             changed: whether each parameter has changed, equal on all ranks. What has not is not written: autograd may
                 still need it. All-gathers without a changed parameter are left out.
             in_flight: messages in flight to which these are added.
+            call: the user's call, for errors.
         """
         in_flight = in_flight or InFlight()
-        for work in self.start_in_place(call, changed):
+        for work in self.start_in_place(changed, call):
             in_flight.add(work)
         for each in self._rounds:
             if _has_changed(each.params, changed):
                 self._start_round(each, call, changed, in_flight)
         return in_flight
 
-    def start_in_place(self, call: str, changed: Sequence[bool] | None = None) -> list[Work]:
+    def start_in_place(self, changed: Sequence[bool] | None = None, call: str = "step()") -> list[Work]:
         """Start sending what needs no copies: buckets, and large ranges between pairs of ranks."""
         works = [
             self._collectives.all_gather(each.memory, each.lengths, call)

@@ -229,9 +229,8 @@ def register_as_torch_zero(cls: type) -> None:
 
 aten = torch.ops.aten
 
-SCALING = (
-    aten.zero_.default,
-    aten._foreach_zero_.default,
+ZEROING = (aten.zero_.default, aten._foreach_zero_.default)
+CHANGING_EACH_ELEMENT = (
     aten.mul_.Tensor,
     aten.mul_.Scalar,
     aten._foreach_mul_.Scalar,
@@ -240,9 +239,15 @@ SCALING = (
     aten.div_.Scalar,
     aten._foreach_div_.Scalar,
     aten._foreach_div_.Tensor,
+    aten.clamp_.default,
+    aten._foreach_clamp_min_.Scalar,
+    aten._foreach_clamp_max_.Scalar,
+    aten.nan_to_num_.default,
 )
 """Operators that change a tensor in place and treat all elements alike."""
 
+COPYING = aten.copy_.default
+ADDING = aten.add_.Tensor
 ALIASING = (aten.detach.default, aten.alias.default)
 NEW_EMPTY = aten.new_empty.default
 UNSCALING = aten._amp_foreach_non_finite_check_and_unscale_.default

@@ -46,7 +46,7 @@ class _BackwardPass:
 
 
 _interrupted: weakref.WeakKeyDictionary[dist.ProcessGroup, list[Reduction]] = weakref.WeakKeyDictionary()
-"""Reductions of deleted reducers, which other ranks may never end: a backend may still use their memory."""
+"""Reductions of deleted reducers that other ranks may never end: their memory may be used until the group ends."""
 
 
 class _PassVote:

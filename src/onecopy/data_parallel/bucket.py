@@ -21,7 +21,7 @@ from onecopy.comm.streams import UsedStreams
 from onecopy.common.flat_views import flat_like
 from onecopy.common.torch_private import version_of, zero_each
 from onecopy.layout import BucketPlan, Layout
-from onecopy.step.sharded_gradient import ShardGrad
+from onecopy.step.sharded_gradient import GradientGroup, ShardGrad
 from onecopy.step.storage import InPlaceStorage
 
 
@@ -69,14 +69,19 @@ class ReductionPolicy:
     """The process groups and the data type of all reductions.
 
     Attributes:
-        collectives: the ranks among which gradients are sharded.
+        gradients: the gradients of all buckets, with the ranks among which they are sharded.
         replicas: the ranks that own the same shards in other replicas (with a mesh), or None.
         reduce_dtype: the type in which gradients are sent; None for the type of the parameters.
     """
 
-    collectives: Collectives
+    gradients: GradientGroup
     replicas: Collectives | None
     reduce_dtype: torch.dtype | None
+
+    @property
+    def collectives(self) -> Collectives:
+        """The ranks among which gradients are sharded."""
+        return self.gradients.collectives
 
 
 class GradState(Enum):
@@ -226,11 +231,12 @@ class GradientBucket:
         for param, offset in zip(self.params, self.plan.offsets, strict=True):
             low, high = max(offset, start), min(offset + param.numel(), stop)
             local = self.shard[low - start : high - start] if low < high else self.shard[:0]
-            self.shard_grads.append(ShardGrad(local, param, self.policy.collectives))
+            self.shard_grads.append(ShardGrad(local, param, self.policy.gradients))
 
     def add_up(self, reduction: Reduction, pool: BufferPool) -> None:
         """Write the mean gradients over all ranks into the shard, or add them to the shard."""
         reduction.wait()
+        self.policy.gradients.forget_norms()
         mean, self._mean = self._mean, self.shard
         if mean is self._shard_memory:
             return

@@ -26,9 +26,9 @@ from onecopy.data_parallel.bucket import GradientBucket, ParameterBuckets, Reduc
 from onecopy.layout import BucketPlan, Layout, plan_buckets, restricted
 from onecopy.optimizer import ZeroRedundancyOptimizer
 from onecopy.step.consistency import layout_facts
+from onecopy.step.gradients import Gradients
 from onecopy.step.master_weights import MasterWeightPolicy
 from onecopy.step.optimizer_classes import check_dtypes
-from onecopy.step.sharded_gradient import ShardedGradients
 
 # Mixed precision
 
@@ -275,7 +275,7 @@ class AttachedOptimizer:
             if owned.param_view is not None and id(owned.param) in old_values:
                 values = flat_view(old_values[id(owned.param)])[owned.shard.start : owned.shard.stop]
                 owned.tensor.copy_(values.as_strided(owned.tensor.shape, owned.tensor.stride()))
-        gradients = ShardedGradients(engine.params, plan.layout)
+        gradients = Gradients(engine.params, plan.layout, are_sharded=True)
         # An unknown class may change frozen parameters, too, so they are shared with all others.
         shared = plan.buckets + plan.frozen if inner.updates_without_gradient else plan.buckets
         engine.attach(plan.layout, inner, partial(ParameterBuckets, plans=shared), gradients)

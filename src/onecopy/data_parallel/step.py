@@ -18,7 +18,6 @@ from onecopy.comm.work import Work
 from onecopy.common.profiler_ranges import profile_range
 from onecopy.data_parallel.backward import BackwardReducer
 from onecopy.data_parallel.bucket import ParameterBuckets
-from onecopy.step.consistency import CALL
 from onecopy.step.engine import Engine
 from onecopy.step.owned_shards import OwnedShard
 from onecopy.step.parameter_groups import Group, OptionsSnapshot
@@ -137,7 +136,7 @@ class PipelinedStep:
             engine.check_groups(groups)
             inner.push_options(groups)
             inner.master_weights.refresh_from_params()
-            gradient_shards = dict(gradients.owned_shards() or {})
+            gradient_shards = gradients.owned(inner.owned)
             if engine.guard is not None:
                 engine.guard.look(gradient_shards, engine.layout)
         if self._confirms_first and engine.confirm(groups, has_gradient, failure.error, at_once=True):
@@ -162,7 +161,7 @@ class PipelinedStep:
         sends_all = engine.inner.updates_without_gradient or self._confirms_later
         changed = [engine.params[index] for index in segment.params if sends_all or has_gradient[index]]
         with profile_range("onecopy.share"):
-            works = segment.sharing.start_in_place(CALL, None if sends_all else has_gradient)
+            works = segment.sharing.start_in_place(None if sends_all else has_gradient)
             self._transfers[number] = _Transfers(
                 works, segment.devices, changed, engine.inner.master_weights.increment_versions
             )

@@ -38,8 +38,9 @@ from onecopy.data_parallel.step import PipelinedStep
 from onecopy.optimizer import ZeroRedundancyOptimizer
 from onecopy.state_dict.shards import WrapsModule
 from onecopy.step.engine import Engine, collectives_of, log_layout, restored_on_failure
-from onecopy.step.gradient_norm import clip, total_norm
 from onecopy.step.join import JOIN_REFUSAL
+from onecopy.step.norms import clip, total_norm
+from onecopy.step.sharded_gradient import GradientGroup
 
 _CONSTRUCTING = "constructing ShardedDataParallel"
 
@@ -125,7 +126,9 @@ class ShardedDataParallel(nn.Module, WrapsModule):
         self.mixed_precision = mixed_precision
         self._collectives = collectives
         self._set_ddp_attributes()
-        self._reduction_policy = ReductionPolicy(collectives, replicas, mixed_precision.reduce_dtype)
+        self._reduction_policy = ReductionPolicy(
+            GradientGroup(collectives, module.parameters()), replicas, mixed_precision.reduce_dtype
+        )
         self._module_sync = ModuleSync(module, broadcast_buffers, collectives, replicas)
         self._module_sync.broadcast_all()
         self._pipelines: list[tuple[ZeroRedundancyOptimizer, PipelinedStep]] = []

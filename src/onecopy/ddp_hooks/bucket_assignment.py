@@ -5,7 +5,7 @@ DDP decides which parameters are in a bucket, and may rebuild its buckets. The l
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Protocol
@@ -33,74 +33,69 @@ class GradBucket(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class BucketSegment:
-    """A range of a bucket's buffer that holds the gradient of one shard.
+class ParamInBucket:
+    """A parameter of a bucket that belongs to an optimizer.
 
     Attributes:
-        numel: the length of the range.
-        layout_index: the position of the shard's layout among the layouts; -1 without a shard.
-        shard: the shard, or None if the parameter belongs to no optimizer.
+        param: the parameter.
+        layout_index: the position of its layout among the layouts.
+        index: the position of the parameter in the layout.
+        shard: this rank's shard of it, or None.
+        start: the position of the shard's gradient in the buffer.
     """
 
-    numel: int
+    param: Tensor
     layout_index: int
+    index: int
     shard: Shard | None
+    start: int
+
+    def owned_view(self, buffer: Tensor) -> Tensor:
+        """Return the view of the buffer that is this rank's part of the gradient."""
+        return buffer[self.start : self.start + (0 if self.shard is None else self.shard.numel)]
 
 
 class DDPBucketAssignment:
-    """Divides one DDP bucket into segments, each owned by one rank.
+    """Divides one DDP bucket into ranges that one rank each owns.
 
     Attributes:
-        segments: all segments, in the order of the buffer.
-        pieces: the ranges of the buffer that have an owner. Neighbours with one owner and layout are one piece. The
-            position of the layout is the group of a piece.
+        params: the parameters that belong to an optimizer.
+        pieces: the ranges of the buffer that have an owner. Neighbours with one owner are one piece.
     """
 
-    def __init__(self, segments: Sequence[BucketSegment], group_rank: int) -> None:
-        self.segments = tuple(segments)
-        self._sizes = [segment.numel for segment in segments]
-        self._owned_here = [
-            position
-            for position, each in enumerate(segments)
-            if each.shard is not None and each.shard.owner == group_rank
-        ]
-        self._without_optimizer = [position for position, segment in enumerate(segments) if segment.shard is None]
-        self._group_rank = group_rank
-        joined: list[tuple[int, int, int, int]] = []  # owner, layout, start, stop
-        for segment, start in zip(segments, self._starts(), strict=True):
-            if segment.shard is not None and segment.numel:
-                key = (segment.shard.owner, segment.layout_index)
-                joins = joined and (*joined[-1][:2], joined[-1][3]) == (*key, start)
-                joined.append((*key, joined.pop()[2] if joins else start, start + segment.numel))
+    def __init__(
+        self,
+        params: Sequence[Tensor],
+        shards_of: Mapping[int, tuple[int, Sequence[Shard]]],
+        group_rank: int,
+    ) -> None:
+        self._sizes = [param.numel() for param in params]
+        self._without_optimizer: list[int] = []
+        self.params: list[ParamInBucket] = []
+        ranges: list[tuple[int, int, int]] = []  # owner, start, stop
+        for position, (param, start) in enumerate(zip(params, [0, *accumulate(self._sizes)], strict=False)):
+            if id(param) not in shards_of:
+                self._without_optimizer.append(position)
+                continue
+            layout_index, shards = shards_of[id(param)]
+            mine = next((shard for shard in shards if shard.owner == group_rank), None)
+            own_start = start if mine is None else start + mine.start
+            self.params.append(ParamInBucket(param, layout_index, shards[0].param, mine, own_start))
+            for shard in shards:
+                first, stop = start + shard.start, start + shard.stop
+                if ranges and (ranges[-1][0], ranges[-1][2]) == (shard.owner, first):
+                    first = ranges.pop()[1]
+                if first < stop:
+                    ranges.append((shard.owner, first, stop))
         ends: dict[int, int] = {}
         self.pieces: list[Piece] = []
-        for owner, layout_index, start, stop in sorted(joined):
-            offset = ends.get(owner, 0)
-            self.pieces.append(Piece(0, start, stop, owner, offset, layout_index))
-            ends[owner] = offset + stop - start
-
-    def _starts(self) -> list[int]:
-        """Return the start of each segment in the buffer."""
-        return [0, *accumulate(self._sizes)][:-1]
-
-    def starts_not_owned(self) -> list[tuple[int, int]]:
-        """Return the start of each segment that another rank owns, with the position of its layout."""
-        return [
-            (start, segment.layout_index)
-            for segment, start in zip(self.segments, self._starts(), strict=True)
-            if segment.shard is not None and segment.shard.owner != self._group_rank and segment.numel
-        ]
-
-    def owned_views(self, buffer: Tensor) -> list[tuple[BucketSegment, Tensor]]:
-        """Return the segments that this rank owns, each with its view of the buffer."""
-        views = buffer.split(self._sizes)
-        return [(self.segments[position], views[position]) for position in self._owned_here]
+        for owner, start, stop in sorted(ranges):
+            self.pieces.append(Piece(0, start, stop, owner, ends.get(owner, 0)))
+            ends[owner] = ends.get(owner, 0) + stop - start
 
     def views_without_optimizer(self, buffer: Tensor) -> list[Tensor]:
         """Return views of the gradients of parameters that belong to no optimizer."""
-        if not self._without_optimizer:
-            return []
-        views = buffer.split(self._sizes)
+        views = buffer.split(self._sizes) if self._without_optimizer else ()
         return [views[position] for position in self._without_optimizer]
 
 
@@ -115,11 +110,10 @@ class DDPBucketAssignmentCache:
         self.layouts = list(layouts)
         self._group_rank = group_rank
         self._cached: dict[int, tuple[list[int], DDPBucketAssignment]] = {}
-        self._segments_of: dict[int, list[BucketSegment]] = {}  # by the identity of the parameter
+        self._shards_of: dict[int, tuple[int, list[Shard]]] = {}  # by the identity of the parameter
         for layout_index, (layout, tensors) in enumerate(zip(layouts, params, strict=True)):
             for shard in layout.shards:
-                segment = BucketSegment(shard.numel, layout_index, shard)
-                self._segments_of.setdefault(id(tensors[shard.param]), []).append(segment)
+                self._shards_of.setdefault(id(tensors[shard.param]), (layout_index, []))[1].append(shard)
 
     def get(self, bucket_index: int, params: Sequence[Tensor]) -> DDPBucketAssignment:
         """Return the assignment of a bucket.
@@ -131,10 +125,6 @@ class DDPBucketAssignmentCache:
         identities = list(map(id, params))
         cached = self._cached.get(bucket_index)
         if cached is None or cached[0] != identities:
-            segments = [
-                segment
-                for param in params
-                for segment in self._segments_of.get(id(param), [BucketSegment(param.numel(), -1, None)])
-            ]
-            cached = self._cached[bucket_index] = (identities, DDPBucketAssignment(segments, self._group_rank))
+            assignment = DDPBucketAssignment(params, self._shards_of, self._group_rank)
+            cached = self._cached[bucket_index] = (identities, assignment)
         return cached[1]

@@ -1,9 +1,10 @@
-"""The reduce-scatter of DDP's gradient buckets: each rank receives the sum of the gradients that it owns.
+"""The reduce-scatter of DDP's gradient buckets: each rank receives the mean of the gradients that it owns.
 
 1. DDP calls the hook for a bucket, in the same order on all ranks. The reduction of the bucket starts.
 2. A later call finishes it: the owned ranges of the bucket are the mean of all ranks then. The call for the last bucket
    does this for all buckets that are still in flight.
-3. That call also tells all ranks whether all gradients are finite.
+3. DDP copies its buckets into ``param.grad``. After that, at the end of the backward pass, ``param.grad`` becomes the
+   sharded gradient, which has the owned range only.
 
 Everything is issued from the thread of the backward pass. So few buckets are in flight at a time, and all gradients are
 in place for a GradScaler or a clipping function when ``backward()`` returns. On an accelerator all of this is enqueued
@@ -11,45 +12,113 @@ on a side stream: a packed buffer is used again when its reduction has ended, an
 that.
 """
 
-from __future__ import annotations
+# No `from __future__ import annotations` here: DDP reads a hook's annotations and needs the real types.
 
-import math
+import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
 
 from onecopy.comm import limits
+from onecopy.comm.agreement import Fact, FailTogether
 from onecopy.comm.buffers import BufferPool
 from onecopy.comm.reduce_scatter import CALL, ReduceScatterPlan, Reduction
-from onecopy.comm.status_flags import flags_on
 from onecopy.comm.streams import SideStream
 from onecopy.comm.work import Work
-from onecopy.ddp_hooks.accumulation_guard import AccumulationGuard
+from onecopy.common.flat_views import flat_like
+from onecopy.common.torch_private import after_backward, in_backward, in_join_context
 from onecopy.ddp_hooks.bucket_assignment import DDPBucketAssignment, DDPBucketAssignmentCache, GradBucket
-from onecopy.step.engine import Engine
+from onecopy.ddp_hooks.checks import ShardedOptimizer, check_reduce_scatter, optimizer_facts
+from onecopy.step.engine import Engine, collectives_of
+from onecopy.step.owned_state import engine_of, optimizer_list
+from onecopy.step.sharded_gradient import GradientGroup, ShardGrad
+
+
+class ReduceScatter:
+    """The state of :func:`reduce_scatter_hook`: the optimizers that own the gradients, and the type to reduce in.
+
+    All ranks construct it together, with the same arguments. If one rank refuses its arguments, all ranks raise.
+
+    Args:
+        optimizers: one optimizer, or several over disjoint parameters of one model.
+        reduce_dtype: the data type in which gradients are sent and summed (default: their own).
+        ddp: the model. It is required if the optimizers are on a subgroup of the ranks, to check that DDP is on the
+            same ranks.
+    """
+
+    def __init__(
+        self,
+        optimizers: ShardedOptimizer | Sequence[ShardedOptimizer],
+        reduce_dtype: torch.dtype | None = None,
+        *,
+        ddp: DistributedDataParallel | None = None,
+    ) -> None:
+        given = optimizer_list(optimizers)
+        with FailTogether(collectives_of(given), "constructing ReduceScatter") as together:
+            engines = [engine_of(optimizer) for optimizer in given]
+            check_reduce_scatter(given, engines, reduce_dtype, ddp)
+            together.facts = [Fact("reduce_dtype", str(reduce_dtype)), *optimizer_facts(engines)]
+        # The state of a hook must not keep its optimizers alive.
+        references = [weakref.ref(optimizer) for optimizer in given]
+
+        def in_join() -> bool:
+            return any(in_join_context(each) for each in (reference() for reference in references) if each is not None)
+
+        self.reducer = GradientReducer(engines, reduce_dtype, in_join)
+
+
+_states: weakref.WeakKeyDictionary[Any, tuple[list[int], ReduceScatter]] = weakref.WeakKeyDictionary()
+"""The hook states for optimizers that were registered without a ReduceScatter, by the first optimizer of the list."""
+
+
+def reduce_scatter_hook(state: Any, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]
+    """Reduce-scatter a DDP bucket, so that each rank receives only the gradients that it owns.
+
+    Example::
+
+        optimizer = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.AdamW, lr=3e-4)
+        ddp.register_comm_hook(optimizer, reduce_scatter_hook)
+
+    This sends half as much as an all-reduce. Together with the parameters that ``step()`` sends, the traffic is that of
+    plain DDP. After ``backward()`` ``param.grad`` has only this rank's range of the mean gradient. Clipping with
+    ``torch.nn.utils.clip_grad_norm_``, a GradScaler and ``step()`` work as usual, on all ranks together.
+
+    All ranks register the hook with the same optimizers. The first ``backward()`` compares them before it sends any
+    gradient.
+
+    Args:
+        state: an optimizer, a list of optimizers over one model, or a :class:`ReduceScatter`.
+        bucket: the bucket of gradients, from DDP.
+    """
+    scatter = state if isinstance(state, ReduceScatter) else _state_for(optimizer_list(state))
+    return scatter.reducer.reduce(bucket)
+
+
+def _state_for(optimizers: list[Any]) -> ReduceScatter:
+    """Return the hook state for a list of optimizers; the first call constructs it, on all ranks together."""
+    identities = list(map(id, optimizers))
+    cacheable = bool(optimizers) and isinstance(getattr(optimizers[0], "engine", None), Engine)
+    cached = _states.get(optimizers[0]) if cacheable else None
+    if cached is None or cached[0] != identities:
+        cached = (identities, ReduceScatter(optimizers))
+        _states[optimizers[0]] = cached
+    return cached[1]
 
 
 @dataclass(frozen=True, slots=True)
 class _BucketPlan:
-    """The plan for one DDP bucket, which is used until DDP rebuilds the bucket.
-
-    Attributes:
-        assignment: which rank owns which range of the bucket.
-        dtype: the type of the bucket.
-        reduce_scatter: reduces it.
-        starts_not_owned: the start of each segment that another rank owns, on the device of the bucket.
-        optimizers: the position of the optimizer of each of these segments.
-    """
+    """The plan for one DDP bucket, which is used until DDP rebuilds the bucket."""
 
     assignment: DDPBucketAssignment
     dtype: torch.dtype
     reduce_scatter: ReduceScatterPlan
-    starts_not_owned: Tensor
-    optimizers: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,23 +139,28 @@ class _BucketInFlight:
 
 
 class GradientReducer:
-    """Reduce-scatters DDP's buckets to the owners of the gradients.
+    """Reduce-scatters DDP's buckets to the owners of the gradients, which are sharded then.
 
-    After that, ``param.grad`` is reduced in the range that this rank owns, and unreduced elsewhere.
+    Args:
+        engines: the engines of the optimizers.
+        reduce_dtype: the type in which gradients are sent; None for their own.
+        in_join: whether the optimizers are in a join context.
     """
 
-    def __init__(self, engines: Sequence[Engine], reduce_dtype: torch.dtype | None) -> None:
+    def __init__(
+        self, engines: Sequence[Engine], reduce_dtype: torch.dtype | None, in_join: Callable[[], bool]
+    ) -> None:
         self._engines = list(engines)
         self._collectives = engines[0].collectives
         self._reduce_dtype = reduce_dtype
+        self._in_join = in_join
         self._in_flight: deque[_BucketInFlight] = deque()
         self._reduced: list[tuple[_BucketPlan, Tensor, Future[Tensor]]] = []  # one for each bucket of the pass
-        self._extremes: list[list[Tensor]] = [[] for _ in engines]  # of the reduced gradients, by optimizer
         self._first_tag = self._collectives.reserve_tags()
         self._pass_number = 0
+        self._passes_with_plans = 0  # the number of passes that found the plans of the one before
         self._side_streams: dict[torch.device, SideStream] = {}
-        self._guards = [AccumulationGuard(engine) for engine in engines]
-        self._forget_plans()
+        self._make_plans()
 
     def reduce(self, bucket: GradBucket) -> Future[Tensor]:
         """Start the reduction of one bucket, and return the future that DDP waits for.
@@ -108,8 +182,8 @@ class GradientReducer:
                 self._finish_pass()
         return future
 
-    def _forget_plans(self) -> None:
-        """Forget the plans of all buckets and their buffers."""
+    def _make_plans(self) -> None:
+        """Begin new plans for the current layouts, with new buffers."""
         self._pool = BufferPool()
         self._plans: dict[int, _BucketPlan] = {}
         self._assignments = DDPBucketAssignmentCache(
@@ -117,27 +191,25 @@ class GradientReducer:
             [engine.params for engine in self._engines],
             self._collectives.group_rank,
         )
+        self._gradients = GradientGroup(
+            self._collectives, [param for engine in self._engines for param in engine.params], self._in_join
+        )
+        self._shard_grads: dict[int, ShardGrad] = {}  # by the identity of the parameter
 
     def _plan_of(self, bucket: GradBucket, buffer: Tensor) -> _BucketPlan:
         """Return the plan of a bucket; a bucket that DDP has rebuilt gets a new one."""
+        if buffer.layout is not torch.strided:
+            raise ValueError(
+                "the reduce-scatter hook cannot divide sparse gradients among the ranks: make the gradients of "
+                "embeddings dense (sparse=False), or train without the hook"
+            )
         assignment = self._assignments.get(bucket.index(), bucket.parameters())
         plan = self._plans.get(bucket.index())
         if plan is None or plan.assignment is not assignment or plan.dtype is not buffer.dtype:
-            reduce_scatter = ReduceScatterPlan(
-                self._collectives,
-                assignment.pieces,
-                buffer.dtype,
-                self._reduce_dtype or buffer.dtype,
-                buffer.device,
-            )
-            starts = assignment.starts_not_owned()
-            plan = self._plans[bucket.index()] = _BucketPlan(
-                assignment,
-                buffer.dtype,
-                reduce_scatter,
-                flags_on(buffer.device, [start for start, _ in starts]),
-                flags_on(buffer.device, [optimizer for _, optimizer in starts]),
-            )
+            dtype = self._reduce_dtype or buffer.dtype
+            reduce_scatter = ReduceScatterPlan(self._collectives, assignment.pieces, buffer.dtype, dtype, buffer.device)
+            self._passes_with_plans = 0
+            plan = self._plans[bucket.index()] = _BucketPlan(assignment, buffer.dtype, reduce_scatter)
         return plan
 
     def _tag(self, bucket_index: int) -> int:
@@ -150,15 +222,13 @@ class GradientReducer:
         layouts = zip(self._engines, self._assignments.layouts, strict=True)
         # An interrupted pass has left messages in flight. They are not waited for, so their buffers are not reused.
         if self._in_flight or any(engine.layout is not layout for engine, layout in layouts):
-            self._forget_plans()
-        for guard in self._guards:
-            guard.begin_pass()
+            self._make_plans()
+        self._passes_with_plans += 1
         self._pass_number = (self._pass_number + 1) % (limits.TAGS // limits.DDP_BUCKETS_WITH_TAGS)
         self._in_flight.clear()
         self._reduced.clear()
-        self._extremes = [[] for _ in self._engines]
         for engine in self._engines:
-            engine.reduced_shards.clear()
+            engine.gradients.without_inputs.clear()
 
     def _start_bucket(self, plan: _BucketPlan, buffer: Tensor, tag: int) -> _BucketInFlight:
         """Start the reduction of one bucket."""
@@ -170,55 +240,60 @@ class GradientReducer:
             all_reduce = (self._collectives.all_reduce(packed_views, CALL), packed_views)
         return _BucketInFlight(plan, buffer, reduction, all_reduce)
 
-    def _finish_pass(self) -> None:
-        """Finish all buckets in flight, exchange whether gradients are finite, and complete the futures."""
-        while self._in_flight:
-            self._finish_bucket(self._in_flight.popleft())
-        self._write_inf_on_all_ranks()
-        for engine, guard in zip(self._engines, self._guards, strict=True):
-            engine.note_reduce_scattered()
-            guard.end_pass()
-        for _, buffer, future in self._reduced:
-            future.set_result(buffer)
-        self._reduced.clear()
-
     def _finish_bucket(self, bucket: _BucketInFlight) -> None:
-        """Finish the reduction of a bucket and note its reduced gradients."""
-        for optimizer, values in bucket.reduction.wait():
-            # A NaN or an infinity shows in the minimum or maximum, which one read of the gradients computes. A value
-            # may become an infinity only in the bucket's own type.
-            real = torch.view_as_real(values) if values.is_complex() else values
-            self._extremes[optimizer].append(torch.stack(torch.aminmax(real)).to(bucket.plan.dtype.to_real()))
-        for segment, view in bucket.plan.assignment.owned_views(bucket.buffer):
-            assert segment.shard is not None
-            self._engines[segment.layout_index].reduced_shards[segment.shard.param] = view
+        """Finish the reduction of a bucket."""
+        bucket.reduction.wait()
         if bucket.all_reduce is not None:
             work, reduced = bucket.all_reduce
             work.wait()
             views = bucket.plan.assignment.views_without_optimizer(bucket.buffer)
             torch._foreach_copy_(views, list(reduced.split([view.numel() for view in views])))
 
-    def _write_inf_on_all_ranks(self) -> None:
-        """If one rank's reduced gradients are not finite, write infinities into ranges that other ranks own.
+    def _finish_pass(self) -> None:
+        """Finish all buckets in flight, and complete the futures."""
+        while self._in_flight:
+            self._finish_bucket(self._in_flight.popleft())
+        if in_backward():
+            after_backward(self._shard_gradients)
+        else:  # a rank without inputs, where DDP does not change param.grad
+            for plan, buffer, _ in self._reduced:
+                for each in plan.assignment.params:
+                    if each.shard is not None:
+                        gradients = self._engines[each.layout_index].gradients
+                        gradients.without_inputs[each.index] = each.owned_view(buffer)
+        for _, buffer, future in self._reduced:
+            future.set_result(buffer)
 
-        A GradScaler reads its own rank's ``param.grad`` only. The infinities make it skip the same steps on all ranks.
-        The owned ranges are not changed, so that training without a GradScaler gives the same result as plain DDP.
-        """
-        device = self._collectives.control_device
-        not_finite = torch.stack(
-            [
-                torch.cat([each.to(device) for each in extremes]).isfinite().logical_not().any()
-                if extremes
-                else torch.zeros((), dtype=torch.bool, device=device)
-                for extremes in self._extremes
-            ]
-        ).to(torch.int64)
-        self._collectives.all_reduce(not_finite, CALL, largest=True).wait()
-        if not self._collectives.defers_host_reads and not not_finite.any():
-            return
-        # Infinity or zero, by optimizer, added without asking on the host which of them it is.
-        added = torch.where(not_finite > 0, math.inf, 0.0)
+    def _shard_gradients(self) -> None:
+        """Replace the whole gradients in ``param.grad``, of which the owned range is reduced, by sharded ones."""
+        targets, sources = [], []
         for plan, buffer, _ in self._reduced:
-            if plan.starts_not_owned.numel():
-                values = added.to(buffer.device, buffer.dtype).index_select(0, plan.optimizers)
-                buffer.index_add_(0, plan.starts_not_owned, values)
+            bucket = buffer.untyped_storage().data_ptr()
+            for each in plan.assignment.params:
+                param, gradient, shard = each.param, each.param.grad, each.shard
+                if gradient is None or isinstance(gradient, ShardGrad):
+                    continue  # unused on all ranks, or DDP has copied into the sharded gradient
+                start, stop = (0, 0) if shard is None else (shard.start, shard.stop)
+                reduced = flat_like(gradient.detach(), param)[start:stop]
+                # If DDP's gradients are views of its bucket, the sharded one is, too. Otherwise a copy frees the rest.
+                is_view = gradient.untyped_storage().data_ptr() == bucket and gradient.stride() == param.stride()
+                is_view = is_view and reduced.numel() > 0  # nothing else should keep an old bucket alive
+                sharded = self._shard_grad_of(param, reduced, start, is_view)
+                if not is_view:
+                    targets.append(sharded.local)
+                    sources.append(reduced)
+                param.grad = sharded
+        if targets:
+            torch._foreach_copy_(targets, sources)
+        self._gradients.forget_norms()
+        self._gradients.ddp_may_rebuild = self._passes_with_plans < 2  # a static graph is rebuilt after two passes
+        self._reduced.clear()
+
+    def _shard_grad_of(self, param: Tensor, reduced: Tensor, start: int, is_view: bool) -> ShardGrad:
+        """The sharded gradient of a parameter, which is made again only if DDP has rebuilt the bucket."""
+        sharded = self._shard_grads.get(id(param))
+        if sharded is None or (is_view and sharded.local.data_ptr() != reduced.data_ptr()):
+            local = reduced if is_view else torch.empty_like(reduced)
+            sharded = self._shard_grads[id(param)] = ShardGrad(local, param, self._gradients, start)
+        sharded.unreduced = None
+        return sharded

@@ -1,7 +1,7 @@
 """Which rank owns which range of which parameter: pure values and functions that communicate nothing."""
 
 from onecopy.layout.bucket_plans import BucketPlan, BucketSize, bucket_sizes, plan_buckets, restricted
-from onecopy.layout.policies import OwnerFunction, ShardBy, even_range, extend
+from onecopy.layout.policies import OwnerFunction, ShardBy, default_shard_by, even_range, extend
 from onecopy.layout.shards import CUT_MULTIPLE, Layout, ParamSpec, Shard
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "Shard",
     "ShardBy",
     "bucket_sizes",
+    "default_shard_by",
     "even_range",
     "extend",
     "plan_buckets",

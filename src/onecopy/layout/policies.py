@@ -24,6 +24,14 @@ SLACK = 1000
 """The number of elements by which a rank may always own more than the mean, so that small models are not cut."""
 
 
+def default_shard_by(splittable: bool) -> str:
+    """The policy of optimizers that name none: even cuts where the class works element by element, else no cut.
+
+    Even cuts make every bucket of DDP one reduce-scatter of equal parts, however DDP has made its buckets.
+    """
+    return "element" if splittable else "parameter"
+
+
 def extend(
     layout: Layout | None, specs: Sequence[ParamSpec], world_size: int, shard_by: ShardBy, splittable: bool
 ) -> Layout:

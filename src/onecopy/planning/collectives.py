@@ -18,7 +18,7 @@ from torch import Tensor
 
 from onecopy.comm import limits
 from onecopy.comm.agreement import VOTE_BYTES
-from onecopy.layout import CUT_MULTIPLE, ParamSpec, bucket_sizes, extend
+from onecopy.layout import CUT_MULTIPLE, ParamSpec, bucket_sizes, default_shard_by, extend
 from onecopy.layout.policies import SLACK
 from onecopy.planning.models import Model
 
@@ -108,8 +108,6 @@ def _with_ddp(way: Way, model: Model, ranks: int) -> Iterator[Collective]:
             yield from _shared(model, parts)
     if way is Way.DDP:
         return
-    if way is Way.LEVEL_2:
-        yield Collective(Kind.VOTE, 8, ranks)
     yield Collective(Kind.VOTE, VOTE_BYTES, ranks)
     if way is not Way.OVERLAP:
         devices: dict[int, list[int]] = {}
@@ -201,7 +199,8 @@ def is_padded(owned: Tensor) -> bool:
 
 def owned_bytes(model: Model, parts: Sequence[Sequence[int]], ranks: int) -> Tensor:
     """Return the bytes that each rank owns of each part of a model: a row per part, a column per rank."""
-    specs, shard_by = model.specs, model.shard_by
+    specs = model.specs
+    shard_by = default_shard_by(model.splittable) if model.shard_by is None else model.shard_by
     part_of = {index: part for part, params in enumerate(parts) for index in params}
     table = torch.zeros(len(parts), ranks, dtype=torch.int64)
     if shard_by == "element" and model.splittable:

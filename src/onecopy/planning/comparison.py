@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -66,10 +66,8 @@ def compare(source: Source, optimizer: PlannedOptimizer, precision: str, ranks: 
     model = Model(specs_of(source.shapes, dtype), optimizer.splittable)
     rows = []
     for way in (Way.DDP, Way.LEVEL_1, Way.LEVEL_2, Way.LEVEL_3, Way.FSDP2):
-        # Level 2 is recommended with shard_by="element", with which one call is one operation.
-        chosen = replace(model, shard_by="element") if way is Way.LEVEL_2 and model.splittable else model
-        collectives = collectives_of(way, chosen, ranks)
-        memory = memory_bytes(way, chosen, ranks, state_bytes, 4 if with_masters else 0)
+        collectives = collectives_of(way, model, ranks)
+        memory = memory_bytes(way, model, ranks, state_bytes, 4 if with_masters else 0)
         sent, operations = sum(each.sent_bytes for each in collectives), sum(each.operations for each in collectives)
         rows.append(Row(way.value, memory, sent, len(collectives), operations))
     return rows
@@ -157,8 +155,6 @@ def code_for(name: str, optimizer: PlannedOptimizer, masters: bool) -> str:
     root = module.partition(".")[0]
     imports = [] if root == "torch" else [f"import {root}"]
     options = ", master_weights=True" if masters and name in (LEVEL_1, LEVEL_2) else ""
-    if name == LEVEL_2 and optimizer.splittable:
-        options += ', shard_by="element"'
     ours = f"optimizer = ZeroRedundancyOptimizer(model.parameters(), {module}.{short}{options}, lr=...)"
     ddp = "model = DistributedDataParallel(model)"
     lines = {

@@ -34,13 +34,13 @@ class Model:
     Attributes:
         specs: the parameters, in the order of the module. Gradients are assumed to be ready in the opposite order.
         splittable: whether the optimizer works element by element; False for Muon, Shampoo and the like.
-        shard_by: ``"parameter"`` or ``"element"``, as in ``ZeroRedundancyOptimizer``.
+        shard_by: ``"parameter"``, ``"element"`` or None, as in ``ZeroRedundancyOptimizer``.
         bucket_bytes: the size of a bucket of ``ShardedDataParallel``, or None for the transport's default.
     """
 
     specs: tuple[ParamSpec, ...]
     splittable: bool = True
-    shard_by: ShardBy = "parameter"
+    shard_by: ShardBy | None = None
     bucket_bytes: int | None = None
 
     @property

@@ -34,16 +34,11 @@ class GradientProbe:
     Training goes on then and the replicas stay equal, but each shard is updated with its owner's gradient alone. A
     probe of a gradient is rounded to bfloat16, so that gradients that differ by rounding only are equal. Every step
     looks at other parameters, because some of them may differ on purpose (parameters that DDP ignores).
-
-    Args:
-        device: the device of the probes; only gradients on it are compared, so that the host waits for no other device.
-        group_rank: this rank.
-        world_size: the number of ranks.
     """
 
-    def __init__(self, device: torch.device, group_rank: int, world_size: int) -> None:
-        self._device, self._group_rank = device, group_rank
-        self._steps_left = STEPS if world_size > 1 else 0
+    def __init__(self, collectives: Collectives) -> None:
+        self._collectives = collectives
+        self._steps_left = STEPS if collectives.world_size > 1 else 0
         self._differing_steps = 0
         self._probes: Tensor | None = None
 
@@ -52,29 +47,22 @@ class GradientProbe:
         self._steps_left = 0
 
     def sample(self, params: Sequence[Tensor]) -> None:
-        """Compute the probes of this step from the gradients of some parameters, on their device."""
+        """Compute the probes of this step from gradients on the device of the vote: the host waits for no other."""
         if not self._steps_left:
             return
         self._steps_left -= 1
-        found = [param for param in params if self._can_sample(param.grad)]
-        values = torch.zeros(PROBES, dtype=torch.bfloat16, device=self._device)
+        device = self._collectives.control_device
+        gradients = [(param, param.grad) for param in params if param.grad is not None]
+        found = [(p, g) for p, g in gradients if g.layout is torch.strided and g.device == device and g.numel()]
+        values = torch.zeros(PROBES, dtype=torch.bfloat16, device=device)
         for place in range(min(PROBES, len(found))):
-            param = found[(place * len(found) // PROBES + self._steps_left) % len(found)]
-            assert param.grad is not None
-            flat = flat_like(param.grad.detach(), param)
+            param, gradient = found[(place * len(found) // PROBES + self._steps_left) % len(found)]
+            flat = flat_like(gradient.detach(), param)
             flat = torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
             values[place] = flat[:: max(1, flat.numel() // CANDIDATES)].sum(dtype=torch.float32)
         bits = values.view(torch.int16).to(torch.int64)
         usable = (values != 0) & values.isfinite()
         self._probes = torch.cat([torch.where(usable, each, NOT_COMPARED) for each in (bits, -bits)])
-
-    def _can_sample(self, gradient: Tensor | None) -> bool:
-        return (
-            gradient is not None
-            and gradient.layout is torch.strided
-            and gradient.device == self._device
-            and gradient.numel() > 0
-        )
 
     def take(self) -> Tensor | None:
         """Return the probes of this step and their negatives, or None if there are none, and forget them."""
@@ -82,20 +70,16 @@ class GradientProbe:
         return probes
 
     def compare(self, numbers: Sequence[int]) -> None:
-        """Compare the probes of all ranks. One that is zero or not finite on one of the ranks is ignored.
-
-        Args:
-            numbers: the largest of every probe, and then of every negative.
-        """
+        """Compare the largest of every probe and of every negative, but for probes that one rank cannot compare."""
         pairs = [pair for pair in zip(numbers[:PROBES], numbers[PROBES:], strict=True) if NOT_COMPARED not in pair]
-        differing = sum(largest != -negative for largest, negative in pairs)
         if not pairs or self._differing_steps >= IN_A_ROW:
             return
-        self._differing_steps += 1
-        if 2 * differing <= len(pairs):
+        if 2 * sum(largest != -negative for largest, negative in pairs) > len(pairs):
+            self._differing_steps += 1
+        else:
             self._differing_steps = 0
             self.end()
-        elif self._differing_steps == IN_A_ROW:
+        if self._differing_steps == IN_A_ROW:
             self.end()
 
     def warn_if_not_reduced(self) -> None:
@@ -106,10 +90,10 @@ class GradientProbe:
         if self._differing_steps == IN_A_ROW:
             self._differing_steps += 1
             warnings.warn(
-                f"rank {self._group_rank}: nothing averages the gradients. In {IN_A_ROW} steps most of the gradients "
-                "that were compared differ between the ranks, and each parameter was updated with the gradient of one "
-                "rank only. Wrap the model in DistributedDataParallel and call the wrapped model, not the module "
-                "inside. If you average gradients yourself, do it before optimizer.step().",
+                f"rank {self._collectives.group_rank}: nothing averages the gradients. In {IN_A_ROW} steps most of the "
+                "gradients that were compared differ between the ranks, and each parameter was updated with the "
+                "gradient of one rank only. Wrap the model in DistributedDataParallel and call the wrapped model, not "
+                "the module inside. If you average gradients yourself, do it before optimizer.step().",
                 GradientsNotReducedWarning,
                 stacklevel=7,  # the caller of optimizer.step(), which torch and not_compiled() wrap
             )

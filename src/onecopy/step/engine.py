@@ -1,7 +1,7 @@
 """One step on one layout: update the owned shards, confirm that all ranks did, share the updated parameters.
 
 "Share" means a broadcast or all-gather of updated parameters. ``Engine`` has the three phases. A *step schedule* calls
-them in its own order: ``sequential_step`` here, ``step/join.py`` for uneven inputs, ``ddp_hooks/overlapped_step.py``
+them in its own order: ``sequential_step`` here, ``step/join.py`` for uneven inputs, ``ddp_hooks/overlap.py``
 inside the backward pass, ``data_parallel/step.py`` bucket by bucket.
 """
 
@@ -28,8 +28,8 @@ from onecopy.common.profiler_ranges import profiled
 from onecopy.common.torch_private import debug_enabled
 from onecopy.layout import Layout, ParamSpec
 from onecopy.step.checks import GradientProbe, compare_replicas
-from onecopy.step.consistency import CALL, StepFacts, StepStatus
-from onecopy.step.gradients import FullGradients, Gradients
+from onecopy.step.consistency import StepFacts, StepStatus
+from onecopy.step.gradients import Gradients
 from onecopy.step.inner_optimizer import InnerOptimizer
 from onecopy.step.nonfinite import NonfiniteGuard
 from onecopy.step.owned_shards import gradient_range
@@ -71,9 +71,6 @@ class Engine:
         status: the vote of a step.
         guard: notices gradients that are not finite, or None.
         check_replicas_every: compare the parameters of all ranks before every so many steps, or None.
-        reduced_shards: after the reduce-scatter hook, this rank's reduced gradients by parameter. DDP does not fill
-            ``param.grad`` on a rank that has run out of inputs.
-        params_with_reduced_grad: ``id()`` of parameters whose gradient was reduced, also after a step has used it.
         step_refusal: after a load that failed half way, the exception that ``step()`` raises.
     """
 
@@ -93,29 +90,11 @@ class Engine:
         self.guard: NonfiniteGuard | None = None
         self.check_replicas_every: int | None = None
         self._steps = 0
-        self.reduced_shards: dict[int, Tensor] = {}
-        self.params_with_reduced_grad: set[int] = set()
         self.step_refusal: Exception | None = None
-        self.gradient_probe = GradientProbe(collectives.control_device, collectives.group_rank, collectives.world_size)
+        self.gradient_probe = GradientProbe(collectives)
         self.params: list[Tensor] = []
-        self.gradients: Gradients = FullGradients(self.params)
+        self.gradients = Gradients(self.params, layout)
         self.set_layout(params, layout)
-
-    def clear_gradients(self) -> None:
-        """Note that a step has used the gradients, or that they were zeroed."""
-        self.gradients.clear()
-        self.reduced_shards.clear()
-
-    def clear_accumulated(self) -> None:
-        """Note that the gradients were zeroed, so that a later backward pass starts from nothing."""
-        self.clear_gradients()
-        self.gradients.clear_accumulated()
-        self.params_with_reduced_grad.clear()
-
-    def note_reduce_scattered(self) -> None:
-        """Note that a hook has reduced the gradients to their owners, into ``reduced_shards``."""
-        self.gradients.is_reduce_scattered = True
-        self.params_with_reduced_grad = {id(param) for param in self.params}
 
     def set_layout(self, params: Sequence[Tensor], layout: Layout) -> None:
         """Take over these parameters and this layout, and plan storage and messages for them."""
@@ -123,7 +102,7 @@ class Engine:
         storage = self._storage_class(params, layout)
         sharing = storage.plan_sharing(self.collectives)
         self.params[:] = params
-        self.layout = layout
+        self.layout = self.gradients.layout = layout
         self._layout_digest = layout.digest()
         self.storage, self.sharing = storage, sharing
         self.inner.repoint(storage.flats)
@@ -230,8 +209,8 @@ class Engine:
         if gradient_shards is None:
             if self.gradients.is_reduce_scattered:
                 self.gradient_probe.end()
+                gradient_shards = self.gradients.owned(self.inner.owned)
             self.gradient_probe.sample(self.params)
-            gradient_shards = self.gradients.owned_shards()
         self.inner.bind_gradients(self.layout, gradient_shards)
 
     def update_some(self, chosen: Sequence[bool]) -> None:
@@ -314,7 +293,7 @@ class Engine:
         everything = (
             has_gradient is None or self.inner.updates_without_gradient or self.status.is_deferred or all(has_gradient)
         )
-        self.sharing.start(CALL, None if everything else has_gradient).drain()
+        self.sharing.start(None if everything else has_gradient).drain()
         # Autograd does not see received values, writes through views, and the writes of fused optimizers. The version
         # counter makes a backward pass that still needs the old values raise, on all ranks alike.
         changed = (
@@ -345,7 +324,7 @@ def sequential_step(
     with failure:
         engine.follow_moved_params()
         if guard is not None:
-            guard.look(engine.inner.gradients(engine.layout), engine.layout)
+            guard.look(engine.gradients.owned(engine.inner.owned), engine.layout)
     if (
         guard is not None
         and guard.agrees_first
@@ -358,7 +337,6 @@ def sequential_step(
     if isinstance(failure.error, ClosureError):
         raise failure.error.original from None
     engine.confirm_and_share(groups, engine.gradients.has_gradient(), failure.error)
-    engine.clear_gradients()
     engine.gradient_probe.warn_if_not_reduced()
     return loss
 

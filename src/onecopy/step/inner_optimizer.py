@@ -260,14 +260,16 @@ class InnerOptimizer:
                     "longer memory; use parameters_as_bucket_view=False"
                 )
 
-    def gradients(self, layout: Layout) -> dict[int, Tensor | None]:
-        """The gradient of each owned shard in ``param.grad``, by parameter."""
-        return {owned.shard.param: self._gradient_shard(owned, layout) for owned in self.owned}
-
     def _gradient_shard(self, owned: OwnedShard, layout: Layout) -> Tensor | None:
-        if owned.is_cut:
-            return gradient_range(owned.shard, owned.param, layout.params[owned.shard.param].name)
-        return owned.param.grad
+        gradient, name = owned.param.grad, layout.params[owned.shard.param].name
+        if not owned.is_cut or gradient is None:
+            return gradient
+        if gradient.layout is not torch.strided and type(self.optim) in REFUSES_SPARSE_GRADIENTS:
+            raise RuntimeError(
+                f"parameter {name!r} has a sparse gradient, which {type(self.optim).__qualname__} does not support: "
+                "use SparseAdam, SGD or Adagrad, or make the gradient dense"
+            )
+        return gradient_range(owned.shard, owned.param, name)
 
     def step_on(self, gradient_shards: Mapping[int, Tensor]) -> None:
         """Step only the shards for which there is a flat gradient, by parameter."""

@@ -148,7 +148,7 @@ def _step(
     room: dict[int, Tensor] = {}
     with with_join_rule(), FailTogether(engine.collectives, CALL) as together:
         engine.follow_moved_params()
-        if not active and not engine.gradients.is_reduce_scattered:
+        if not active and not engine.gradients.without_inputs:
             room = _allocate_gradients(engine)
         together.flag = not active
     has_gradient = engine.gradients.has_gradient()
@@ -159,7 +159,7 @@ def _step(
             has_gradient, gradient_shards = _receive_from_active(engine, groups, header, source, room)
         loss = engine.update(groups, closure, kwargs, gradient_shards)
     engine.confirm_and_share(groups, has_gradient, failure.error)
-    engine.clear_gradients()
+    engine.gradients.without_inputs.clear()
     return loss
 
 
@@ -209,7 +209,7 @@ def _receive_from_active(
     shards = _with_gradient(engine, collectives.group_rank, has_gradient)
     if handover.is_reduce_scattered:
         # Gradients are reduced to joined ranks, too: this rank has its shards already.
-        reduced = engine.gradients.owned_shards() or engine.reduced_shards
+        reduced = engine.gradients.without_inputs
         missing = [engine.layout.params[shard.param].name for shard in shards if shard.param not in reduced]
         if missing:
             raise RuntimeError(f"parameters {missing} have a gradient but are in none of DDP's buckets")

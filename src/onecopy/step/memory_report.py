@@ -142,9 +142,9 @@ def memory_report(engine: Engine) -> MemoryReport:
         copied=[inner.master_policy.applies_to(param) for param in engine.params],
         trained=[param.requires_grad for param in engine.params],
     )
-    is_sharded = engine.gradients.are_sharded
-    # A backward pass with the reduce-scatter hook leaves these notes until the gradients are zeroed.
-    way = Way.LEVEL_3 if is_sharded else Way.LEVEL_2 if engine.params_with_reduced_grad else Way.LEVEL_1
+    gradients = engine.gradients
+    way = Way.LEVEL_2 if gradients.is_reduce_scattered else Way.LEVEL_1
+    way = Way.LEVEL_3 if gradients.are_sharded else way
     bucket = limits.bucket_bytes(collectives.world_size, collectives.sends_in_place(engine.params[0].device))
     owned = layout.owned_by(collectives.group_rank)
     masters = [entry.tensor for entry in inner.owned if entry.param_view is not None]
@@ -152,7 +152,9 @@ def memory_report(engine: Engine) -> MemoryReport:
         group_rank=collectives.group_rank,
         world_size=collectives.world_size,
         ddp=predict([(spec.index, spec.numel) for spec in layout.params], shards_gradients=False),
-        predicted=predict([(shard.param, shard.numel) for shard in owned], shards_gradients=is_sharded),
+        predicted=predict(
+            [(shard.param, shard.numel) for shard in owned], shards_gradients=gradients.have_own_memory()
+        ),
         measured=measured_bytes(engine.params, inner.optim.state, masters),
         in_flight=buffer_bytes(way, Model(layout.params, bucket_bytes=bucket), collectives.world_size),
     )

@@ -15,7 +15,7 @@ from onecopy.comm.status_flags import flags_on
 from onecopy.common.torch_private import sparse_parts
 from onecopy.errors import NonfiniteError
 from onecopy.layout import Layout
-from onecopy.step.sharded_norm import local_norms
+from onecopy.step.sharded_gradient import local_norms
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ class NonfiniteGuard:
         self._layout: Layout | None = None
         self._skips_now = False
 
-    def look(self, gradients: Mapping[int, Tensor | None], layout: Layout) -> None:
+    def look(self, gradients: Mapping[int, Tensor], layout: Layout) -> None:
         """Compute the flag of this step, on the device of the flags.
 
         Args:

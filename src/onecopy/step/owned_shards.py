@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from onecopy.common.flat_views import flat_like
+from onecopy.common.torch_private import sparse_parts
 from onecopy.layout import Shard
 from onecopy.step.batched_copies import converted_together, start_copies_to_host, wait_for_host_copies
+from onecopy.step.sharded_gradient import ShardGrad
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,19 +65,34 @@ def param_or_view(shard: Shard, param: Tensor, flat: Tensor) -> Tensor:
 def gradient_range(shard: Shard, param: Tensor, name: str) -> Tensor | None:
     """The range of ``param.grad`` that belongs to a shard, flat and in storage order; None without a gradient.
 
-    Raises:
-        ValueError: for a sparse gradient; ``name`` is the parameter's name.
+    The range of a sparse gradient is made dense.
+
+    Args:
+        shard: the range.
+        param: the parameter.
+        name: its name, for errors.
     """
     gradient = param.grad
     if gradient is None:
         return None
+    if isinstance(gradient, ShardGrad):
+        return gradient.reduced(name)
     if gradient.layout is not torch.strided:
-        raise ValueError(
-            f"parameter {name!r} has a sparse gradient, of which the range of rank {shard.owner} cannot be taken: make "
-            "the gradient dense, or, if the parameter is cut among ranks, keep parameters whole with elementwise=False "
-            "(and shard_by='parameter')"
-        )
+        return _dense_range(gradient, shard, param)
     return flat_like(gradient, param)[shard.start : shard.stop]
+
+
+def _dense_range(gradient: Tensor, shard: Shard, param: Tensor) -> Tensor:
+    if not (gradient.is_sparse and gradient.sparse_dim() == 1 and param.is_contiguous()):
+        return flat_like(gradient.to_dense(), param)[shard.start : shard.stop]
+    # Only the rows of the range: an embedding may be large.
+    width = max(1, param[0].numel())
+    first, last = shard.start // width, -(-shard.stop // width)
+    numbers, rows = sparse_parts(gradient)
+    inside = (numbers >= first) & (numbers < last)
+    dense = torch.zeros(last - first, width, dtype=gradient.dtype, device=gradient.device)
+    dense.index_add_(0, numbers[inside] - first, rows[inside].view(-1, width))
+    return dense.view(-1)[shard.start - first * width : shard.stop - first * width]
 
 
 def set_gradients(owned: Sequence[OwnedShard], gradients: Sequence[Tensor | None]) -> None:

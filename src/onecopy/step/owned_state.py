@@ -124,7 +124,7 @@ class OwnedStateOptimizer(Optimizer):
         Args:
             set_to_none: set gradients to None instead of zero.
         """
-        self.engine.clear_accumulated()
+        self.engine.gradients.on_zero()
         super().zero_grad(set_to_none)
 
     def refresh_master_weights(self) -> None:
@@ -140,8 +140,8 @@ class OwnedStateOptimizer(Optimizer):
         """Return the predicted and the measured bytes of this rank's tensors, by kind. Print it for a table.
 
         Call it after the first step and before ``zero_grad()``, on any rank: it does not communicate. Only the
-        parameters of this optimizer are counted. DDP's own copy of the gradients is not, which it has without
-        ``gradient_as_bucket_view=True``.
+        parameters of this optimizer are counted. The buckets of gradients that DDP has without
+        ``gradient_as_bucket_view=True`` are not.
         """
         return memory_report(self.engine)
 

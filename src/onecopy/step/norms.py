@@ -12,7 +12,7 @@ from onecopy.comm.agreement import Fact, FailTogether
 from onecopy.common.torch_private import multiply_each
 from onecopy.step.engine import Engine, collectives_of
 from onecopy.step.owned_state import OwnedStateOptimizer, engine_of, optimizer_list
-from onecopy.step.sharded_norm import CALL, check_defined, combined_norms, local_norms
+from onecopy.step.sharded_gradient import CALL, check_defined, combined_norms, local_norms
 
 
 def grad_norm(optimizers: OwnedStateOptimizer | Sequence[OwnedStateOptimizer], norm_type: float = 2.0) -> Tensor:
@@ -78,9 +78,7 @@ def clip(given: Sequence[object], max_norm: float, norm_type: float, error_if_no
             *_engine_facts(engines),
         ]
         local = _local_norms(engines, norm_type)
-        gradients = [
-            each for engine in engines for each in engine.gradients.tensors_to_clip(engine.inner.owned, engine.layout)
-        ]
+        gradients = [param.grad for engine in engines for param in engine.params if param.grad is not None]
     norm = _total_norm(engines, local, norm_type)
     if error_if_nonfinite and not torch.isfinite(norm):
         raise RuntimeError(f"the total norm of order {norm_type} of the gradients is {norm.item()}, not finite")
@@ -88,8 +86,8 @@ def clip(given: Sequence[object], max_norm: float, norm_type: float, error_if_no
     by_type: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for gradient in gradients:
         by_type.setdefault((gradient.device, gradient.dtype), []).append(gradient)
-    for (device, dtype), same in by_type.items():
-        multiply_each(same, factor.to(device, dtype))
+    for (device, _), same in by_type.items():
+        multiply_each(same, factor.to(device))  # not rounded to the type of the gradients
     return norm
 
 
@@ -113,16 +111,12 @@ def _local_norms(engines: Sequence[Engine], order: float) -> Tensor:
     """The norm of this rank's part of each parameter's gradient."""
     parts: list[Tensor | None] = []
     for engine in engines:
-        present = engine.gradients.has_gradient()
-        for spec, has in zip(engine.layout.params, present, strict=True):
-            if has:
+        for spec, param in zip(engine.layout.params, engine.params, strict=True):
+            if param.grad is not None:
                 check_defined(order, spec.numel, f"the gradient of parameter {spec.name!r}")
-        mine = engine.gradients.owned_gradients(engine.inner.owned, engine.layout)
-        for index, gradient in mine.items():
-            if gradient.layout is not torch.strided:
-                raise ValueError(
-                    f"the gradient of parameter {engine.layout.params[index].name!r} is sparse: no norm of it"
-                )
+                if param.grad.layout is not torch.strided:
+                    raise ValueError(f"the gradient of parameter {spec.name!r} is sparse: no norm of it")
+        mine = engine.gradients.owned(engine.inner.owned)
         parts += [mine.get(index) for index in range(len(engine.params))]
     return local_norms(parts, order, engines[0].params[0].device)
 

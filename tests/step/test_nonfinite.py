@@ -60,7 +60,7 @@ def compare_with_unguarded(training: Training, level: str, mesh: Any = None) -> 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("level", LEVELS)
-@distributed(2, 3)
+@distributed(1, 2, 3)
 def test_nothing_changes_and_training_goes_on(world_size: int, level: str, mode: str) -> None:
     training = Training(level, nonfinite=mode)
     training.iterate(0, 1)
@@ -195,11 +195,3 @@ def test_a_join_context_is_refused(world_size: int) -> None:
     training = Training("level 1", nonfinite="skip")
     with pytest.raises(ValueError, match="nonfinite cannot be combined with Join"):
         Join([training.model, training.zero])
-
-
-@distributed(1)
-def test_one_rank_alone(world_size: int) -> None:
-    training = Training("level 1", nonfinite="raise")
-    training.iterate(0, 1)
-    spoil_a_step(training, "raise", math.nan, 0)
-    compare_with_unguarded(training, "level 1")

@@ -24,7 +24,6 @@ def test_two_subgroups_train_side_by_side(world_size: int, shard_by: str, bucket
     torch.manual_seed(20 + mine)
     tensors = Tensors(
         [torch.randn(60, 40), torch.randn(7), torch.randn(3, 3)],
-        seed=mine,
         process_group=groups[mine],
         shard_by=shard_by,
         parameters_as_bucket_view=bucket_view,

@@ -252,8 +252,6 @@ def test_after_a_refused_group_a_consolidation_is_valid_and_another_group_is_acc
     added, plain_added = parameter(80, 20), parameter(80, 20)
     training.ours.add_param_group({"params": [("four", added)], "lr": 0.3})
     training.plain.add_param_group({"params": [("four", plain_added)], "lr": 0.3})
-    training.params.append(added)
-    training.plain_params.append(plain_added)
     training.train()
 
 

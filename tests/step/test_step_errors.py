@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim import SGD, AdamW
 
 from onecopy import PeerFailedError, RanksDisagreeError, ZeroRedundancyOptimizer
+from tests.support.both import tensors_of
 from tests.support.failures import (
     check_pool,
     expect,
@@ -116,7 +117,7 @@ def test_ranks_at_different_calls_are_all_told_where_each_of_them_is(world_size:
     pattern = rf"different calls\. rank 0: {re.escape(one)}; rank 1: {re.escape(other)}[;.]"
     expect(error, RanksDisagreeError, pattern)
     with torch.no_grad():  # a rank that was at step() has stepped what it owns
-        for param, plain in zip(training.params, training.plain_params, strict=True):
+        for param, plain in zip(training.params, tensors_of(training.plain), strict=True):
             param.copy_(plain)
     training.ours.load_state_dict(training.plain.state_dict())
     training.train()

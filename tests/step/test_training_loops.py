@@ -180,7 +180,7 @@ def scaled(clip: bool) -> Loop:
         for step in range(7):
             optimizer.zero_grad()
             loss = small_loss(ddp, step)
-            if step in (1, 5) and dist.get_rank() == 1:
+            if step in (1, 5) and dist.get_rank() == dist.get_world_size() - 1:
                 loss = loss * float("inf")  # one rank overflows; the all-reduce spreads it
             scaler.scale(loss).backward()
             if clip:
@@ -294,7 +294,7 @@ LOOPS: dict[str, tuple[Loop, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", LOOPS)
-@distributed(2, 3)
+@distributed(1, 2, 3)
 def test_a_loop_equals_the_plain_optimizer(world_size: int, name: str) -> None:
     loop, options = LOOPS[name]
     for mode in MODES.values() if world_size == 2 else [CUT_IN_BUCKETS]:
@@ -470,39 +470,6 @@ def test_state_of_a_parameter_is_the_inner_optimizers(world_size: int, mode: Mod
     assert bool(optimizer.layout.cut_params) == (mode["shard_by"] == "element")
     for index, param in enumerate(params):
         assert (param in optimizer.state) == bool(optimizer.state[param]) == (index in owned)
-
-
-@distributed(3, 4)
-def test_every_rank_has_every_group_when_there_are_fewer_parameters_than_ranks(world_size: int) -> None:
-    def make() -> list[dict[str, Any]]:
-        return [{"params": [nn.Parameter(torch.ones(3, 2))], "lr": 0.1}, {"params": [nn.Parameter(torch.ones(5))]}]
-
-    groups, expected = make(), make()
-    optimizer = ours(groups, torch.optim.AdamW, lr=1.0)
-    plain = torch.optim.AdamW(expected, lr=1.0)
-    counts = [len(group["params"]) for group in optimizer.optim.param_groups]
-    assert counts == [int(optimizer.rank == 0), int(optimizer.rank == 1)]
-    for step in range(3):
-        for group in (*groups, *expected):
-            fill_gradients(group["params"], 1.0 + step)
-        optimizer.param_groups[1]["lr"] = plain.param_groups[1]["lr"] = 0.3
-        optimizer.step()
-        plain.step()
-    assert [group["lr"] for group in optimizer.optim.param_groups] == [0.1, 0.3]
-    for mine, theirs in zip(groups, expected, strict=True):
-        assert_equal(mine["params"], theirs["params"], "parameters")
-
-
-@IN_ALL_MODES
-@distributed(1)
-def test_one_process_alone_trains_like_the_plain_optimizer(world_size: int, mode: Modes) -> None:
-    model = small_model()
-    optimizer = ours(model.parameters(), torch.optim.AdamW, mode, lr=1e-2)
-    fill_gradients(model.parameters())
-    optimizer.step()
-    assert_parity(passes, mode=mode, **ADAMW)
-    assert optimizer.layout.cut_params == ()
-    assert all(optimizer.state[param] is optimizer.optim.state[param] for param in model.parameters())
 
 
 @distributed(2)

@@ -37,7 +37,7 @@ class Both:
         self.ours = ZeroRedundancyOptimizer(make_params(), optimizer_class, **options, **ours)
         self.plain: Optimizer = optimizer_class(make_params(), **options)
         self.steps = 0
-        self.grad_like = as_it_is
+        self.grad_like: Callable[[Tensor], Tensor] = as_it_is
 
     @property
     def optimizers(self) -> tuple[Any, Any]:

@@ -216,7 +216,7 @@ CASES = [
     Case("step()", "overlap forward", lambda each, _: each.step_and(each.forward), (PipelinedStep, "_finish_step")),
     *(Case("backward()", level, _backward) for level in ("reduce-scatter", "sharded", "overlap forward")),
     Case("constructing ReduceScatter", "reduce-scatter", _backward, passes=0),
-    Case("backward()", "reduce-scatter", _backward, (GradientReducer, "_start_bucket")),
+    Case("backward()", "reduce-scatter", _backward, (GradientReducer, "_start")),
     Case("backward()", "sharded", _backward, (BackwardReducer, "_launch")),
     *(Case(UPDATE, "overlap", _backward, (OverlappedStep, place)) for place in ("_start_sharing", "_finish_iteration")),
     Case("forward()", "sharded", lambda each, _: each.forward(), lost_rank=0),

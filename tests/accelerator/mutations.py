@@ -33,17 +33,11 @@ Patch = pytest.MonkeyPatch
 
 @dataclass(frozen=True)
 class Mutation:
-    """A mistake.
+    """A mistake."""
 
-    Attributes:
-        case: the name of the training program that shows it.
-        apply: makes the mistake.
-        is_on_host: whether the host reads too early, which shows only if it is far ahead of the device.
-    """
-
-    case: str
+    case: str  # the name of the training program that shows it
     apply: Callable[[Patch], None]
-    is_on_host: bool = False
+    is_on_host: bool = False  # whether the host reads too early, which shows only if it is far ahead of the device
 
 
 class NoWait:

@@ -192,7 +192,7 @@ def test_a_written_value_wins_and_the_others_stay_precise(
         train(list(plain.parameters()), [reference], range(3))
         assert_equal(model.parameters(), plain.parameters(), "weights")
         write(model)
-        if write is write_through_data:  # which autograd's version counter does not show
+        if write.__name__ == "write_through_data":  # autograd's version counter does not show it
             zero.refresh_master_weights()
         write_rows(reference.masters)
         reference.write_to_params()

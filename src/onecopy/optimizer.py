@@ -22,13 +22,13 @@ from onecopy.state_dict.gather import Consolidated, StateElsewhere, consolidated
 from onecopy.state_dict.load import load
 from onecopy.step.consistency import optimizer_facts, sharding_facts
 from onecopy.step.engine import Engine, StepSchedule, change_and_share, log_layout, restored_on_failure, sequential_step
+from onecopy.step.gradients import param_or_view, separate_view
 from onecopy.step.inner_optimizer import InnerOptimizer
 from onecopy.step.join import JOIN_REFUSAL, ZeROJoinHook, active_step, joined_step
 from onecopy.step.master_weights import STATE_DICT_KEY, MasterWeightPolicy
 from onecopy.step.nonfinite import NonfiniteGuard, check_guards
 from onecopy.step.norms import clip, total_norm
 from onecopy.step.optimizer_classes import check_class, is_elementwise
-from onecopy.step.owned_shards import param_or_view, separate_view
 from onecopy.step.owned_state import OwnedState, OwnedStateOptimizer
 from onecopy.step.parameter_groups import Group, device_of, normalise, normalise_group, plan_params
 from onecopy.step.storage import storage_class_for

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from onecopy.comm import limits
 from onecopy.comm.agreement import VOTE_BYTES
-from onecopy.layout import Layout, ParamSpec, default_shard_by, extend, plan_buckets
+from onecopy.layout import ParamSpec, default_shard_by, extend, plan_buckets
 from onecopy.planning.models import Model
 
 DDP_FIRST_BUCKET_BYTES, DDP_BUCKET_BYTES = 1 << 20, 25 << 20
@@ -174,19 +174,21 @@ def is_padded(owned: Tensor) -> bool:
 
 
 @functools.lru_cache(maxsize=8)
-def layout_of(model: Model, ranks: int) -> Layout:
-    """Return the layout of a model's parameters at levels 1 and 2."""
+def _shards_of(model: Model, ranks: int) -> Tensor:
+    """Return the parameter, the owner and the bytes of every shard at levels 1 and 2, as three rows."""
     shard_by = default_shard_by(model.splittable) if model.shard_by is None else model.shard_by
-    return extend(None, model.specs, ranks, shard_by, model.splittable)
+    shards = extend(None, model.specs, ranks, shard_by, model.splittable).shards
+    sizes = [spec.dtype.itemsize for spec in model.specs]
+    rows = [(shard.param, shard.owner, shard.numel * sizes[shard.param]) for shard in shards]
+    return torch.tensor(rows, dtype=torch.int64).view(-1, 3).T
 
 
 def owned_bytes(model: Model, parts: Sequence[Sequence[int]], ranks: int) -> Tensor:
     """Return the bytes that each rank owns of each part of a model: a row per part, a column per rank."""
-    specs = model.specs
-    part_of = {index: part for part, params in enumerate(parts) for index in params}
-    table = torch.zeros(len(parts), ranks, dtype=torch.int64)
-    shards = [shard for shard in layout_of(model, ranks).shards if shard.param in part_of]
-    position = torch.tensor([part_of[shard.param] * ranks + shard.owner for shard in shards], dtype=torch.int64)
-    nbytes = torch.tensor([shard.numel * specs[shard.param].dtype.itemsize for shard in shards], dtype=torch.int64)
-    table.view(-1).index_add_(0, position, nbytes)
-    return table
+    part_of = torch.full((len(model.specs),), len(parts))  # parameters of no part are in a row of their own
+    for part, params in enumerate(parts):
+        part_of[list(params)] = part
+    table = torch.zeros(len(parts) + 1, ranks, dtype=torch.int64)
+    indices, owners, nbytes = _shards_of(model, ranks)
+    table.view(-1).index_add_(0, part_of[indices] * ranks + owners, nbytes)
+    return table[:-1]

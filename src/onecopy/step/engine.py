@@ -24,15 +24,13 @@ from onecopy.comm.agreement import FirstFailure
 from onecopy.comm.collectives import Collectives
 from onecopy.comm.status_flags import DeferredFlags
 from onecopy.common.flat_views import is_dense
-from onecopy.common.profiler_ranges import profiled
-from onecopy.common.torch_private import debug_enabled
+from onecopy.common.torch_private import debug_enabled, profiled
 from onecopy.layout import Layout, ParamSpec
 from onecopy.step.checks import GradientProbe, compare_replicas
 from onecopy.step.consistency import StepFacts, StepStatus
-from onecopy.step.gradients import Gradients
+from onecopy.step.gradients import Gradients, gradient_range
 from onecopy.step.inner_optimizer import InnerOptimizer
 from onecopy.step.nonfinite import NonfiniteGuard
-from onecopy.step.owned_shards import gradient_range
 from onecopy.step.parameter_groups import Group
 from onecopy.step.storage import Storage
 
@@ -40,7 +38,6 @@ StepSchedule = Callable[["Engine", Sequence[Group], Callable[[], Any] | None, di
 """Makes one step with an engine, parameter groups, a closure and further arguments, and returns the closure's loss."""
 
 StorageClass = Callable[[Sequence[Tensor], Layout], Storage]
-"""Constructs the storage of some parameters in a layout."""
 
 _numbers: weakref.WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = weakref.WeakKeyDictionary()
 """The number of the next engine, by process group."""

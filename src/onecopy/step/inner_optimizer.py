@@ -13,14 +13,7 @@ from torch.optim import Optimizer
 
 from onecopy.common.torch_private import bare_step
 from onecopy.layout import Layout, Shard
-from onecopy.step.master_weights import MasterWeight, MasterWeightPolicy, MasterWeights
-from onecopy.step.optimizer_classes import (
-    REFUSES_SPARSE_GRADIENTS,
-    SKIPS_MISSING_GRADIENTS,
-    check_dtypes,
-    check_options,
-)
-from onecopy.step.owned_shards import (
+from onecopy.step.gradients import (
     MakeSteppedTensor,
     OwnedShard,
     gradient_range,
@@ -28,6 +21,13 @@ from onecopy.step.owned_shards import (
     separate_view,
     set_flat_gradients,
     set_gradients,
+)
+from onecopy.step.master_weights import MasterWeight, MasterWeightPolicy, MasterWeights
+from onecopy.step.optimizer_classes import (
+    REFUSES_SPARSE_GRADIENTS,
+    SKIPS_MISSING_GRADIENTS,
+    check_dtypes,
+    check_options,
 )
 from onecopy.step.parameter_groups import Group, apply_changes, first_places, options_of, replace_options
 

@@ -77,18 +77,9 @@ def plan_buckets(
 ) -> tuple[Layout, tuple[BucketPlan, ...]]:
     """Put parameters into buckets in the given order, and divide every bucket among the ranks.
 
-    All parameters of a bucket have the same data type and device, and all or none of them are frozen.
-
-    Args:
-        specs: all parameters of one optimizer.
-        order: their indices, in the order in which the backward pass computes their gradients.
-        world_size: the number of ranks.
-        splittable: whether a parameter may be cut.
-        bucket_bytes: a bucket is closed at this size, the last ones earlier. A single parameter may be larger.
-        frozen: the indices of frozen parameters.
-
-    Returns:
-        The layout, and the buckets in the order in which their gradients are complete, those of frozen parameters last.
+    All parameters of a bucket have the same data type and device, and all or none of them are frozen. A bucket is
+    closed at ``bucket_bytes``, the last ones earlier. A single parameter may be larger. The buckets are returned in the
+    order in which their gradients are complete, those of frozen parameters last.
     """
     kinds = [[index for index in order if (index in frozen) is is_frozen] for is_frozen in (False, True)]
     members = [params for kind in kinds for params in _fill(specs, kind, bucket_bytes)]

@@ -35,14 +35,9 @@ def default_shard_by(splittable: bool) -> str:
 def extend(
     layout: Layout | None, specs: Sequence[ParamSpec], world_size: int, shard_by: ShardBy, splittable: bool
 ) -> Layout:
-    """Return a layout with the shards of ``layout`` and with shards for the parameters of ``specs``.
+    """Return a layout with the shards of ``layout`` and with shards for the new parameters of ``specs``.
 
-    Args:
-        layout: the layout to extend, or None.
-        specs: the new parameters, in order, with indices that follow the layout's.
-        world_size: the number of ranks.
-        shard_by: ``"parameter"``, ``"element"`` or a function.
-        splittable: whether the optimizer works element by element, so that a parameter may be cut.
+    The indices of ``specs`` follow those of the layout. Parameters may be cut if the optimizer is ``splittable``.
     """
     loads = list(layout.elements_per_rank) if layout is not None else [0] * world_size
     shards: list[Shard] = []

@@ -151,10 +151,6 @@ def sharing_rounds(owned: Tensor, most_bytes: int) -> list[tuple[int, int]]:
     Parts of nearly the same length are padded to the longest, and a round takes the same fraction of each. Otherwise
     the parts of all ranks lie one after the other, and a round takes the next ``most_bytes`` of them, so that most
     ranks send in one round only.
-
-    Args:
-        owned: the bytes that each rank owns.
-        most_bytes: the most bytes of all ranks together in one round.
     """
     total, padded = int(owned.sum()), len(owned) * int(owned.max())
     if is_padded(owned):

@@ -51,14 +51,7 @@ class Row:
 
 
 def compare(source: Source, optimizer: PlannedOptimizer, precision: str, ranks: int) -> list[Row]:
-    """Return a row for each way of training.
-
-    Args:
-        source: the model.
-        optimizer: the optimizer class.
-        precision: one of ``PRECISIONS``.
-        ranks: the number of data-parallel ranks.
-    """
+    """Return a row for each way of training, with one of ``PRECISIONS``."""
     with_masters = precision == "bf16-master"
     dtype = torch.float32 if precision == "fp32" else torch.bfloat16
     state_bytes = optimizer.state_bytes(4 if with_masters else dtype.itemsize)
@@ -79,13 +72,7 @@ def unit_of(rows: Sequence[Row]) -> tuple[str, float]:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """A recommendation.
-
-    Attributes:
-        choice: the name of a row, or FSDP2 if nothing fits.
-        reason: one or two sentences.
-        code: the lines that change in a DDP script.
-    """
+    """The name of a row, or FSDP2 if nothing fits, with the reason and the lines that change in a DDP script."""
 
     choice: str
     reason: str
@@ -103,14 +90,7 @@ def recommend(
     masters: bool,
     memory: float | None = None,
 ) -> Advice:
-    """Choose a way of training.
-
-    Args:
-        rows: the ways of training.
-        optimizer: the optimizer class.
-        masters: whether there are float32 master weights.
-        memory: bytes of an accelerator, if known.
-    """
+    """Choose the first way of training that fits into the memory of an accelerator, if that is known."""
     by_name = {row.name: row for row in rows}
     ddp = by_name[DDP]
 

@@ -168,11 +168,7 @@ class Engine:
     ) -> Any:
         """Step the inner optimizer over the owned shards, and return the closure's loss.
 
-        Args:
-            groups: the user's parameter groups.
-            closure: re-evaluates the model and returns the loss.
-            kwargs: further arguments of the inner optimizer's ``step``.
-            gradient_shards: gradients of the owned shards to use in place of ``param.grad``.
+        The gradients are those in ``gradient_shards``, by parameter, or by default those in ``param.grad``.
         """
         self.check_groups(groups)
         self.inner.push_options(groups)
@@ -227,10 +223,7 @@ class Engine:
     ) -> None:
         """Confirm, share, and take over options that the inner optimizer wrote. Ends most step schedules.
 
-        Args:
-            groups: the user's parameter groups.
-            has_gradient: which parameters have a gradient; None if all parameters may have changed.
-            failure: this rank's exception in the update.
+        ``has_gradient`` is None if all parameters may have changed; ``failure`` is this rank's exception in the update.
         """
         self.confirm(groups, [True] * len(self.params) if has_gradient is None else has_gradient, failure)
         self.share(has_gradient)
@@ -242,12 +235,9 @@ class Engine:
     def confirm(
         self, groups: Sequence[Group], has_gradient: Sequence[bool], failure: Exception | None, at_once: bool = False
     ) -> bool:
-        """Vote, and raise on all ranks if one has failed or if the ranks differ.
+        """Vote, and raise on all ranks if one has failed or if the ranks differ; return whether all skip this step.
 
         On an accelerator the other ranks raise in the next step, unless the vote is read at once.
-
-        Returns:
-            Whether all ranks skip the step, because a gradient is not finite.
         """
         self.status.exchange(
             self.facts(groups, has_gradient),
@@ -281,11 +271,7 @@ class Engine:
 
     @profiled("onecopy.share")
     def share(self, has_gradient: Sequence[bool] | None = None) -> None:
-        """Send the updated parameters from their owners to all ranks.
-
-        Args:
-            has_gradient: which parameters have a gradient, where only these can have changed.
-        """
+        """Send updated parameters from their owners to all ranks; only those with a gradient, if that is given."""
         # Which messages are sent may depend on the gradients only if the ranks have compared them.
         everything = (
             has_gradient is None or self.inner.updates_without_gradient or self.status.is_deferred or all(has_gradient)
@@ -375,11 +361,8 @@ def restored_on_failure(
 ) -> Iterator[None]:
     """If the block raises, put back what it may have changed, without allocating memory.
 
-    Args:
-        engines: engines, with their inner optimizers, groups and layouts. The values of state are not copied.
-        params: parameters, with their memory and gradients.
-        others: objects whose attributes are put back.
-        lists: lists whose content is put back.
+    Engines are put back with their inner optimizers, groups and layouts, parameters with their memory and gradients,
+    and others by their attributes. The values of state are not copied.
     """
     tensors = [(param, param.data, param.grad) for param in params]
     inner = [engine.inner for engine in engines]

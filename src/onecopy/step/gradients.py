@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -26,22 +26,22 @@ class OwnedShard:
         param: the parameter.
         tensor: the stepped tensor.
         param_view: for a copy, the view of the parameter into which its values are written after each step.
+        is_cut: whether the rank owns only a part of the parameter.
     """
 
     shard: Shard
     param: Tensor
     tensor: Tensor
     param_view: Tensor | None = None
+    is_cut: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "is_cut", self.shard.numel != self.param.numel())
 
     @property
     def is_separate(self) -> bool:
         """Whether the stepped tensor is not the parameter itself, and so has a gradient of its own."""
         return self.tensor is not self.param
-
-    @property
-    def is_cut(self) -> bool:
-        """Whether the rank owns only a part of the parameter."""
-        return self.shard.numel != self.param.numel()
 
 
 MakeSteppedTensor = Callable[[Shard, Tensor, Tensor], Tensor]

@@ -35,17 +35,6 @@ from onecopy.step.parameter_groups import Group, apply_changes, first_places, op
 class InnerOptimizer:
     """Constructs and steps the inner optimizer, and gives it options and gradients.
 
-    Args:
-        optimizer_class: the user's class.
-        defaults: the options of the class.
-        groups: the user's parameter groups.
-        layout: the owner of each shard of the parameters.
-        params: all parameters.
-        flats: the flat memory of all parameters.
-        group_rank: this rank.
-        make_tensor: makes the tensor that is stepped for a shard.
-        master_policy: which parameters are stepped through a copy.
-
     Attributes:
         optim: the inner optimizer.
         owned: the shards of this rank.

@@ -64,14 +64,7 @@ def with_join_rule() -> Iterator[None]:
 
 
 class ZeROJoinHook(JoinHook):
-    """The hook of a joined rank: it takes part in the steps of the active ranks.
-
-    Args:
-        step: makes one step.
-        engine: the engine of the optimizer.
-        groups: returns the user's parameter groups.
-        model: the DDP model whose passes the steps follow; None if every pass synchronises.
-    """
+    """The hook of a joined rank: it takes part in the steps of the active ranks, after passes of ``model``."""
 
     def __init__(
         self, step: Callable[[], None], engine: Engine, groups: Callable[[], Sequence[Group]], model: object

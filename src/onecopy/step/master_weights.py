@@ -136,10 +136,7 @@ class MasterWeights:
 
         An element whose parameter still is the rounded copy keeps the copy's precision. On the CPU the values are
         compared, because writes through ``param.data`` leave no other trace. On an accelerator that takes too long, so
-        only parameters are compared whose version counter tells of a write.
-
-        Args:
-            everything: compare all parameters.
+        only parameters are compared whose version counter tells of a write, unless ``everything`` is.
         """
         for kind in self._kinds:
             if kind[0].param.device.type == "cpu":

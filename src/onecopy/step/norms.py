@@ -57,12 +57,9 @@ def _engines_of(given: Sequence[object]) -> list[Engine]:
 
 
 def total_norm(given: Sequence[object], norm_type: float, **compared: float) -> Tensor:
-    """The norm of the gradients of optimizers or engines, equal on all ranks. All ranks make this call together.
+    """The norm of the gradients of optimizers or engines, equal on all ranks, as ``compared`` must be.
 
-    Args:
-        given: the optimizers or engines.
-        norm_type: the order of the norm.
-        **compared: further numbers that must be equal on all ranks.
+    All ranks make this call together.
     """
     with _failing_together(given) as facts:
         engines = _engines_of(given)

@@ -21,7 +21,7 @@ from onecopy.layout import ShardBy, default_shard_by, extend
 from onecopy.state_dict.gather import Consolidated, StateElsewhere, consolidated
 from onecopy.state_dict.load import load
 from onecopy.step.consistency import optimizer_facts, sharding_facts
-from onecopy.step.engine import Engine, StepSchedule, change_and_share, log_layout, restored_on_failure, sequential_step
+from onecopy.step.engine import Engine, StepSchedule, change_and_share, restored_on_failure, sequential_step
 from onecopy.step.gradients import param_or_view, separate_view
 from onecopy.step.inner_optimizer import InnerOptimizer
 from onecopy.step.join import JOIN_REFUSAL, ZeROJoinHook, active_step, joined_step
@@ -165,7 +165,6 @@ class ZeroRedundancyOptimizer(OwnedStateOptimizer, Joinable):
         self.rank: int = engine.collectives.group_rank
         self.global_rank: int = engine.collectives.global_rank
         self.initialized = True
-        log_layout(engine)
 
     @overload
     def step(self, closure: None = None, **kwargs: Any) -> None: ...
@@ -273,7 +272,6 @@ class ZeroRedundancyOptimizer(OwnedStateOptimizer, Joinable):
         engine.inner.pull_options(self.param_groups)
         engine.inner.has_state = engine.inner.has_state or together.any_flag
         self._consolidated = None
-        log_layout(engine)
 
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Gather the state of all ranks on one rank, as CPU tensors, for :meth:`state_dict` on that rank.

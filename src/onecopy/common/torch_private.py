@@ -223,11 +223,6 @@ def counts_calls() -> bool:
     return bool(dist.get_debug_level() == dist.DebugLevel.DETAIL)  # type: ignore[attr-defined]
 
 
-def debug_enabled() -> bool:
-    """Return whether TORCH_DISTRIBUTED_DEBUG is INFO or DETAIL."""
-    return bool(dist.get_debug_level() != dist.DebugLevel.OFF)  # type: ignore[attr-defined]
-
-
 @functools.cache
 def register_as_torch_zero(cls: type) -> None:
     """Register ``cls`` as a virtual subclass of torch's ``ZeroRedundancyOptimizer``, so that ``isinstance`` is true.

@@ -8,7 +8,6 @@ inside the backward pass, ``data_parallel/step.py`` bucket by bucket.
 from __future__ import annotations
 
 import contextlib
-import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -24,7 +23,7 @@ from onecopy.comm.agreement import FirstFailure
 from onecopy.comm.collectives import Collectives
 from onecopy.comm.status_flags import DeferredFlags
 from onecopy.common.flat_views import is_dense
-from onecopy.common.torch_private import debug_enabled, profiled
+from onecopy.common.torch_private import profiled
 from onecopy.layout import Layout, ParamSpec
 from onecopy.step.checks import GradientProbe, compare_replicas
 from onecopy.step.consistency import StepFacts, StepStatus
@@ -395,23 +394,3 @@ def sharded_collectives(optimizers: Sequence[object]) -> Collectives | None:
 def collectives_of(optimizers: Sequence[object]) -> Collectives:
     """The ranks of the first sharded optimizer, or all ranks if there is none. Raises nothing for wrong arguments."""
     return sharded_collectives(optimizers) or Collectives()
-
-
-logger = logging.getLogger(__name__)
-
-
-def log_layout(engine: Engine) -> None:
-    """Log the shards and messages of this rank, and on rank 0 the whole layout."""
-    if not debug_enabled():
-        return
-    layout, group_rank = engine.layout, engine.collectives.group_rank
-    logger.info(
-        "rank %d owns %d of %d elements in %d shards; %d messages a step",
-        group_rank,
-        layout.elements_per_rank[group_rank],
-        sum(layout.elements_per_rank),
-        len(layout.owned_by(group_rank)),
-        engine.sharing.messages,
-    )
-    if group_rank == 0:
-        logger.info("%s", layout)

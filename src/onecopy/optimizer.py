@@ -60,8 +60,7 @@ class ZeroRedundancyOptimizer(OwnedStateOptimizer, Joinable):
         overlap_with_ddp: update inside the backward pass, through a DDP communication hook.
         shard_by: how parameters are divided among ranks. ``"element"`` cuts every parameter evenly, and is the default
             for optimizers that are known to work element by element. ``"parameter"``, the default for others, gives
-            whole parameters, largest first, to the least-loaded rank, and cuts as few as balance requires (none if the
-            optimizer is not known to work element by element). A function takes a list of
+            whole parameters, largest first, to the least-loaded rank. A function takes a list of
             :class:`~onecopy.ParamSpec` and the world size, and returns one owner per parameter.
         elementwise: whether the update of an element depends on that element alone. Known for torch's own classes.
             Parameters of an unknown class are not cut unless this is True.

@@ -114,7 +114,7 @@ def _whole_owners(specs: Sequence[ParamSpec], world_size: int, frozen: Collectio
     loads = [0] * world_size
     for is_frozen in (False, True):
         members = [spec for spec in specs if (spec.index in frozen) is is_frozen]
-        for shard in by_parameter(members, loads, splittable=False):
+        for shard in by_parameter(members, loads):
             owners[shard.param] = shard.owner
             loads[shard.owner] += shard.numel
     return owners

@@ -46,10 +46,10 @@ class BucketPlan:
     @property
     def equal(self) -> bool:
         """Whether all ranges are equally long once a few elements are added at the bucket's end."""
-        ranks = len(self.bounds) - 1
-        if self.longest * ranks - self.numel >= CUT_MULTIPLE * ranks:
+        ranks, longest = len(self.bounds) - 1, self.longest
+        if longest * ranks - self.numel >= CUT_MULTIPLE * ranks:
             return False  # uneven by design: one rank may own everything
-        return all(bound == min(rank * self.longest, self.numel) for rank, bound in enumerate(self.bounds))
+        return all(bound == min(rank * longest, self.numel) for rank, bound in enumerate(self.bounds))
 
     @property
     def padded_numel(self) -> int:

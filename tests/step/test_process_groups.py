@@ -19,7 +19,6 @@ def test_two_subgroups_train_side_by_side(world_size: int, shard_by: str, bucket
     torch.manual_seed(20 + mine)
     tensors = Tensors(
         [torch.randn(60, 40), torch.randn(7), torch.randn(3, 3)],
-        seed=mine,
         process_group=groups[mine],
         shard_by=shard_by,
         parameters_as_bucket_view=bucket_view,
@@ -30,7 +29,7 @@ def test_two_subgroups_train_side_by_side(world_size: int, shard_by: str, bucket
         members[mine].index(dist.get_rank()),
         dist.get_rank(),
     )
-    assert ours.process_group is groups[mine]
+    assert ours.process_group is ours.join_process_group is groups[mine]
     tensors.train(5)
     ours.consolidate_state_dict(to=1)
     if ours.rank == 1:

@@ -24,8 +24,8 @@ from onecopy.step import engine as step_engine
 from onecopy.step import master_weights
 from onecopy.step.consistency import group_facts
 from onecopy.step.engine import Engine
+from onecopy.step.gradients import OwnedShard
 from onecopy.step.inner_optimizer import InnerOptimizer
-from onecopy.step.owned_shards import OwnedShard
 from onecopy.step.parameter_groups import NOT_OPTIONS, Group, options_of
 
 StateDict = dict[str, Any]

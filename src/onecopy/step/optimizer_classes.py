@@ -109,11 +109,9 @@ def check_options(optimizer: Optimizer) -> None:
 
 
 def check_dtypes(optimizer: Optimizer, dtypes: Iterable[tuple[int, torch.dtype]]) -> None:
-    """Raise if the update of one parameter depends on the dtype of another parameter.
+    """Raise if the update of one parameter depends on the dtype of another, which may be on another rank.
 
-    Args:
-        optimizer: the constructed optimizer, which may have only some of the parameters.
-        dtypes: the group and the dtype of every parameter of all ranks, as the optimizers of their owners see it.
+    ``dtypes`` has the group and the dtype of every parameter of all ranks, as the optimizers of their owners see it.
     """
     if not isinstance(optimizer, torch.optim.Adafactor):
         return
@@ -131,11 +129,7 @@ def check_dtypes(optimizer: Optimizer, dtypes: Iterable[tuple[int, torch.dtype]]
 
 
 def is_elementwise(optimizer_class: type[Optimizer], declared: bool | None) -> bool:
-    """Whether a parameter may be cut: as the user declared, or as the class is known, and otherwise not.
-
-    Raises:
-        ValueError: if the state of a class that was declared to be elementwise is quantised in blocks.
-    """
+    """Whether a parameter may be cut: as the user declared, or as the class is known, and otherwise not."""
     if declared and any(QUANTISED_STATE.search(base.__name__) for base in optimizer_class.__mro__):
         raise ValueError(
             f"{optimizer_class.__qualname__} is not elementwise: it quantises its state in blocks of a parameter, and "

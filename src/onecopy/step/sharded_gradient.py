@@ -69,11 +69,7 @@ class ShardGrad(Tensor):
         return f"ShardGrad({self.local.numel()} of {self.numel()} elements, {self.local})"
 
     def reduced(self, name: str = "") -> Tensor:
-        """The local range; raise if a backward pass under ``no_sync()`` has added to the gradient after its reduction.
-
-        Args:
-            name: the name of the parameter, for the error.
-        """
+        """The local range; raise if a backward pass under ``no_sync()`` has added to the gradient since."""
         if self.unreduced is not None:
             raise RuntimeError(
                 f"the gradient of {f'parameter {name!r}' if name else 'a parameter'} was not reduced: the last "
@@ -118,11 +114,8 @@ class _Norm:
 class GradientGroup:
     """The sharded gradients of some parameters. All their norms are computed at once, and kept until a write.
 
-    Args:
-        collectives: the ranks that own the ranges.
-        params: the parameters. They are not kept alive.
-        may_lack_ranks: whether some ranks may have run out of inputs (a join context). They take no norms, so the ranks
-            meet first, and raise if one does not come.
+    The parameters are not kept alive. ``may_lack_ranks`` tells whether some ranks may have run out of inputs (a join
+    context). They take no norms, so the ranks meet first, and raise if one does not come.
 
     Attributes:
         ddp_may_rebuild: whether DDP may rebuild its buckets in the next forward pass. Then it copies the gradients.

@@ -12,18 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
-    allreduce_hook,
-)
-from torch.nn.parallel import DistributedDataParallel
 
-from onecopy import (
-    RanksDisagreeError,
-    ZeroRedundancyOptimizer,
-    hook_with_zero_step,
-    hook_with_zero_step_interleaved,
-)
-from tests.support.ddp_training import assert_same_values, make_ddp, train_both
+from tests.support.ddp_training import assert_same_values, train_both
 from tests.support.harness import distributed
 from tests.support.overlapped_step import HOOKS, Case, MakeHook, overlapped_run, plain_run, reduced_mean
 
@@ -146,99 +136,6 @@ def test_a_deleted_model_and_optimizer_are_freed_by_reference_counting(
         assert [reference() for reference in remains] == [None, None, None]
     finally:
         gc.enable()
-
-
-# Wrong use
-
-
-def make_zero(ddp: DistributedDataParallel, **options: Any) -> ZeroRedundancyOptimizer:
-    return ZeroRedundancyOptimizer(
-        ddp.parameters(), torch.optim.SGD, **{"lr": 0.1, "overlap_with_ddp": True, **options}
-    )
-
-
-@HOOKS
-@distributed(2)
-def test_an_optimizer_that_does_not_overlap_is_refused(world_size: int, make_hook: MakeHook) -> None:
-    ddp = make_ddp(Case())
-    with pytest.raises(ValueError, match="overlap_with_ddp=True"):
-        make_hook(allreduce_hook, ddp, make_zero(ddp, overlap_with_ddp=False))
-
-
-@HOOKS
-@distributed(2)
-def test_parameters_of_another_model_are_refused_by_name(world_size: int, make_hook: MakeHook) -> None:
-    ddp, other = make_ddp(Case()), make_ddp(Case())
-    zero = ZeroRedundancyOptimizer(other.named_parameters(), torch.optim.SGD, lr=0.1, overlap_with_ddp=True)
-    with pytest.raises(ValueError, match=r"'module.0.weight'.*not a parameter of the model"):
-        make_hook(allreduce_hook, ddp, zero)
-
-
-@HOOKS
-@distributed(2)
-def test_a_second_hook_for_one_optimizer_is_refused(world_size: int, make_hook: MakeHook) -> None:
-    ddp = make_ddp(Case())
-    zero = make_zero(ddp)
-    make_hook(allreduce_hook, ddp, zero)
-    with pytest.raises(ValueError, match="already"):
-        make_hook(allreduce_hook, ddp, zero)
-
-
-@HOOKS
-@distributed(2)
-def test_a_model_without_ddp_is_refused(world_size: int, make_hook: MakeHook) -> None:
-    ddp = make_ddp(Case())
-    with pytest.raises(TypeError, match="DistributedDataParallel, got Sequential"):
-        make_hook(allreduce_hook, ddp.module, make_zero(ddp))
-
-
-@pytest.mark.parametrize("name", ["hook_with_zero_step", "hook_with_zero_step_interleaved"])
-@distributed(2)
-def test_torchs_hooks_refuse_our_optimizer(world_size: int, name: str) -> None:
-    from torch.distributed.algorithms.ddp_comm_hooks import ddp_zero_hook
-
-    ddp = make_ddp(Case())
-    with pytest.raises(ValueError, match=r"onecopy\.hook_with_zero_step"):
-        getattr(ddp_zero_hook, name)(allreduce_hook, ddp, make_zero(ddp))
-
-
-@HOOKS
-@distributed(2)
-def test_our_hooks_refuse_torchs_optimizer(world_size: int, make_hook: MakeHook) -> None:
-    from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
-
-    ddp = make_ddp(Case())
-    zero = TorchZero(ddp.parameters(), torch.optim.SGD, lr=0.1)
-    with pytest.raises(TypeError, match=r"onecopy\.ZeroRedundancyOptimizer, got torch\.distributed\.optim"):
-        make_hook(allreduce_hook, ddp, zero)
-
-
-@HOOKS
-@distributed(2)
-def test_other_process_groups_than_ddps_are_refused(world_size: int, make_hook: MakeHook) -> None:
-    ddp = make_ddp(Case())
-    alone = [dist.new_group([rank]) for rank in range(world_size)]
-    zero = make_zero(ddp, process_group=alone[dist.get_rank()])
-    with pytest.raises(ValueError, match=r"optimizer is on ranks \[.\], but DDP is on ranks \[0, 1\]"):
-        make_hook(allreduce_hook, ddp, zero)
-
-
-@distributed(2)
-def test_ranks_that_make_different_hooks_are_told(world_size: int) -> None:
-    ddp = make_ddp(Case())
-    zero = make_zero(ddp)
-    make_hook = hook_with_zero_step if dist.get_rank() == 0 else hook_with_zero_step_interleaved
-    with pytest.raises(RanksDisagreeError, match="interleaved"):
-        make_hook(allreduce_hook, ddp, zero)
-
-
-@HOOKS
-@distributed(2)
-def test_a_wrong_registration_on_one_rank_is_an_error_on_all(world_size: int, make_hook: MakeHook) -> None:
-    ddp, other = make_ddp(Case()), make_ddp(Case())
-    zero = make_zero(ddp)
-    with pytest.raises(Exception, match="not a parameter of the model"):
-        make_hook(allreduce_hook, ddp if dist.get_rank() == 0 else other, zero)
 
 
 @HOOKS

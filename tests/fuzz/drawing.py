@@ -14,6 +14,7 @@ from tests.fuzz.operations import (
     EditState,
     Evaluate,
     Freeze,
+    LateHook,
     LoadModel,
     Move,
     Operation,
@@ -22,6 +23,7 @@ from tests.fuzz.operations import (
     Reload,
     ResetState,
     RollBack,
+    Turn,
     Uneven,
 )
 from tests.fuzz.optimizers import CLASSES, Options, draw_options
@@ -122,6 +124,7 @@ def _draw_train(random: Random, parts: list[str], level: Level) -> Train:
         lambda train: replace(train, synchronised=2),
         lambda train: replace(train, closure=True),
         lambda train: replace(train, max_norm=random.choice((0.01, 0.1, 100.0))),
+        lambda train: replace(train, max_norm=0.1, by_torch=False),
         lambda train: replace(train, max_norm=0.01, norm_type=random.choice(("float('inf')", "3.0", "1.0"))),
         lambda train: replace(train, steps=random.choice((0, 2))),
         lambda train: replace(train, in_evaluation=True),
@@ -153,6 +156,9 @@ def _draw_other(random: Random, optimizer: str, part: str) -> Operation:
     chosen = CLASSES[optimizer]
     choices: list[Callable[[], Operation]] = [
         lambda: Freeze(part, random.random() < 0.4),
+        lambda: LateHook(part, random.random() < 0.6),
+        lambda: Turn(part),
+        lambda: Turn(part),
         lambda: AddGroup(part, random.choice((0.0, 0.02))),
         lambda: EditGroup(random.choice(chosen.edits), group=random.choice((0, 0, -1))),
         lambda: EditState(part, random.choice(chosen.keys), keeps=random.random() < 0.3),

@@ -19,9 +19,10 @@ REFUSED = {
             "a second step",
             "a pass without a step",
             "Join",
+            "two optimizers",
         }
     ),
-    "scatter": frozenset({"several synchronising passes", "gradients that add up over steps"}),
+    "scatter": frozenset(),
     "sharded": frozenset({"add_param_group", "Join"}),
 }
 """What docs/ says that a level refuses, by feature. Anything else must work."""
@@ -49,18 +50,21 @@ class Level:
         """Whether a rank has only a part of the gradients."""
         return self.kind in ("scatter", "sharded")
 
-    def lines(self, ddp: str) -> list[str]:
-        """Python that makes ``optimizer`` and ``model`` from ``module`` and ``groups``."""
+    def lines(self, ddp: str, with_other: bool) -> list[str]:
+        """Python that makes ``optimizer``, ``other`` and ``model`` from ``module``, ``groups`` and ``others``."""
         arguments = "".join(f", {name}={value}" for name, value in self.arguments)
         own = arguments if self.kind != "sharded" else ""
         if self.kind == "overlap":
             own += ", overlap_with_ddp=True"
         lines = [f"optimizer = onecopy.ZeroRedundancyOptimizer(groups, CLASS{own}, **options())"]
+        if with_other:
+            lines.append(f"other = onecopy.ZeroRedundancyOptimizer(others, CLASS{own}, **options())")
+        given = "[optimizer, other]" if with_other else "optimizer"
         if self.kind == "sharded":
-            return [*lines, f"model = onecopy.ShardedDataParallel(module, optimizer{arguments})"]
+            return [*lines, f"model = onecopy.ShardedDataParallel(module, {given}{arguments})"]
         lines.append(f"model = DDP(module{ddp})")
         if self.kind == "scatter":
-            lines.append("model.register_comm_hook(optimizer, onecopy.reduce_scatter_hook)")
+            lines.append(f"model.register_comm_hook({given}, onecopy.reduce_scatter_hook)")
         if self.kind == "overlap":
             lines.append(f"model.register_comm_hook(None, onecopy.{self.hook}(allreduce_hook, model, optimizer))")
         return lines

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import MISSING, dataclass, fields, replace
-from typing import Any
+from typing import Any, ClassVar
 
 Lines = list[str]
 
@@ -41,10 +41,11 @@ class Operation:
     ``features`` are names that ``levels.REFUSED`` and ``levels.OFF`` speak of.
     """
 
+    needs: ClassVar[frozenset[str]] = frozenset()
+
     @property
     def features(self) -> frozenset[str]:
-        """What not every level can do."""
-        return frozenset()
+        return self.needs
 
     @property
     def about(self) -> str:
@@ -52,7 +53,6 @@ class Operation:
         return str(getattr(self, "part", ""))
 
     def lines(self, number: int, context: Context) -> Lines:
-        """Python, for the operation with this number."""
         raise NotImplementedError
 
     def simpler(self) -> Iterator[Operation]:
@@ -70,14 +70,47 @@ class Freeze(Operation):
     part: str
     trained: bool = False
 
-    @property
-    def features(self) -> frozenset[str]:
-        """What not every level can do."""
-        return frozenset({"freezing"})
+    needs = frozenset({"freezing"})
 
     def lines(self, number: int, context: Context) -> Lines:
-        """Python."""
         return [f"module.{self.part}.requires_grad_({self.trained})"]
+
+
+@dataclass(frozen=True)
+class LateHook(Operation):
+    """Register hooks on a part's parameters after the model was wrapped: on the gradient of a pass, or after it."""
+
+    part: str
+    after: bool = False
+
+    @property
+    def features(self) -> frozenset[str]:
+        return frozenset({"an edit of param.grad in each pass"} if self.after else ())
+
+    def lines(self, number: int, context: Context) -> Lines:
+        hook = (
+            ["def halve(p):", "    p.grad.mul_(0.5)"] if self.after else ["def halve(grad):", "    return grad * 0.5"]
+        )
+        register = "register_post_accumulate_grad_hook" if self.after else "register_hook"
+        params = f"params_of(module, {self.part!r})"
+        return [*hook, f"for p in {params}:", "    if p.requires_grad:", f"        p.{register}(halve)"]
+
+
+@dataclass(frozen=True)
+class Turn(Operation):
+    """A step of the second optimizer, which this part belongs to; the gradients of the first one are kept."""
+
+    part: str
+
+    needs = frozenset({"two optimizers"})
+
+    def lines(self, number: int, context: Context) -> Lines:
+        return [
+            "other.zero_grad()",
+            f"loss(model, {10 * number}).backward()",
+            "other.step()",
+            f"seen.append(({number}, values(model)))",
+        ]
 
 
 @dataclass(frozen=True)
@@ -87,13 +120,9 @@ class AddGroup(Operation):
     part: str
     lr: float = 0.0
 
-    @property
-    def features(self) -> frozenset[str]:
-        """What not every level can do."""
-        return frozenset({"add_param_group"})
+    needs = frozenset({"add_param_group"})
 
     def lines(self, number: int, context: Context) -> Lines:
-        """Python."""
         options = f", 'lr': {self.lr}" if self.lr else ""
         params = f"params_of(module, {self.part!r})"
         if context.named:
@@ -109,13 +138,9 @@ class EditGroup(Operation):
     factor: float = 0.5
     group: int = 0
 
-    @property
-    def features(self) -> frozenset[str]:
-        """What not every level can do."""
-        return frozenset({"an edited group"})
+    needs = frozenset({"an edited group"})
 
     def lines(self, number: int, context: Context) -> Lines:
-        """Python."""
         return [f"optimizer.param_groups[{self.group}][{self.key!r}] *= {self.factor}"]
 
 
@@ -131,7 +156,6 @@ class EditState(Operation):
     replaces: bool = False
 
     def lines(self, number: int, context: Context) -> Lines:
-        """Python."""
         if self.kept:
             return ["for tensor in kept:", f"    tensor.mul_({self.factor})"]
         if self.replaces:
@@ -155,7 +179,6 @@ class EditParams(Operation):
     data: bool = True
 
     def lines(self, number: int, context: Context) -> Lines:
-        """Python."""
         if self.data:
             edit = [f"for p in params_of(module, {self.part!r}):", f"    p.data.mul_({self.factor})"]
         else:
@@ -174,7 +197,6 @@ class LoadModel(Operation):
     factor: float = 0.5
 
     def lines(self, number: int, context: Context) -> Lines:
-        """Python."""
         return [
             f"model.load_state_dict({{k: v * {self.factor} if v.is_floating_point() else v "
             "for k, v in model.state_dict().items()})"
@@ -188,11 +210,10 @@ class Reload(Operation):
     through_plain: bool = True
 
     def lines(self, number: int, context: Context) -> Lines:
-        """Python."""
         through = [
-            "other = CLASS([{'params': group['params']} for group in optimizer.param_groups], **options())",
-            "other.load_state_dict(state)",
-            "state = other.state_dict()",
+            "between = CLASS([{'params': group['params']} for group in optimizer.param_groups], **options())",
+            "between.load_state_dict(state)",
+            "state = between.state_dict()",
         ]
         return [
             "state = whole_state(optimizer)",
@@ -209,13 +230,9 @@ class Move(Operation):
     to: int
     blocking: bool = True
 
-    @property
-    def features(self) -> frozenset[str]:
-        """What not every level can do."""
-        return frozenset({"a checkpoint"})
+    needs = frozenset({"a checkpoint"})
 
     def lines(self, number: int, context: Context) -> Lines:
-        """Python."""
         return [
             "optimizer.zero_grad()",
             "if sharded:",
@@ -235,13 +252,9 @@ class Move(Operation):
 class RollBack(Operation):
     """Save a checkpoint, make a step that plain DDP does not make, and load what was saved."""
 
-    @property
-    def features(self) -> frozenset[str]:
-        """What not every level can do."""
-        return frozenset({"rolling back"})
+    needs = frozenset({"rolling back"})
 
     def lines(self, number: int, context: Context) -> Lines:
-        """Python."""
         return [
             "optimizer.zero_grad()",
             "if sharded:",
@@ -257,13 +270,9 @@ class RollBack(Operation):
 class Evaluate(Operation):
     """A forward pass in evaluation mode, without gradients."""
 
-    @property
-    def features(self) -> frozenset[str]:
-        """What not every level can do."""
-        return frozenset({"evaluation"})
+    needs = frozenset({"evaluation"})
 
     def lines(self, number: int, context: Context) -> Lines:
-        """Python."""
         return [
             "model.eval()",
             "with torch.no_grad():",
@@ -280,11 +289,9 @@ class Raise(Operation):
 
     @property
     def features(self) -> frozenset[str]:
-        """What not every level can do."""
         return frozenset() if self.where == "forward" else frozenset({"a closure"})
 
     def lines(self, number: int, context: Context) -> Lines:
-        """Python."""
         attempt = {
             "forward": [f"loss(model, {10 * number})"],
             "closure": ["optimizer.step(fail)"],
@@ -310,11 +317,9 @@ class Refused(Operation):
 
     @property
     def features(self) -> frozenset[str]:
-        """What not every level can do."""
         return frozenset({"add_param_group"}) if self.what == "group" else frozenset()
 
     def lines(self, number: int, context: Context) -> Lines:
-        """Python."""
         attempt = {
             "load": "optimizer.load_state_dict({'state': {}, 'param_groups': []})",
             "group": "optimizer.add_param_group({'params': list(module.base.parameters())})",
@@ -326,13 +331,9 @@ class Refused(Operation):
 class ResetState(Operation):
     """Begin with the state anew."""
 
-    @property
-    def features(self) -> frozenset[str]:
-        """What not every level can do."""
-        return frozenset({"another state"})
+    needs = frozenset({"another state"})
 
     def lines(self, number: int, context: Context) -> Lines:
-        """Python."""
         return ["optimizer.state = collections.defaultdict(dict)"]
 
 
@@ -344,11 +345,9 @@ class Uneven(Operation):
 
     @property
     def features(self) -> frozenset[str]:
-        """What not every level can do."""
         return frozenset({"Join", *(["no_sync in Join"] if self.unsynchronised else [])})
 
     def lines(self, number: int, context: Context) -> Lines:
-        """Python."""
         batch = 10 * number
         return [
             "with Join([model, optimizer] if sharded else [model], model=model):",

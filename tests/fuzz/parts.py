@@ -75,6 +75,12 @@ KINDS = {
     ),
     "unused": Kind(("@ = nn.Linear(16, 16)",), (), trained=False, matrices=False, unused=True),
     "frozen": Kind(("@ = nn.Linear(16, 16).requires_grad_(False)",), ("h = h + torch.tanh(@(h))",), trained=False),
+    "integers": Kind(
+        ("@ = nn.Parameter(torch.arange(16, dtype=torch.int8), requires_grad=False)",),
+        ("h = h + (@ * 0.01).to(h.dtype)",),
+        trained=False,
+    ),
+    "flags": Kind(("@ = nn.Parameter(torch.arange(16) > 3, requires_grad=False)",), ("h = h * @",), trained=False),
     # One rank in every step; none of three ranks in some.
     "sometimes": Kind(
         ("@ = nn.Linear(16, 16)",), ("if (step // 10) % 4 == RANK:", "    h = h + torch.tanh(@(h))"), unused=True

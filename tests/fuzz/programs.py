@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tests.fuzz.levels import Level
-from tests.fuzz.operations import AddGroup, Move, Operation
+from tests.fuzz.operations import AddGroup, Move, Operation, Turn
 from tests.fuzz.optimizers import Options
 from tests.fuzz.parts import Part
+
+KEEPING = frozenset({"gradients that add up over steps", "two optimizers"})
+"""With these, a gradient that was reduced is still there in a later pass, which adds to it."""
 
 TOLERANCE = 1e-4
 """What parameters may differ by where gradients are added up in another order, relative to values of about 1.
@@ -52,9 +55,14 @@ class Program:
     operations: tuple[Operation, ...]
 
     @property
-    def late(self) -> tuple[str, ...]:
+    def added(self) -> tuple[str, ...]:
         """The parts that no group has at first."""
         return tuple(operation.part for operation in self.operations if isinstance(operation, AddGroup))
+
+    @property
+    def of_other(self) -> tuple[str, ...]:
+        """The parts of a second optimizer."""
+        return tuple(sorted({operation.part for operation in self.operations if isinstance(operation, Turn)}))
 
     @property
     def broadcasts_buffers(self) -> bool:
@@ -70,16 +78,21 @@ class Program:
         return any(level.kind == kind for level in self.levels)
 
     @property
+    def features(self) -> frozenset[str]:
+        """What its operations ask of a level."""
+        return frozenset[str]().union(*(operation.features for operation in self.operations))
+
+    @property
     def exact(self) -> bool:
         """Whether both sides must agree bit by bit."""
-        features = frozenset[str]().union(*(operation.features for operation in self.operations))
+        features = self.features
         if self.world_size > 2:
             # The same all-reduce of the same buckets, which DDP arranges anew after its first pass.
             return len(self.levels) == 1 and not self.levels[0].scatters and "rolling back" not in features
-        if not self.has_level("sharded"):
+        if not any(level.scatters for level in self.levels):
             return True
         # docs/data-parallel.md: a reduction for each pass is rounded for each.
-        return not features & {"several synchronising passes", "gradients that add up over steps"}
+        return not features & {"several synchronising passes", *KEEPING}
 
     @property
     def narrow(self) -> bool:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from tests.fuzz.levels import OFF, REFUSED
-from tests.fuzz.operations import EditState, Move, Reload, ResetState, RollBack, Uneven
+from tests.fuzz.operations import EditState, LateHook, Move, Reload, ResetState, RollBack, Uneven
 from tests.fuzz.optimizers import CLASSES
-from tests.fuzz.programs import Program
+from tests.fuzz.programs import KEEPING, Program
 
 
 def allowed(program: Program) -> bool:
@@ -70,7 +70,7 @@ def _norms_exist(program: Program) -> bool:
 
 
 def _groups_are_added_once(program: Program) -> bool:
-    late = program.late
+    late = program.added
     if len(set(late)) < len(late):
         return False
     if late and (program.scheduler or program.moves):
@@ -78,7 +78,23 @@ def _groups_are_added_once(program: Program) -> bool:
     if late and any("rolling back" in operation.features for operation in program.operations):
         return False  # a load adds an option to torch's defaults, which groups that are added later then have
     # torch refuses names where a group is empty.
-    return not (len(program.groups) > 1 and len(program.parts) - len(late) < 2)
+    return not (len(program.groups) > 1 and len(program.parts) - len(late) - len(program.of_other) < 2)
+
+
+def _second_optimizer_fits(program: Program) -> bool:
+    """It has parts of its own. It is not saved, joins nothing, and its gradients are not unscaled."""
+    others = {"Join", "a GradScaler", "rolling back", "a checkpoint"}
+    fits = not program.features & others and not set(program.of_other) & set(program.added)
+    return fits or not program.of_other
+
+
+def _hooks_see_the_same(program: Program) -> bool:
+    """Hooks are lost with the model of a checkpoint, and where gradients are sharded they see those of a pass only."""
+    if any(isinstance(operation, LateHook) for operation in program.operations) and program.moves:
+        return False
+    scatters = any(level.scatters for level in program.levels)
+    accumulates = program.features & {"several synchronising passes", *KEEPING}
+    return not (scatters and accumulates and "an edit of param.grad in each pass" in program.features)
 
 
 def _kept_state_is_current(program: Program) -> bool:
@@ -116,6 +132,8 @@ RULES: tuple[Callable[[Program], bool], ...] = (
     _class_fits,
     _norms_exist,
     _groups_are_added_once,
+    _second_optimizer_fits,
+    _hooks_see_the_same,
     _kept_state_is_current,
     _buffers_are_equal,
 )

@@ -19,6 +19,7 @@ class Train(Operation):
         closure: whether the one pass runs in a closure.
         max_norm: what gradients are clipped to; 0 is not at all.
         norm_type: the norm.
+        by_torch: whether torch's function clips, and not the optimizer's method.
         steps: how many times ``step`` is called.
         in_evaluation: whether the model is in evaluation mode meanwhile.
         scale: the scale of a GradScaler, a power of two; 0 is none.
@@ -33,6 +34,7 @@ class Train(Operation):
     closure: bool = False
     max_norm: float = 0.0
     norm_type: str = "2.0"
+    by_torch: bool = True
     steps: int = 1
     in_evaluation: bool = False
     scale: int = 0
@@ -122,11 +124,16 @@ class Train(Operation):
             clip = f"norm = nn.utils.clip_grad_norm_(module.parameters(), {arguments})"
             return [clip, f"seen.append(({number}, norm))"]
         # The norm is added up in another order: it must be close, and then both sides scale by the same.
+        clip = (
+            f"nn.utils.clip_grad_norm_(params, {arguments})"
+            if self.by_torch
+            else f"optimizer.clip_grad_norm_({arguments})"
+        )
         return [
+            "params = [p for group in optimizer.param_groups for p in group['params'] if p.grad is not None]",
             "if sharded:",
-            f"    norms.append(optimizer.clip_grad_norm_({arguments}))",
+            f"    norms.append({clip})",
             "else:",
-            "    params = [p for group in optimizer.param_groups for p in group['params'] if p.grad is not None]",
             f"    norm = nn.utils.get_total_norm([p.grad for p in params], {self.norm_type})",
             "    ours = norms.pop(0) if norms else norm",
             "    torch.testing.assert_close(ours.double(), norm.double(), rtol=1e-2 if norm.dtype is torch.bfloat16 "

@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+from tests.support.paths import ROOT
 from tests.support.process_ends import free_port
 
 LIMIT = 90.0
@@ -79,3 +80,11 @@ def test_a_rank_that_exits_with_an_error_does_not_let_the_others_wait() -> None:
     assert (code, exit_code) == (1, 1)
     assert "Connection closed by peer" in errors
     assert seconds < 30
+
+
+def test_processes_end_in_the_commonest_ways_without_a_hang_or_an_abort() -> None:
+    """``make faults`` tries every way."""
+    command = [sys.executable, "-m", "tests.support.process_ends", "2", "--few"]
+    ended = subprocess.run(command, cwd=ROOT, env=dict(os.environ), capture_output=True, text=True, timeout=900)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "processes ended, 0 of them badly" in ended.stdout

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onecopy.comm import limits
 from onecopy.common.nested_tensors import tensors_in
 from onecopy.common.tensor_storages import storage_bytes
 from onecopy.layout import Layout
@@ -145,7 +144,7 @@ def memory_report(engine: Engine) -> MemoryReport:
     gradients = engine.gradients
     way = Way.LEVEL_2 if gradients.is_reduce_scattered else Way.LEVEL_1
     way = Way.LEVEL_3 if gradients.are_sharded else way
-    bucket = limits.bucket_bytes(collectives.world_size, collectives.sends_in_place(engine.params[0].device))
+    bucket = collectives.bucket_bytes(engine.params[0].device)
     owned = layout.owned_by(collectives.group_rank)
     masters = [entry.tensor for entry in inner.owned if entry.param_view is not None]
     return MemoryReport(

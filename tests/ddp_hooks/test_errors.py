@@ -56,7 +56,7 @@ class Twins:
         self.groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
         self.alone = self.groups[dist.get_rank()]
         self.everyone = dist.new_group()
-        self.of_torch = torch_zero(self.module.parameters())
+        self.of_torch = torch_zero(self.module.first.parameters())
         self.other_ddp = DistributedDataParallel(self.module, process_group=self.alone)
 
     def zero(self, params: Any, **options: Any) -> ZeroRedundancyOptimizer:
@@ -258,7 +258,7 @@ WRONG_HOOKS: dict[str, tuple[Callable[[Twins], tuple[Any, Any]], type[Exception]
         "DistributedDataParallel, got Layers",
     ),
     "parameters of another model": (
-        lambda twins: (DistributedDataParallel(nn.Linear(2, 2), process_group=twins.alone), twins.zeros[0]),
+        lambda twins: (DistributedDataParallel(nn.Linear(2, 2)), twins.zeros[0]),
         ValueError,
         "'weight'.*not a parameter of the model",
     ),
@@ -275,7 +275,8 @@ def test_a_wrong_argument_of_an_overlap_hook_is_refused_on_all_ranks(
     arguments_of, kind, text = WRONG_HOOKS[name]
 
     def make(twins: Twins, is_wrong: bool) -> None:
-        make_hook(allreduce_hook, *(arguments_of(twins) if is_wrong else (twins.ddp, twins.zeros[0])))
+        wrong = arguments_of(twins)  # on all ranks, as some of it takes all of them
+        make_hook(allreduce_hook, *(wrong if is_wrong else (twins.ddp, twins.zeros[0])))
 
     check_refused(culprits, make, kind, text, overlap=True)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tests.fuzz.levels import OFF, REFUSED
+from tests.fuzz.levels import OFF, OTHER_REFUSED, REFUSED
 from tests.fuzz.operations import EditState, LateHook, Move, Reload, ResetState, RollBack, Uneven
 from tests.fuzz.optimizers import CLASSES
 from tests.fuzz.programs import KEEPING, Program
@@ -82,9 +82,7 @@ def _groups_are_added_once(program: Program) -> bool:
 
 
 def _second_optimizer_fits(program: Program) -> bool:
-    """It has parts of its own. It is not saved, joins nothing, and its gradients are not unscaled."""
-    others = {"Join", "a GradScaler", "rolling back", "a checkpoint"}
-    fits = not program.features & others and not set(program.of_other) & set(program.added)
+    fits = not program.features & OTHER_REFUSED and not set(program.of_other) & set(program.added)
     return fits or not program.of_other
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import importlib
 import os
 import shutil
 import signal
@@ -24,9 +25,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-import torch._dynamo  # a rank would import it in its first step
 import torch.distributed as dist
-import torch.distributed.optim  # and this when it makes an optimizer
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -164,7 +163,9 @@ def train_at(level: str) -> None:
     if level == "plain DDP":
         return train(model, torch.optim.Adam(params))
     if level == "torch's ZeroRedundancyOptimizer":
-        return train(model, torch.distributed.optim.ZeroRedundancyOptimizer(params, torch.optim.Adam))
+        from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
+
+        return train(model, TorchZero(params, torch.optim.Adam))
     overlap = getattr(onecopy, level) if level in OVERLAP_HOOKS else None
     optimizer = ZeroRedundancyOptimizer(params, torch.optim.Adam, overlap_with_ddp=overlap is not None)
     if level == "reduce_scatter_hook":
@@ -299,6 +300,8 @@ def main() -> int:
     parser.add_argument("--only", help="only kinds of training whose name contains this")
     parser.add_argument("--at-once", type=int, default=6, help="groups that train at once, so that all are slow")
     given = parser.parse_args()
+    for name in ("torch._dynamo", "torch.distributed.optim"):  # each rank would import them
+        importlib.import_module(name)
     gc.freeze()  # the ends of forks then take a third of the time
     if given.trainings:
         names = [name for name in TRAININGS if given.only is None or given.only in name]

@@ -63,17 +63,6 @@ def test_without_step_each_backward_pass_updates_once_the_buckets_are_final(
     assert_same_state(ours, reference)
 
 
-@HOOKS
-@distributed(2)
-def test_a_loop_with_step_is_not_warned(world_size: int, make_hook: MakeHook) -> None:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        ours = overlapped_run(Case(), make_hook)
-        for step in range(4):
-            ours.iterate(step)
-    assert not caught
-
-
 @pytest.mark.parametrize("make_hook", [hook_with_zero_step_interleaved])
 @distributed(2)
 def test_a_resnet_without_step_equals_plain_ddp_after_the_warm_up(world_size: int, make_hook: MakeHook) -> None:

@@ -18,6 +18,7 @@ from onecopy import ZeroRedundancyOptimizer
 from tests.support.ddp_training import ELEMENT, assert_same_state, assert_same_values, tolerance_of, train_both
 from tests.support.failures import expect_failure_of
 from tests.support.harness import distributed
+from tests.support.logs import logged
 from tests.support.models import (
     assert_equal,
     assert_replicas_equal,
@@ -202,20 +203,9 @@ def test_a_change_on_one_rank_before_a_step_that_communicates_is_an_error_on_all
 @HOOKS
 @distributed(2)
 def test_parameters_as_bucket_views_are_ignored_and_that_is_logged(world_size: int, make_hook: MakeHook) -> None:
-    records: list[logging.LogRecord] = []
-
-    class Keep(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            records.append(record)
-
-    logger, handler = logging.getLogger("onecopy"), Keep()
-    logger.addHandler(handler)
-    try:
+    with logged(logging.WARNING) as messages:
         case = Case(ours={"parameters_as_bucket_view": True})
         ours = overlapped_run(case, make_hook)
-    finally:
-        logger.removeHandler(handler)
-    messages = [record.getMessage() for record in records if record.levelno >= logging.WARNING]
     assert len(messages) == 1
     assert "parameters_as_bucket_view=True is ignored" in messages[0]
     pointers = [param.data_ptr() for param in ours.params]

@@ -193,37 +193,6 @@ def level_one_run(case: Case) -> DDPRun:
     )
 
 
-def scale_all(params: list[Tensor]) -> None:
-    for param in params:
-        if param.grad is not None:
-            param.grad.mul_(0.5)
-
-
-def scale_one(params: list[Tensor]) -> None:
-    assert params[0].grad is not None
-    params[0].grad.mul_(0.25)
-
-
-def scale_a_part(params: list[Tensor]) -> None:
-    scale_all(params[: len(params) // 2])
-
-
-@distributed(2, 3)
-@pytest.mark.parametrize("policy", ["parameter", "element"])
-@pytest.mark.parametrize("scale", [scale_all, scale_one, scale_a_part])
-def test_scaling_gradients_alike_on_all_ranks_is_no_error(
-    world_size: int, scale: Callable[[list[Tensor]], None], policy: str
-) -> None:
-    case = Case(parts=(Part(ours={"shard_by": policy}),))
-    ours, reference = scattered_run(case), plain_run(case)
-    for step in range(3):
-        for run in (ours, reference):
-            run.backward(step)
-            scale(run.params)
-            run.update()
-        assert_equal(ours.params, reference.params, f"iteration {step}", ROUNDING)
-
-
 @distributed(2)
 def test_clipping_that_changes_nothing_keeps_every_bit(world_size: int) -> None:
     ours, reference = scattered_run(Case()), plain_run(Case())

@@ -8,23 +8,18 @@ from random import Random
 
 from tests.fuzz.levels import OFF, OTHER_REFUSED, REFUSED, Level, draw_level
 from tests.fuzz.operations import (
+    TEXTS,
     AddGroup,
+    Do,
     EditGroup,
     EditParams,
     EditState,
-    Evaluate,
     Freeze,
     LateHook,
-    LoadModel,
     Move,
     Operation,
-    Raise,
-    Refused,
     Reload,
-    ResetState,
-    RollBack,
     Turn,
-    Uneven,
 )
 from tests.fuzz.optimizers import CLASSES, Options, draw_options
 from tests.fuzz.parts import BASE, KINDS, Part
@@ -166,14 +161,8 @@ def _draw_other(random: Random, optimizer: str, part: str) -> Operation:
         lambda: EditState(part, random.choice(chosen.keys), keeps=random.random() < 0.3),
         lambda: EditState(part, random.choice(chosen.keys), kept=True),
         lambda: EditParams(part, data=random.random() < 0.5),
-        lambda: LoadModel(),
         lambda: Reload(random.random() < 0.6),
-        lambda: Evaluate(),
-        lambda: Raise(random.choice(("forward", "closure", "closure after its pass"))),
-        lambda: Refused(random.choice(("load", "group"))),
-        lambda: ResetState(),
-        lambda: RollBack(),
+        *[lambda: Do(random.choice(list(TEXTS)))] * 7,
         lambda: EditState(part, random.choice(chosen.keys), replaces=True),
-        lambda: Uneven(random.random() < 0.3),
     ]
     return random.choice(choices)()

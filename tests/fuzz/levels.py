@@ -36,16 +36,10 @@ OFF: dict[str, str] = {}
 
 @dataclass(frozen=True)
 class Level:
-    """How training is sharded.
+    """How training is sharded."""
 
-    Attributes:
-        kind: ``zero``, ``overlap``, ``scatter`` or ``sharded``.
-        arguments: of the optimizer, or at level 3 of the wrapper; values are Python expressions.
-        hook: the overlap hook.
-    """
-
-    kind: str = "zero"
-    arguments: Options = ()
+    kind: str = "zero"  # a key of REFUSED
+    arguments: Options = ()  # of the optimizer, or at level 3 of the wrapper
     hook: str = ""
 
     @property

@@ -24,34 +24,19 @@ more or less changes parameters by 1e-3 and more.
 
 @dataclass(frozen=True)
 class Program:
-    """A model, an optimizer, levels to train at, and what to do.
-
-    Attributes:
-        seed: what it was drawn from.
-        world_size: the number of ranks.
-        parts: the model.
-        dtype: the type of its parameters, but for parts of a type of their own.
-        optimizer: the name of a class of ``torch.optim``.
-        options: what it is constructed with.
-        groups: options of each parameter group; parameters go to them in turns.
-        named: whether the optimizer is given names.
-        scheduler: an expression of ``torch.optim.lr_scheduler``, or none.
-        ddp: arguments of DDP.
-        levels: where training begins, and where it may move to.
-        operations: what happens.
-    """
+    """A model, an optimizer, levels to train at, and what to do. Strings, but names and ``dtype``, are expressions."""
 
     seed: int
     world_size: int
-    parts: tuple[Part, ...]
-    dtype: str
+    parts: tuple[Part, ...]  # the model
+    dtype: str  # of the parameters, but for parts with a type of their own
     optimizer: str
     options: Options
-    groups: tuple[Options, ...]
-    named: bool
+    groups: tuple[Options, ...]  # options of each; parameters go to them in turns
+    named: bool  # whether the optimizer is given names
     scheduler: str
     ddp: Options
-    levels: tuple[Level, ...]
+    levels: tuple[Level, ...]  # where training begins, and where it may move to
     operations: tuple[Operation, ...]
 
     @property
@@ -89,10 +74,15 @@ class Program:
         if self.world_size > 2:
             # The same all-reduce of the same buckets, which DDP arranges anew after its first pass.
             return len(self.levels) == 1 and not self.levels[0].scatters and "rolling back" not in features
-        if not any(level.scatters for level in self.levels):
+        if not self.scatters:
             return True
         # docs/data-parallel.md: a reduction for each pass is rounded for each.
         return not features & {"several synchronising passes", *KEEPING}
+
+    @property
+    def scatters(self) -> bool:
+        """Whether a rank has only a part of the gradients, at one of the levels."""
+        return any(level.scatters for level in self.levels)
 
     @property
     def narrow(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from string import Template
 
-from tests.fuzz.operations import Context, EditState, Raise, indented
+from tests.fuzz.operations import Do, EditState, Lines
 from tests.fuzz.programs import TOLERANCE, Program
 
 HEAD = Template('''\
@@ -134,6 +134,11 @@ END_FOLDER = """\
 """
 
 
+def indented(lines: Lines) -> Lines:
+    """One level deeper."""
+    return [f"    {line}" for line in lines]
+
+
 def script(program: Program, name: str = "script.py", title: str = "") -> str:
     """The program as Python."""
     train = "\n".join(indented(_train(program)))
@@ -190,7 +195,7 @@ def _imports(program: Program, text: str) -> list[str]:
 
 
 def _model(program: Program) -> list[str]:
-    fails = any(isinstance(operation, Raise) and operation.where == "forward" for operation in program.operations)
+    fails = Do("raise in a forward") in program.operations
     forward = [part.forward() for part in program.parts]
     if fails:
         forward.insert((len(forward) + 1) // 2, ["if self.fails:", "    fail()"])
@@ -245,9 +250,8 @@ def _train(program: Program) -> list[str]:
     lines: list[str] = []
     if any(isinstance(operation, EditState) and operation.kept for operation in program.operations):
         lines.append("kept = []")
-    context = Context(any(level.scatters for level in program.levels), bool(program.scheduler), program.named)
     for number, operation in enumerate(program.operations):
-        lines += [f"# operation {number}", *operation.lines(number, context)]
+        lines += [f"# operation {number}", *operation.lines(number, program)]
     if not program.exact:
         lines.append("check_replicas(model.module)")
     return lines

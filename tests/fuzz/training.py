@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from tests.fuzz.operations import Context, Lines, Operation
+from tests.fuzz.operations import Lines, Operation
+
+if TYPE_CHECKING:
+    from tests.fuzz.programs import Program
 
 
 @dataclass(frozen=True)
@@ -65,16 +69,16 @@ class Train(Operation):
         }
         return frozenset(name for name, holds in present.items() if holds)
 
-    def lines(self, number: int, context: Context) -> Lines:
+    def lines(self, number: int, program: Program) -> Lines:
         """Python."""
-        body = self._with_closure(number) if self.closure else self._in_order(number, context)
+        body = self._with_closure(number) if self.closure else self._in_order(number, program)
         if self.in_evaluation:
             body = ["model.eval()", *body, "model.train()"]
         if self.zero in ("none", "after") and not self.closure:
             body = ["optimizer.zero_grad()", *body]
         if self.zero == "zeros" and not self.closure:
             body = ["optimizer.zero_grad(set_to_none=False)", *body]
-        if self.steps and context.scheduled:
+        if self.steps and program.scheduler:
             body.append("scheduler.step()")
         body.append(f"seen.append(({number}, values(model)))")
         if self.zero == "after" or self.steps == 0:
@@ -91,7 +95,7 @@ class Train(Operation):
             *[f"seen.append(({number}, optimizer.step(closure).item()))"] * self.steps,
         ]
 
-    def _in_order(self, number: int, context: Context) -> Lines:
+    def _in_order(self, number: int, program: Program) -> Lines:
         lines: Lines = [f"scaler = torch.amp.GradScaler('cpu', init_scale={self.scale}.0)"] if self.scale else []
         which = "scaler.scale({})" if self.scale else "{}"
         batches = iter(range(10 * number, 10 * number + 10))
@@ -112,15 +116,15 @@ class Train(Operation):
                 f"        {self.edit}",
             ]
         if self.max_norm:
-            lines += self._clip(number, context)
+            lines += self._clip(number, program)
         lines += ["scaler.step(optimizer)" if self.scale else "optimizer.step()"] * self.steps
         if self.freeze_between:
             lines.append(f"module.{self.freeze_between}.requires_grad_(True)")
         return lines
 
-    def _clip(self, number: int, context: Context) -> Lines:
+    def _clip(self, number: int, program: Program) -> Lines:
         arguments = f"{self.max_norm}, norm_type={self.norm_type}"
-        if not context.scattered:
+        if not program.scatters:
             clip = f"norm = nn.utils.clip_grad_norm_(module.parameters(), {arguments})"
             return [clip, f"seen.append(({number}, norm))"]
         # The norm is added up in another order: it must be close, and then both sides scale by the same.

@@ -11,7 +11,7 @@ from pathlib import Path
 from tests.support.paths import ROOT
 from tests.support.process_ends import free_port
 
-LIMIT = 90.0
+LIMIT = 180.0
 
 BEGIN = """
 import gc, sys

@@ -15,7 +15,7 @@ from onecopy.comm.status_flags import DeferredFlags, DeferredRead
 from tests.support.as_on_accelerators import as_on_accelerators
 from tests.support.data_parallel import ROUNDING, train
 from tests.support.harness import distributed
-from tests.support.models import assert_equal, assert_replicas_equal, small_ddp, small_loss, small_model
+from tests.support.models import assert_equal, assert_replicas_equal, small_loss, small_model
 from tests.support.parity import IN_ANY_ORDER, Case, Run, compare
 
 
@@ -41,35 +41,6 @@ def sharded(**options: Any) -> tuple[ShardedDataParallel, ZeroRedundancyOptimize
     model = small_model()
     zero = ZeroRedundancyOptimizer(model.parameters(), options.pop("optimizer", torch.optim.SGD), lr=0.1, **options)
     return ShardedDataParallel(model, zero, bucket_bytes=64), zero
-
-
-@distributed(2)
-def test_the_host_reads_nothing_where_every_parameter_has_a_gradient(world_size: int) -> None:
-    """Until the next step: by then the accelerator has long finished the exchange of the flags."""
-    with as_on_accelerators():
-        model, zero = sharded()
-        small_loss(model, 0).backward()
-        zero.step()
-        small_loss(model, 1).backward()
-        with mock.patch.object(DeferredRead, "read", side_effect=AssertionError("the host waited")):
-            model, zero = sharded()
-            small_loss(model, 0).backward()
-            zero.clip_grad_norm_(1.0)
-            zero.step()
-
-
-@distributed(2, 3)
-def test_the_drop_in_optimizer_defers_its_reads_too(world_size: int) -> None:
-    plain, ours = small_ddp(), small_ddp()
-    reference = torch.optim.AdamW(plain.parameters(), lr=0.01)
-    with as_on_accelerators():
-        zero = ZeroRedundancyOptimizer(ours.parameters(), torch.optim.AdamW, lr=0.01)
-        for step in range(5):
-            for model, optimizer in ((plain, reference), (ours, zero)):
-                optimizer.zero_grad()
-                small_loss(model, step).backward()
-                optimizer.step()
-            assert_equal(ours.parameters(), plain.parameters(), f"step {step}")
 
 
 @distributed(2)
@@ -174,34 +145,6 @@ def test_a_parameter_frozen_on_one_rank_raises_in_the_next_forward(world_size: i
         small_loss(model, 0).backward()
         with pytest.raises(RanksDisagreeError, match="is frozen on some ranks"):
             small_loss(model, 0)
-
-
-@distributed(2)
-def test_parameters_that_are_frozen_on_all_ranks_make_the_host_read_nothing(world_size: int) -> None:
-    with as_on_accelerators(), mock.patch.object(DeferredRead, "read", side_effect=AssertionError("the host waited")):
-        model, zero = sharded()
-        frozen = next(model.module.parameters()).requires_grad_(False)
-        small_loss(model, 0).backward()
-        zero.step()
-        assert frozen.grad is None
-
-
-@distributed(2)
-def test_each_of_two_optimizers_reads_the_flags_of_its_own_last_step(world_size: int) -> None:
-    """Not those of the other one in the same iteration, for which the host would have to wait."""
-    with as_on_accelerators():
-        module = small_model()
-        params = list(module.parameters())
-        zeros = [ZeroRedundancyOptimizer(part, torch.optim.SGD, lr=0.1) for part in (params[:1], params[1:])]
-        model = ShardedDataParallel(module, zeros, bucket_bytes=64)
-        with mock.patch.object(DeferredRead, "read", autospec=True, side_effect=DeferredRead.read) as read:
-            for step in range(3):
-                small_loss(model, step).backward()
-                before = read.call_count
-                zeros[0].step()
-                assert read.call_count - before == (2 if step else 0)  # of the pass before, and its own
-                zeros[1].step()
-                assert read.call_count - before == (3 if step else 0)
 
 
 def failing_check(_flags: Tensor) -> None:

@@ -14,7 +14,7 @@ from onecopy.comm import sharing
 from onecopy.common import tagged_json
 from onecopy.state_dict import load
 from onecopy.step import storage
-from tests.support.failures import NO_MEMORY, check_pool, expect_failure_of, expect_no_memory, failing, parameter
+from tests.support.failures import check_pool, expect_failure_of, expect_no_memory, failing, parameter
 from tests.support.harness import distributed
 from tests.support.models import assert_equal
 
@@ -167,24 +167,3 @@ def test_a_master_weight_of_another_shape_is_refused_before_anything_changes(wor
     expect_failure_of([owner], lambda: zero.load_state_dict(state), ValueError, "master weight of parameter .* in the")
     assert zero.param_groups[0]["lr"] == 0.1
     assert_equal([reference_state(zero)["master_weights"][0]], [good["master_weights"][0]], "master weights")
-
-
-@distributed(2, 3)
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_a_hook_that_fails_on_one_rank_while_loading(world_size: int, when: str) -> None:
-    zero = trained()
-    state = reference_state(zero)
-    state["param_groups"][0]["lr"] = 0.5
-
-    def hook(*_: Any) -> None:
-        if dist.get_rank() == 0:
-            raise MemoryError(NO_MEMORY)
-
-    before = when == "before"
-    handle = (zero.register_load_state_dict_pre_hook if before else zero.register_load_state_dict_post_hook)(hook)
-    expect_no_memory(0, lambda: zero.load_state_dict(state))
-    assert zero.param_groups[0]["lr"] == (0.1 if before else 0.5)
-    step(zero)
-    handle.remove()
-    zero.load_state_dict(state)
-    step(zero)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -91,45 +90,6 @@ def test_a_file_moves_between_world_sizes_and_policies(
 
 
 @distributed(2)
-@pytest.mark.parametrize("shard_by", ["parameter", "element"])
-def test_state_of_another_shape_is_refused_by_name_and_nothing_changes(world_size: int, shard_by: str) -> None:
-    pair = Pair(names=["matrix", "small"], shard_by=shard_by).train()
-    state_dict = copy.deepcopy(pair.plain.state_dict())
-    state_dict["param_groups"][0]["lr"] = 55.0
-    state_dict["state"][0]["exp_avg_sq"] = torch.zeros(40, 60)
-    with pytest.raises(ValueError, match=r"'exp_avg_sq' of parameter 'matrix' has shape \(40, 60\).*\(60, 40\)"):
-        pair.ours.load_state_dict(state_dict)
-    assert pair.ours.param_groups[0]["lr"] == 0.1
-    pair.train()
-    state_dict = pair.consolidated()
-    if pair.ours.rank == 0:
-        expect_same(state_dict, pair.plain.state_dict())
-
-
-def drop_group(state_dict: dict[str, Any]) -> None:
-    state_dict["param_groups"].clear()
-
-
-def add_parameter(state_dict: dict[str, Any]) -> None:
-    state_dict["param_groups"][0]["params"].append(9)
-
-
-@distributed(2)
-@pytest.mark.parametrize("change", [drop_group, add_parameter])
-def test_another_number_of_groups_or_parameters_is_refused(
-    world_size: int, change: Callable[[dict[str, Any]], None]
-) -> None:
-    pair = Pair(names=["matrix", "small"]).train()
-    state_dict = copy.deepcopy(pair.plain.state_dict())
-    change(state_dict)
-    with pytest.raises(ValueError, match="parameter group"):
-        pair.ours.load_state_dict(state_dict)
-    with pytest.raises(ValueError, match="parameter group"):
-        pair.plain.load_state_dict(state_dict)
-    pair.train()
-
-
-@distributed(2)
 @pytest.mark.parametrize("option", ["fused", "capturable"])
 @pytest.mark.parametrize("kind", [torch.float64, torch.float32, torch.int64, float])
 def test_step_counters_land_where_fused_and_capturable_want_them(world_size: int, option: str, kind: Any) -> None:
@@ -207,18 +167,6 @@ def test_names_are_kept_and_loaded_as_the_plain_optimizer_does(world_size: int, 
     loaded = pair.consolidated()
     if pair.ours.rank == 0:
         assert loaded["param_groups"] == pair.plain.state_dict()["param_groups"]
-
-
-@distributed(2)
-def test_options_that_a_scheduler_added_travel_with_the_dict(world_size: int) -> None:
-    pair = Pair(names=["matrix", "small"])
-    for optimizer in (pair.ours, pair.plain):
-        torch.optim.lr_scheduler.LinearLR(optimizer)
-    pair.train()
-    state_dict = pair.consolidated()
-    if pair.ours.rank == 0:
-        expect_same(state_dict, pair.plain.state_dict())
-        assert "initial_lr" in state_dict["param_groups"][0]
 
 
 @distributed(2)

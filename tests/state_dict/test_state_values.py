@@ -184,10 +184,6 @@ class NotesItsRank(Noter):
     note = staticmethod(lambda _: dist.get_rank())
 
 
-class NotesItsRankInATensor(Noter):
-    note = staticmethod(lambda _: torch.tensor(float(dist.get_rank())))
-
-
 class NotesItsKind(Noter):
     note = staticmethod(lambda _: None if dist.get_rank() else torch.ones(3))
 
@@ -207,7 +203,7 @@ class NotesPerElement(Noter):
 
 
 @distributed(2)
-@pytest.mark.parametrize("optimizer_class", [NotesItsRank, NotesItsRankInATensor, NotesItsKind, NotesATable])
+@pytest.mark.parametrize("optimizer_class", [NotesItsRank, NotesItsKind, NotesATable])
 def test_owners_of_a_cut_parameter_must_agree_on_values_that_are_not_per_element(
     world_size: int, optimizer_class: type[Noter]
 ) -> None:

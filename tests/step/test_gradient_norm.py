@@ -41,7 +41,7 @@ class Clipped:
         torch.manual_seed(5)
         self.module = make()
         self.params = list(self.module.parameters())
-        options: dict[str, Any] = {} if kind in ("whole", "sharded", "torch on sharded") else {"shard_by": "element"}
+        options: dict[str, Any] = {"shard_by": "parameter"} if kind == "whole" else {}
         self.zeros = [
             ZeroRedundancyOptimizer(part, torch.optim.SGD, lr=0.1, **options)
             for part in ([self.params[::2], self.params[1::2]] if kind == "several" else [self.params])

@@ -95,40 +95,24 @@ def test_where_the_warning_is_an_error_it_comes_on_all_ranks_after_a_whole_step(
         assert torch.equal(first, param)
 
 
+@pytest.mark.parametrize("closure", [False, True])
 @distributed(2)
-def test_a_call_of_the_module_inside_ddp_is_noticed(world_size: int) -> None:
+def test_a_call_of_the_module_inside_ddp_is_noticed(world_size: int, closure: bool) -> None:
+    """Under ``.sum()`` the gradient of the last bias is the number of samples on every rank, which hides nothing."""
     model = DistributedDataParallel(small_model())
-    with pytest.raises(GradientsNotReducedWarning, match="not the module inside"):
-        train(model.module, sgd(model))
-
-
-@distributed(2)
-def test_one_gradient_that_is_equal_everywhere_does_not_silence_it(world_size: int) -> None:
-    """Under ``.sum()`` the gradient of the last bias is the number of samples, on every rank."""
-    model = small_model()
-    optimizer = sgd(model)
-    with pytest.raises(GradientsNotReducedWarning, match="In 3 steps most of the gradients"):  # noqa: PT012
-        for step in range(LOOPS):
-            optimizer.zero_grad()
-            model(inputs(step)).sum().backward()
-            step_with_alarm(optimizer)
-
-
-@distributed(2)
-def test_a_closure_is_no_obstacle(world_size: int) -> None:
-    model = small_model()
     optimizer = sgd(model)
 
-    def closure() -> float:
+    def evaluate() -> float:
         optimizer.zero_grad()
-        loss = model(inputs(0)).square().sum()
+        loss = model.module(inputs(0)).sum()
         loss.backward()
         return float(loss.detach())
 
-    step_with_alarm(optimizer, closure)
-    step_with_alarm(optimizer, closure)
-    with pytest.raises(GradientsNotReducedWarning):
-        step_with_alarm(optimizer, closure)
+    with pytest.raises(GradientsNotReducedWarning, match=r"In 3 steps most of .*not the module inside"):  # noqa: PT012
+        for _ in range(LOOPS):
+            if not closure:
+                evaluate()
+            step_with_alarm(optimizer, evaluate if closure else None)
 
 
 def plain_ddp(model: DistributedDataParallel) -> None:
@@ -169,41 +153,24 @@ def test_torchs_hooks_make_gradients_equal(world_size: int, register: Callable[[
         assert not probing(optimizer)
 
 
-@distributed(2)
-def test_the_reduce_scatter_hook_the_overlap_hook_and_sharded_data_parallel_are_not_probed(world_size: int) -> None:
+def level_2() -> tuple[Any, ZeroRedundancyOptimizer]:
     model = DistributedDataParallel(small_model())
     optimizer = sgd(model, shard_by="element")
     model.register_comm_hook(optimizer, reduce_scatter_hook)
-    train(model, optimizer)
-    assert not probing(optimizer)
+    return model, optimizer
+
+
+def overlap_hook() -> tuple[Any, ZeroRedundancyOptimizer]:
     model = DistributedDataParallel(small_model())
     optimizer = sgd(model, overlap_with_ddp=True)
     model.register_comm_hook(None, hook_with_zero_step(default_hooks.allreduce_hook, model, optimizer))
-    train(model, optimizer)
+    return model, optimizer
+
+
+def level_3() -> tuple[Any, ZeroRedundancyOptimizer]:
     module = small_model()
     optimizer = sgd(module)
-    train(ShardedDataParallel(module, optimizer), optimizer)
-
-
-@distributed(2)
-def test_accumulation_under_no_sync_is_no_mistake(world_size: int) -> None:
-    model = DistributedDataParallel(small_model())
-    optimizer = sgd(model)
-    for step in range(LOOPS):
-        optimizer.zero_grad()
-        with model.no_sync():
-            model(inputs(step)).square().sum().backward()
-        model(inputs(step + 50)).square().sum().backward()
-        step_with_alarm(optimizer)
-
-
-@distributed(2, 3)
-def test_uneven_inputs_are_no_mistake(world_size: int) -> None:
-    model = DistributedDataParallel(small_model())
-    optimizer = sgd(model)
-    with Join([model, optimizer]):
-        train(model, optimizer, 1 + 4 * dist.get_rank())
-    train(model, optimizer)
+    return ShardedDataParallel(module, optimizer), optimizer
 
 
 class Branches(nn.Module):
@@ -211,6 +178,7 @@ class Branches(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        torch.manual_seed(0)
         self.never, self.always, self.sometimes = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
         self.count = 0
 
@@ -220,33 +188,48 @@ class Branches(nn.Module):
         return result if self.count % 2 else result + self.sometimes(batch)
 
 
-@distributed(2)
-def test_unused_parameters_are_no_mistake(world_size: int) -> None:
-    torch.manual_seed(0)
+def unused_parameters() -> tuple[Any, ZeroRedundancyOptimizer]:
     model = DistributedDataParallel(Branches(), find_unused_parameters=True)
-    train(model, sgd(model))
+    return model, sgd(model)
 
 
-@distributed(2)
-def test_parameters_that_ddp_ignores_are_no_mistake(world_size: int) -> None:
+def ignored_parameters() -> tuple[Any, ZeroRedundancyOptimizer]:
     layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(6)))
     ignored = [name for name, _ in layers.named_parameters() if name[0] in "0134"]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(layers, ignored)
     model = DistributedDataParallel(layers)
-    optimizer = sgd(model)
-    train(model, optimizer, STEPS)
-    assert not probing(optimizer)
+    return model, sgd(model)
 
 
-@distributed(4)
-def test_model_parallelism_is_no_mistake(world_size: int) -> None:
+def model_parallelism() -> tuple[Any, ZeroRedundancyOptimizer]:
     """Two replicas of a model of two parts: ranks 0 and 1 have the first part, ranks 2 and 3 the second."""
-    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    part = groups[dist.get_rank() // 2]
+    part = [dist.new_group([0, 1]), dist.new_group([2, 3])][dist.get_rank() // 2]
     model = DistributedDataParallel(small_model(seed=dist.get_rank() // 2), process_group=part)
-    optimizer = sgd(model, process_group=part)
-    train(model, optimizer)
-    assert not probing(optimizer)
+    return model, sgd(model, process_group=part)
+
+
+SETUPS = [level_2, overlap_hook, level_3, unused_parameters, ignored_parameters, model_parallelism]
+
+
+@pytest.mark.parametrize("setup", SETUPS, ids=lambda setup: setup.__name__)
+@distributed(4)
+def test_other_setups_are_no_mistake(world_size: int, setup: Callable[[], tuple[Any, ZeroRedundancyOptimizer]]) -> None:
+    train(*setup())
+
+
+@distributed(2, 3)
+def test_accumulation_and_uneven_inputs_are_no_mistake(world_size: int) -> None:
+    model = DistributedDataParallel(small_model())
+    optimizer = sgd(model)
+    with Join([model, optimizer]):
+        train(model, optimizer, 1 + 4 * dist.get_rank())
+    optimizer = sgd(model)
+    for step in range(LOOPS):
+        optimizer.zero_grad()
+        with model.no_sync():
+            model(inputs(step)).square().sum().backward()
+        model(inputs(step + 50)).square().sum().backward()
+        step_with_alarm(optimizer)
 
 
 @distributed(1)

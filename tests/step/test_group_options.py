@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-from torch.distributed.algorithms.join import Join
 from torch.optim import SGD, Adam, Optimizer
 from torch.optim.lr_scheduler import StepLR
 
@@ -97,36 +96,69 @@ class FailsOnTheLastRank(Counting):
         return loss
 
 
-@distributed(2, 3)
-def test_a_group_added_after_a_scheduler_has_stepped_leaves_the_new_learning_rate(world_size: int) -> None:
-    both = Both(momentum=0.9)
-    schedulers = [StepLR(optimizer, step_size=1, gamma=0.1) for optimizer in both.optimizers]
-    both.step()
-    for scheduler in schedulers:
-        scheduler.step()
-    for optimizer in both.optimizers:
-        optimizer.add_param_group(extra(weight_decay=0.1))
-    assert both.ours.param_groups[0]["lr"] == pytest.approx(0.05)
-    both.check()
-    both.step()
-    both.check()
+def schedule_and_add(optimizer: Optimizer) -> None:
+    scheduler = StepLR(optimizer, step_size=1, gamma=0.1)
+    optimizer.step()
+    scheduler.step()
+    optimizer.add_param_group(extra(weight_decay=0.1))
 
 
-@distributed(2, 3)
-def test_options_that_a_class_writes_for_an_added_group_are_brought_in(world_size: int) -> None:
-    both = Both(Counting)
-    for optimizer in both.optimizers:
-        optimizer.param_groups[0].update(lr=0.25, note="mine")
-        optimizer.add_param_group(extra(lr=0.1))
-        assert [group["groups"] for group in optimizer.param_groups] == [2, 2]
-    both.step()
-    both.check()
+def edit_and_add(optimizer: Optimizer) -> None:
+    optimizer.param_groups[0].update(lr=0.25, note="mine")
+    optimizer.add_param_group(extra(lr=0.1))
+
+
+def edit_and_switch(optimizer: Any) -> None:
+    optimizer.param_groups[0].update(lr=0.25, note="mine")
+    optimizer.train()
+    assert optimizer.param_groups[0]["mode"] == "train"
+
+
+def edit_in_a_closure(optimizer: Optimizer) -> None:
+    def closure() -> float:
+        optimizer.param_groups[0]["lr"] *= 0.5
+        set_gradients(optimizer, 1)
+        return 1.0
+
+    assert optimizer.step(closure) == 1.0
+    assert optimizer.param_groups[0]["lr"] == 0.25
+
+
+def delete(optimizer: Optimizer) -> None:
+    optimizer.param_groups[0]["note"] = "mine"
+    optimizer.zero_grad()
+    optimizer.step()
+    del optimizer.param_groups[0]["note"]
+
+
+def consolidate(optimizer: Optimizer) -> None:
+    optimizer.param_groups[0].update(lr=0.25, note="mine")
+    if isinstance(optimizer, ZeroRedundancyOptimizer):
+        optimizer.consolidate_state_dict()
 
 
 @distributed(2, 3)
 @pytest.mark.parametrize("optimizer_class", [SGD, Counting])
-def test_a_refused_group_leaves_every_option_as_it_was(world_size: int, optimizer_class: Any) -> None:
+@pytest.mark.parametrize(
+    "act", [schedule_and_add, edit_and_add, edit_and_switch, edit_in_a_closure, delete, consolidate]
+)
+def test_options_are_those_of_the_plain_optimizer(
+    world_size: int, act: Callable[[Any], None], optimizer_class: Any
+) -> None:
+    if act is edit_and_switch and optimizer_class is SGD:
+        return  # it has no modes
     both = Both(optimizer_class)
+    both.step()
+    for optimizer in both.optimizers:
+        act(optimizer)
+    both.check()
+    both.step()
+    both.check()
+
+
+@distributed(2, 3)
+def test_a_refused_group_leaves_every_option_as_it_was_although_the_class_writes_into_all(world_size: int) -> None:
+    both = Both(Counting)
     both.step()
     for optimizer in both.optimizers:
         optimizer.param_groups[0].update(lr=0.25, note=["mine"])
@@ -134,61 +166,8 @@ def test_a_refused_group_leaves_every_option_as_it_was(world_size: int, optimize
     with pytest.raises(RanksDisagreeError, match="lr="):
         both.ours.add_param_group(extra(lr=0.1 * dist.get_rank()))
     assert shown(both.ours) == before
-    with pytest.raises((ValueError, PeerFailedError), match="is in two groups"):
-        both.ours.add_param_group({"params": [both.ours.param_groups[0]["params"][0]]})
-    assert shown(both.ours) == before
     both.step()
     both.check()
-
-
-@distributed(2, 3)
-def test_a_refused_load_and_a_consolidation_leave_every_option_as_it_was(world_size: int) -> None:
-    both = Both(momentum=0.9)
-    both.step()
-    saved = both.plain.state_dict()
-    for optimizer in both.optimizers:
-        optimizer.param_groups[0].update(lr=0.25, note="mine")
-    before = shown(both.ours)
-    both.ours.consolidate_state_dict()
-    assert shown(both.ours) == before
-    saved["param_groups"][0]["lr"] = 0.1 * dist.get_rank()
-    with pytest.raises(RanksDisagreeError, match="lr="):
-        both.ours.load_state_dict(saved)
-    assert shown(both.ours) == before
-    both.step()
-    both.check()
-
-
-@distributed(2, 3)
-@pytest.mark.parametrize("optimizer_class", [SGD, Counting])
-def test_options_set_by_a_closure_hold_in_the_same_step_and_afterwards(world_size: int, optimizer_class: Any) -> None:
-    both = Both(optimizer_class)
-    for optimizer in both.optimizers:
-        seen: list[Any] = []
-
-        def closure(optimizer: Optimizer = optimizer, seen: list[Any] = seen) -> float:
-            seen.append(optimizer.param_groups[0].get("steps"))
-            optimizer.param_groups[0]["lr"] *= 0.5
-            set_gradients(optimizer, 1)
-            return 1.0
-
-        assert optimizer.step(closure) == 1.0
-        assert seen == [1 if optimizer_class is Counting else None]
-        assert optimizer.param_groups[0]["lr"] == 0.25
-    both.check()
-
-
-@distributed(2, 3)
-def test_an_option_that_the_user_deletes_stays_deleted(world_size: int) -> None:
-    both = Both()
-    for optimizer in both.optimizers:
-        optimizer.param_groups[0]["note"] = "mine"
-    both.step()
-    for optimizer in both.optimizers:
-        del optimizer.param_groups[0]["note"]
-    both.step()
-    both.check()
-    assert "note" not in both.ours.param_groups[0]
 
 
 @distributed(2, 3)
@@ -201,19 +180,6 @@ def test_a_step_that_fails_on_one_rank_leaves_every_option_as_it_was(world_size:
     with pytest.raises((ValueError, PeerFailedError), match="a negative learning rate"):
         both.ours.step()
     assert shown(both.ours) == before
-
-
-@distributed(2, 3)
-def test_switching_modes_brings_in_the_mode_alone(world_size: int) -> None:
-    both = Both(Counting)
-    both.step()
-    for optimizer in both.optimizers:
-        optimizer.param_groups[0].update(lr=0.25, note="mine")
-        optimizer.train()
-        assert optimizer.param_groups[0]["mode"] == "train"
-    both.check()
-    both.step()
-    both.check()
 
 
 @distributed(2, 3)
@@ -267,35 +233,11 @@ def test_a_counter_that_appears_in_a_step_of_several_parts_advances_once(world_s
 
 
 @distributed(2, 3)
-def test_a_tensor_learning_rate_is_the_same_object_after_a_join(world_size: int) -> None:
-    ddp, rate = small_ddp(), torch.tensor(0.5)
-    zero = ZeroRedundancyOptimizer(ddp.parameters(), Adam, lr=rate)
-    with Join([ddp, zero]):
-        for step in range(1 + dist.get_rank()):
-            zero.zero_grad()
-            small_loss(ddp, step).backward()
-            zero.step()
-            rate.mul_(0.5)
-    assert zero.param_groups[0]["lr"] is rate
-    assert rate.item() == 0.5 ** (world_size + 1)
-
-
-@distributed(2, 3)
 def test_memory_for_state_that_is_not_there_yet_follows_the_options(world_size: int) -> None:
     zero = ZeroRedundancyOptimizer(params_of(), Adam, lr=0.5)
     zero.param_groups[0]["amsgrad"] = True
     for state in zero.sharded_state_dict(to_load=True)["state"].values():
         assert "max_exp_avg_sq" in state
-
-
-@distributed(2, 3)
-def test_a_refused_group_in_half_precision_leaves_no_need_to_consolidate(world_size: int) -> None:
-    zero = ZeroRedundancyOptimizer(params_of(), SGD, lr=0.5, master_weights=True)
-    before = zero.state_dict()
-    half = nn.Parameter(torch.ones(8, dtype=torch.bfloat16))
-    with pytest.raises(RanksDisagreeError, match="lr="):
-        zero.add_param_group({"params": [("half", half)], "lr": 0.1 * dist.get_rank()})
-    assert zero.state_dict() == before
 
 
 @distributed(2)
@@ -306,4 +248,4 @@ def test_options_that_were_set_in_another_order_are_equal(world_size: int) -> No
         optimizer.param_groups[0][key] = 1
     param.grad = torch.ones(3)
     optimizer.step()
-    assert float(param[0]) == pytest.approx(0.9)
+    assert float(param.detach()[0]) == pytest.approx(0.9)

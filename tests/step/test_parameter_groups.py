@@ -1,18 +1,15 @@
-"""``params`` in every form that torch accepts, and the parameters that cannot be sharded."""
+"""``params`` in every form that torch accepts. What is refused is in ``test_construction_errors.py``."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.nn import Parameter
 
-from onecopy.step.consistency import options_text
-from onecopy.step.parameter_groups import normalise, normalise_group, plan_params
-from tests.support.harness import distributed
+from onecopy.step.parameter_groups import normalise, plan_params
 
 
 def param(*shape: int) -> Parameter:
@@ -81,107 +78,6 @@ def test_a_parameter_tied_by_its_module_appears_once() -> None:
         assert same_objects(tensors, [model[0].weight])
 
 
-WRONG_TYPES: dict[str, tuple[Callable[[], object], str]] = {
-    "a bare tensor": (lambda: W, r"params must be an iterable.*got torch\.FloatTensor"),
-    "a number": (lambda: 3, r"params must be an iterable.*got .*int"),
-    "None": (lambda: None, r"params must be an iterable.*got .*NoneType"),
-    "text": (lambda: "weights", r"params must be an iterable.*got .*str"),
-    "a bare dict": (lambda: {"params": [W]}, r"params must be an iterable.*got .*dict"),
-    "a module": (lambda: torch.nn.Linear(1, 1), r"params must be an iterable.*Linear.*model\.parameters\(\)"),
-    "a set": (lambda: {W, B}, r"params must be ordered, got a set"),
-    "a number among tensors": (lambda: [W, 1.5], r"parameter 1 of group 0 is not a tensor but .*float"),
-    "None among tensors": (lambda: [None, W], r"parameter 0 of group 0 is not a tensor but .*NoneType"),
-    "a tensor after a dict": (lambda: [{"params": [W]}, B], r"mixes dicts and tensors: entry 1 is torch\.FloatTensor"),
-    "a dict after a tensor": (lambda: [W, {"params": [B]}], r"mixes dicts and tensors: entry 0 is torch\.FloatTensor"),
-    "a named number": (lambda: [("w", W), ("b", 3)], r"parameter 'b' is not a tensor but .*int"),
-    "a list of lists": (lambda: [[W, B]], r"parameter 0 of group 0 is not a tensor but .*list"),
-    "a group with a set": (lambda: [{"params": {W, B}}], r"params of parameter group 0 must be ordered, got a set"),
-    "a group with a number": (lambda: [{"params": [W]}, {"params": 3}], r"parameter group 1 must be tensors.*int"),
-    "a group with text": (lambda: [{"params": "w"}], r"parameter 0 of group 0 is not a tensor but .*str"),
-}
-
-
-@pytest.mark.parametrize("kind", WRONG_TYPES)
-def test_params_of_the_wrong_type_are_refused_with_the_offender(kind: str) -> None:
-    make, message = WRONG_TYPES[kind]
-    with pytest.raises(TypeError, match=message):
-        normalise(make())
-
-
-def test_a_group_that_is_not_a_dict_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"parameter group 2 must be a dict, got list"):
-        normalise_group([W], 2)
-
-
-def shared_memory() -> list[Tensor]:
-    memory = torch.zeros(10)
-    return [Parameter(memory[:6]), Parameter(memory[4:])]
-
-
-def conjugate() -> Tensor:
-    return torch.zeros(2, dtype=torch.complex64).conj()
-
-
-def managed_by_fsdp() -> Parameter:
-    managed = param(2)
-    managed._fsdp_flattened = True  # type: ignore[attr-defined]  # what FSDP puts on the parameters it manages
-    return managed
-
-
-def computed() -> Tensor:
-    return param(2) * 2
-
-
-def not_given() -> Iterator[Tensor]:
-    return iter(())
-
-
-WRONG_VALUES: dict[str, tuple[Callable[[], object], str]] = {
-    "nothing": (list, r"params is empty"),
-    "an empty generator": (not_given, r"params is empty"),
-    "only empty groups": (lambda: [{"params": []}, {"params": ()}], r"groups but no parameter"),
-    "a group without params": (lambda: [{"params": [W]}, {"lr": 1}], r"parameter group 1 has no 'params'.*'lr'"),
-    "some names only": (lambda: [("w", W), B], r"parameter group 0 mixes named and unnamed"),
-    "one object in two groups": (
-        lambda: [{"params": [W]}, {"params": [B, W]}],
-        r"'group1\[1\]' is in two groups \(also as 'group0\[0\]'\)",
-    ),
-    "two over one memory": (lambda: [("a", W), ("b", Parameter(W.detach()))], r"'a' and 'b' share memory"),
-    "two that overlap": (shared_memory, r"'group0\[0\]' and 'group0\[1\]' share memory"),
-    "expanded": (lambda: [W, torch.zeros(1).expand(5)], r"'group0\[1\]' does not fill its memory.*expanded"),
-    "sliced": (lambda: [("w", torch.zeros(4, 4)[:, :2])], r"'w' does not fill its memory \(shape \(4, 2\)"),
-    "sparse": (lambda: [("w", torch.zeros(3, 3).to_sparse())], r"'w' is not a dense tensor.*sparse"),
-    "meta": (lambda: [("w", torch.zeros(3, device="meta"))], r"'w' is on the meta device"),
-    "lazy": (lambda: torch.nn.LazyLinear(2).named_parameters(), r"'weight' is not materialised yet"),
-    "conjugate": (lambda: [("w", conjugate())], r"'w' is a lazy conjugate"),
-    "negative": (lambda: [("w", conjugate().imag)], r"'w' is a lazy conjugate or negative view"),
-    "not a leaf": (lambda: [("w", computed())], r"'w' is not a leaf"),
-    "managed by FSDP": (lambda: [("w", managed_by_fsdp())], r"'w' is managed by FSDP"),
-}
-
-
-@pytest.mark.parametrize("kind", WRONG_VALUES)
-def test_parameters_that_cannot_be_sharded_are_refused_by_name(kind: str) -> None:
-    make, message = WRONG_VALUES[kind]
-    with pytest.raises(ValueError, match=message):
-        plan_params(normalise(make()))
-
-
-@distributed(1)
-def test_parameters_that_are_sharded_already_are_refused_by_name(world_size: int) -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor import distribute_tensor
-
-    mesh = init_device_mesh("cpu", (1,))
-    with pytest.raises(ValueError, match=r"'w' is a DTensor"):
-        plan_params(normalise([("v", param(2)), ("w", distribute_tensor(torch.zeros(4), mesh))]))
-    model = torch.nn.Linear(3, 2)
-    fully_shard(model, mesh=mesh)
-    with pytest.raises(ValueError, match=r"'weight' is a DTensor \(FSDP2"):
-        plan_params(normalise(model.named_parameters()))
-
-
 def test_dense_parameters_of_any_kind_are_described_in_order() -> None:
     params = [
         torch.zeros(2, 3, 4, 4).to(memory_format=torch.channels_last),
@@ -206,12 +102,3 @@ def test_neighbours_in_one_buffer_are_accepted() -> None:
     memory = torch.zeros(10)
     tensors, _ = plan_params(normalise([memory[5:], memory[:5]]))
     assert [tensor.storage_offset() for tensor in tensors] == [5, 0]
-
-
-def test_options_are_told_in_words_that_equal_options_share() -> None:
-    group = {"params": [W], "lr": torch.tensor(0.1), "betas": (0.9, [1]), "extra": {"a": None}, "mine": object()}
-    again = {"mine": object(), "lr": torch.tensor(0.1), "betas": (0.9, [1]), "extra": {"a": None}, "params": [B]}
-    assert options_text(group) == options_text(again)
-    assert set(options_text(group)) == {"lr", "betas", "extra", "mine"}
-    for key, value in {"lr": 0.1, "betas": [0.9, [1]], "extra": {"a": 0}}.items():
-        assert options_text({**group, key: value}) != options_text(group)

@@ -24,7 +24,6 @@ def test_two_subgroups_train_side_by_side(world_size: int, shard_by: str, bucket
     torch.manual_seed(20 + mine)
     tensors = Tensors(
         [torch.randn(60, 40), torch.randn(7), torch.randn(3, 3)],
-        seed=mine,
         process_group=groups[mine],
         shard_by=shard_by,
         parameters_as_bucket_view=bucket_view,
@@ -35,7 +34,7 @@ def test_two_subgroups_train_side_by_side(world_size: int, shard_by: str, bucket
         members[mine].index(dist.get_rank()),
         dist.get_rank(),
     )
-    assert ours.process_group is groups[mine]
+    assert ours.process_group is ours.join_process_group is groups[mine]
     tensors.train(5)
     ours.consolidate_state_dict(to=1)
     if ours.rank == 1:
@@ -73,10 +72,6 @@ def test_under_distributed_debugging_every_rank_logs_its_share(world_size: int) 
     assert any(re.search(rf"rank {rank} owns {elements} of 2408 elements", message) for message in messages)
     tables = [message for message in messages if message == str(optimizer.layout)]
     assert len(tables) == (1 if rank == 0 else 0)
-
-
-@distributed(2)
-def test_otherwise_construction_logs_nothing(world_size: int) -> None:
     with debug_log() as messages:
         dist.set_debug_level(dist.DebugLevel.OFF)  # type: ignore[attr-defined]
         ZeroRedundancyOptimizer([nn.Parameter(torch.ones(60, 40))], Adam)

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from itertools import combinations
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,8 +14,8 @@ from torch import nn
 from torch.optim import SGD, AdamW
 
 from onecopy import PeerFailedError, RanksDisagreeError, ZeroRedundancyOptimizer
+from tests.support.both import tensors_of
 from tests.support.failures import (
-    SECONDS,
     check_pool,
     expect,
     expect_disagreement,
@@ -28,7 +25,7 @@ from tests.support.failures import (
 )
 from tests.support.harness import distributed
 from tests.support.state_dicts import expect_same
-from tests.support.unchanged import Training
+from tests.support.unchanged import VARIANTS, Training
 
 
 class Fragile(SGD):
@@ -53,7 +50,7 @@ FAILURES = {
 @pytest.mark.parametrize("culprit", ["first", "last"])
 @pytest.mark.parametrize("case", FAILURES)
 def test_a_failing_inner_step_is_raised_there_and_reported_elsewhere(world_size: int, case: str, culprit: str) -> None:
-    training = Training(optimizer_class=Fragile)
+    training = Training(Fragile)
     failing = 0 if culprit == "first" else world_size - 1
     error = FAILURES[case]
     assert isinstance(training.ours.optim, Fragile)
@@ -71,7 +68,7 @@ def test_a_failing_inner_step_is_raised_there_and_reported_elsewhere(world_size:
 
 @distributed(2, 3)
 def test_after_a_failed_step_a_load_makes_all_ranks_whole_again(world_size: int) -> None:
-    training = Training(optimizer_class=Fragile)
+    training = Training(Fragile)
     assert isinstance(training.ours.optim, Fragile)
     values = [param.detach().clone() for param in training.params]
     training.ours.optim.broken = ArithmeticError("once") if dist.get_rank() == 1 else None
@@ -85,11 +82,11 @@ def test_after_a_failed_step_a_load_makes_all_ranks_whole_again(world_size: int)
 
 
 @distributed(2, 3)
-@pytest.mark.parametrize("bucket_view", [False, True])
+@pytest.mark.parametrize("ours", VARIANTS, ids=["whole", "cut in buckets"])
 def test_gradients_for_different_parameters_are_an_error_that_names_the_first(
-    world_size: int, bucket_view: bool
+    world_size: int, ours: dict[str, Any]
 ) -> None:
-    training = Training(bucket_view)
+    training = Training(**ours)
     odd = world_size - 1
     training.ours.zero_grad()
     training.params[0].grad = torch.zeros(64, 40)
@@ -120,54 +117,10 @@ def test_ranks_at_different_calls_are_all_told_where_each_of_them_is(world_size:
     pattern = rf"different calls\. rank 0: {re.escape(one)}; rank 1: {re.escape(other)}[;.]"
     expect(error, RanksDisagreeError, pattern)
     with torch.no_grad():  # a rank that was at step() has stepped what it owns
-        for param, plain in zip(training.params, training.plain_params, strict=True):
+        for param, plain in zip(training.params, tensors_of(training.plain), strict=True):
             param.copy_(plain)
     training.ours.load_state_dict(training.plain.state_dict())
     training.train()
-
-
-MOURNERS = """
-import os, sys, time
-from datetime import timedelta
-import torch, torch.distributed as dist
-from onecopy import PeerFailedError, ZeroRedundancyOptimizer
-rank = int(sys.argv[1])
-dist.init_process_group("gloo", f"file://{sys.argv[2]}", timedelta(seconds=60), rank=rank, world_size=3)
-optimizer = ZeroRedundancyOptimizer([torch.zeros(3, requires_grad=True)], torch.optim.SGD, lr=0.1)
-if rank == 2:
-    os._exit(0)
-if rank == 0:
-    time.sleep(1)  # rank 1 waits in its call already, for this rank first
-start = time.monotonic()
-try:
-    optimizer.consolidate_state_dict()
-except PeerFailedError as error:
-    print(time.monotonic() - start, error, flush=True)
-sys.stdin.read()
-os._exit(0)
-"""
-
-
-def test_a_rank_that_is_gone_is_noticed_by_all_others_when_the_last_of_them_comes(tmp_path: Path) -> None:
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", MOURNERS, str(rank), str(tmp_path / "store")],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(3)
-    ]
-    try:
-        for rank in ranks[:2]:
-            assert rank.stdout is not None
-            seconds, message = rank.stdout.readline().split(maxsplit=1)
-            assert float(seconds) < 2 * SECONDS
-            assert "consolidate_state_dict() has waited for the other ranks in vain" in message
-    finally:
-        for rank in ranks:
-            rank.communicate("")
-    assert [rank.returncode for rank in ranks] == [0, 0, 0]
 
 
 @distributed(2, 3)

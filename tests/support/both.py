@@ -17,11 +17,15 @@ def tensors_of(optimizer: Optimizer) -> list[Tensor]:
     return [param for group in optimizer.param_groups for param in group["params"]]
 
 
-def set_gradients(optimizer: Optimizer, step: int) -> None:
-    """Give every parameter a gradient, the same on every rank."""
+def as_it_is(gradient: Tensor) -> Tensor:
+    return gradient
+
+
+def set_gradients(optimizer: Optimizer, step: int, grad_like: Callable[[Tensor], Tensor] = as_it_is) -> None:
+    """Give every parameter a gradient, the same on every rank; ``grad_like`` may give it other strides."""
     for position, param in enumerate(tensors_of(optimizer)):
         generator = torch.Generator().manual_seed(10 * step + position)
-        param.grad = torch.randn(param.shape, generator=generator)
+        param.grad = grad_like(torch.randn(param.shape, dtype=param.dtype, generator=generator))
 
 
 class Both:
@@ -33,6 +37,7 @@ class Both:
         self.ours = ZeroRedundancyOptimizer(make_params(), optimizer_class, **options, **ours)
         self.plain: Optimizer = optimizer_class(make_params(), **options)
         self.steps = 0
+        self.grad_like: Callable[[Tensor], Tensor] = as_it_is
 
     @property
     def optimizers(self) -> tuple[Any, Any]:
@@ -41,7 +46,7 @@ class Both:
     def step(self) -> None:
         self.steps += 1
         for optimizer in self.optimizers:
-            set_gradients(optimizer, self.steps)
+            set_gradients(optimizer, self.steps, self.grad_like)
             optimizer.step()
 
     def check(self) -> None:

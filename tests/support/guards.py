@@ -17,11 +17,11 @@ NAME, INDEX = "2.weight", 2
 """The parameter of the small model that is spoiled, and its position among all."""
 
 OURS: dict[str, dict[str, Any]] = {
-    "level 1": {},
+    "level 1": {"shard_by": "parameter"},
     "level 1 by element": {"shard_by": "element"},
     "level 1 master weights": {"master_weights": True},
     "level 1 closure": {},
-    "level 2": {"shard_by": "element"},
+    "level 2": {},
     "level 3": {},
     "level 3 overlap": {},
     "overlap hook": {"overlap_with_ddp": True},

@@ -29,7 +29,7 @@ HALF = torch.bfloat16
 ROUNDING = 2e-2
 """Three ranks and another order of adding bf16 gradients up: a few units in the last place of bf16."""
 
-MASTERS: dict[str, Any] = {"master_weights": True}
+MASTERS: dict[str, Any] = {"master_weights": True, "shard_by": "parameter"}
 ELEMENT: dict[str, Any] = {"master_weights": True, "shard_by": "element"}
 VIEW: dict[str, Any] = {"master_weights": True, "parameters_as_bucket_view": True}
 POLICIES = pytest.mark.parametrize("ours", [MASTERS, ELEMENT, VIEW], ids=["parameter", "element", "bucket views"])

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Adam, Optimizer
 
 from onecopy import ZeroRedundancyOptimizer
+from tests.support.both import Both, as_it_is, tensors_of
 from tests.support.logs import logged
 
 BOTH = pytest.mark.parametrize("bucket_view", [False, True])
@@ -69,40 +70,29 @@ class Twins:
             assert torch.equal(param, plain), name
 
 
-class Tensors:
-    """The same for bare parameters with random gradients; ``grad_like`` may give gradients other strides."""
+class Tensors(Both):
+    """The same for bare parameters with random gradients."""
 
     def __init__(
         self,
         values: list[Tensor],
         optimizer_class: type[Optimizer] = Adam,
-        grad_like: Callable[[Tensor], Tensor] = lambda gradient: gradient,
-        seed: int = 0,
+        grad_like: Callable[[Tensor], Tensor] = as_it_is,
         **ours: Any,
     ) -> None:
-        self.params = [nn.Parameter(_copy(value)) for value in values]
-        self.plain_params = [nn.Parameter(_copy(value)) for value in values]
-        self.plain = optimizer_class(self.plain_params, lr=0.1)  # type: ignore[call-arg]
-        self.ours = ZeroRedundancyOptimizer(self.params, optimizer_class, lr=0.1, **ours)
+        def copies() -> list[nn.Parameter]:
+            empty = [torch.empty_strided(value.shape, value.stride(), dtype=value.dtype) for value in values]
+            return [nn.Parameter(each.copy_(value)) for each, value in zip(empty, values, strict=True)]
+
+        super().__init__(copies, optimizer_class, {"lr": 0.1}, **ours)
+        self.params, self.plain_params = tensors_of(self.ours), tensors_of(self.plain)
         self.grad_like = grad_like
-        self.generator = torch.Generator().manual_seed(seed)
 
     def train(self, steps: int = 3) -> None:
         for _ in range(steps):
-            for param, plain in zip(self.params, self.plain_params, strict=True):
-                gradient = torch.randn(param.shape, dtype=param.dtype, generator=self.generator)
-                param.grad = self.grad_like(gradient)
-                plain.grad = self.grad_like(gradient.clone())
-            self.ours.step()
-            self.plain.step()
-        for param, plain in zip(self.params, self.plain_params, strict=True):
-            assert param.stride() == plain.stride()
-            assert torch.equal(param, plain)
-
-
-def _copy(value: Tensor) -> Tensor:
-    """A copy with the same strides."""
-    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype).copy_(value)
+            self.step()
+        self.check()
+        assert [param.stride() for param in self.params] == [plain.stride() for plain in self.plain_params]
 
 
 def storages(model: nn.Module) -> set[int]:

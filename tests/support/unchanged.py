@@ -5,41 +5,35 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-from torch.optim import Adam, Optimizer
+from torch import Tensor
+from torch.optim import Adam
 
-from onecopy import ZeroRedundancyOptimizer
+from tests.support.both import Both, tensors_of
 from tests.support.failures import named, parameter
 
+VARIANTS: tuple[dict[str, Any], ...] = (
+    {"shard_by": "parameter"},
+    {"shard_by": "element", "parameters_as_bucket_view": True},
+)
+"""Arguments of the optimizer under which a refused call must leave everything alone."""
 
-class Training:
-    """A plain optimizer and ours over equal parameters, with equal gradients."""
 
-    def __init__(self, bucket_view: bool = False, optimizer_class: type[Optimizer] = Adam) -> None:
-        self.params = [parameter(64, 40), parameter(7), parameter(3, 5)]
-        self.plain_params = [nn.Parameter(param.detach().clone()) for param in self.params]
-        self.ours = ZeroRedundancyOptimizer(
-            named(*self.params), optimizer_class, parameters_as_bucket_view=bucket_view, lr=0.1
-        )
-        self.plain = optimizer_class(named(*self.plain_params), lr=0.1)  # type: ignore[call-arg]
-        self.steps = 0
+class Training(Both):
+    """Both optimizers after two steps; the first parameter may be cut."""
+
+    def __init__(self, optimizer_class: Any = Adam, **ours: Any) -> None:
+        shapes = ((64, 40), (7,), (3, 5))
+        super().__init__(lambda: named(*(parameter(*shape) for shape in shapes)), optimizer_class, {"lr": 0.1}, **ours)
         self.train()
+
+    @property
+    def params(self) -> list[Tensor]:
+        return tensors_of(self.ours)
 
     def train(self, steps: int = 2) -> None:
         for _ in range(steps):
-            self.steps += 1
-            generator = torch.Generator().manual_seed(self.steps)
-            for param, plain in zip(self.params, self.plain_params, strict=True):
-                param.grad = torch.randn(param.shape, generator=generator)
-                plain.grad = param.grad.clone()
-            self.ours.step()
-            self.plain.step()
+            self.step()
         self.check()
-
-    def check(self) -> None:
-        for param, plain in zip(self.params, self.plain_params, strict=True):
-            assert torch.equal(param, plain)
 
     def snapshot(self) -> list[Any]:
         """Everything of this rank that a refused call must leave alone, with where the memory is."""

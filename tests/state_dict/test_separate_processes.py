@@ -1,4 +1,4 @@
-"""A program that makes its process group anew."""
+"""Processes that make their process group anew, and processes that end."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.support.paths import ROOT
 from tests.support.process_ends import free_port
 
-LIMIT = 90.0
+LIMIT = 180.0
 
 PROGRAM = """
 import gc, sys
@@ -46,3 +47,11 @@ def test_a_process_group_is_made_again_at_the_same_address(tmp_path: Path) -> No
     ]
     errors = [rank.communicate(timeout=LIMIT)[1] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0], errors
+
+
+def test_processes_end_in_the_commonest_ways_without_a_hang_or_an_abort() -> None:
+    """``make faults`` tries every way."""
+    command = [sys.executable, "-m", "tests.support.process_ends", "2", "--few"]
+    ended = subprocess.run(command, cwd=ROOT, env=dict(os.environ), capture_output=True, text=True, timeout=900)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "processes ended, 0 of them badly" in ended.stdout

@@ -17,13 +17,11 @@ _abandoned: list[Any] = []
 def abandoning_on_failure() -> Iterator[None]:
     """After an exception inside, forget all queued work of the device, as the end of a process does."""
     used: dict[int, Communicator] = {}
-    launch = Communicator._launch
 
-    def noting(self: Communicator, kept: Any, calls: Any, peer: int | None = None) -> int:
-        used[id(self)] = self
-        return launch(self, kept, calls, peer)
+    def note(communicator: Communicator, *_: Any) -> None:
+        used[id(communicator)] = communicator
 
-    Communicator._launch = noting  # type: ignore[method-assign]
+    Communicator.observers.append(note)
     try:
         yield
     except BaseException:
@@ -31,7 +29,7 @@ def abandoning_on_failure() -> Iterator[None]:
         _forget_work()
         raise
     finally:
-        Communicator._launch = launch  # type: ignore[method-assign]
+        Communicator.observers.remove(note)
 
 
 def _forget_work() -> None:

@@ -21,10 +21,6 @@ SOURCE = pathlib.Path(__file__).with_name("device.cpp")
 HEADER = pathlib.Path(__file__).with_name("process_group.h")
 
 
-class NoCompilerError(RuntimeError):
-    """The machine has no C++ compiler, so tests that need the simulated accelerator are skipped."""
-
-
 def compiler() -> str | None:
     """Return the C++ compiler, or None if there is none."""
     return shutil.which(os.environ.get("CXX", "g++"))
@@ -32,13 +28,10 @@ def compiler() -> str | None:
 
 def _command(compiled: str) -> list[str]:
     """Return the one command that compiles and links."""
-    found = compiler()
-    if found is None:
-        raise NoCompilerError("the simulated accelerator needs a C++ compiler: no g++ on the path, and CXX is not set")
     includes = [*cpp_extension.include_paths(), sysconfig.get_paths()["include"]]
     libraries = pathlib.Path(torch.__file__).with_name("lib")
     return [
-        *(found, "-std=c++20", "-O0", "-fPIC", "-shared", "-w", str(SOURCE), "-o", compiled),
+        *(compiler() or "g++", "-std=c++20", "-O0", "-fPIC", "-shared", "-w", str(SOURCE), "-o", compiled),
         *(f"-isystem{path}" for path in includes),
         *(f"-DTORCH_EXTENSION_NAME={NAME}", f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"),
         *("-DUSE_DISTRIBUTED", "-DUSE_C10D_GLOO"),
@@ -73,8 +66,7 @@ def load() -> Any:
     if NAME in sys.modules:
         return sys.modules[NAME]
     spec = importlib.util.spec_from_file_location(NAME, library())
-    assert spec is not None
-    assert spec.loader is not None
+    assert spec is not None and spec.loader is not None  # noqa: PT018
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     sys.modules[NAME] = module

@@ -12,6 +12,7 @@ from tests.accelerator.training import (
     MUON,
     Batched,
     Case,
+    FirstRegisteredLast,
     OneAfterAnother,
     Partial,
     TwoStreams,
@@ -23,6 +24,7 @@ from tests.accelerator.training import (
     level_2,
     level_3,
     loop,
+    sent_as,
 )
 
 HALF = torch.bfloat16
@@ -31,10 +33,22 @@ CLIPPING = 2e-6
 
 OVERLAP = {"overlap_forward": True}
 UNUSED = {"find_unused_parameters": True}
+VIEWS = {"gradient_as_bucket_view": True}
+STATIC = {"static_graph": True}
+MASTERS: dict[str, Any] = {"master_weights": True}
+BOTH: dict[str, Any] = {**MASTERS, "offload": "cpu"}
+FP16 = MixedPrecision(reduce_dtype=torch.float16)
+FP64 = MixedPrecision(reduce_dtype=torch.float64)
+FP16_SUMS = 1e-3
+"""The backend adds up in fp16; between pairs of ranks the sum is in fp32."""
+
 BF16 = MixedPrecision(param_dtype=HALF)
 BF16_FP32 = MixedPrecision(param_dtype=HALF, reduce_dtype=torch.float32)
 HALF_ROUNDING = 2e-2
 GUARDED: dict[str, Any] = {"nonfinite": "skip", "check_replicas_every": 2}
+ONE_AT_A_TIME = 800
+"""A size of buckets with which the layers of :class:`FirstRegisteredLast` that are trained first have two."""
+
 UNFROZEN = programs.unfrozen_on_another_stream
 LEFT_AND_RIGHT = 2000
 """A size of buckets with which both layers of :class:`TwoStreams` are in one, and the first layer is in another."""
@@ -50,6 +64,10 @@ CASES = [
     Case("level 1 clipped", level_1, loop(programs.clipped), tolerance=CLIPPING),
     Case("level 1 scaled", level_1, loop(programs.scaled, 6), tolerance=CLIPPING),
     Case("level 1 master weights", level_1, parts=adamw(master_weights=True), dtype=HALF, tolerance=0.0),
+    Case("level 1 offloaded master weights", level_1, parts=adamw(**BOTH), dtype=HALF),
+    Case("level 1 written", level_1, loop(programs.written("copied")), parts=adamw(**MASTERS), dtype=HALF),
+    Case("level 1 refreshed", level_1, loop(programs.written("refreshed")), parts=adamw(**BOTH), dtype=HALF),
+    Case("level 1 replaced", level_1, loop(programs.written("replaced")), parts=adamw(offload="cpu")),
     Case(
         "level 1 master weights by parameter",
         level_1,
@@ -70,6 +88,8 @@ CASES = [
     Case("interleaved", interleaved),
     Case("interleaved by parameter", interleaved, parts=adamw(shard_by="parameter")),
     Case("after backward master weights", after_backward, parts=adamw(master_weights=True), dtype=HALF),
+    Case("interleaved static graph", interleaved, wrap=STATIC),
+    Case("after backward views", after_backward, wrap=VIEWS),
     Case("interleaved no_sync", interleaved, loop(programs.accumulated)),
     Case("interleaved frozen and unused", interleaved, model=Partial, wrap=UNUSED),
     Case("after backward offload", after_backward, parts=adamw(offload="cpu")),
@@ -80,7 +100,17 @@ CASES = [
     # Level 2
     Case("level 2", level_2),
     Case("level 2 by parameter", level_2, parts=adamw(shard_by="parameter")),
+    Case("level 2 views", level_2, wrap=VIEWS),
+    Case("level 2 static graph", level_2, wrap=STATIC),
+    Case("level 2 zeroed in place", level_2, loop(programs.zeroed_in_place)),
+    Case("level 2 zeroed in place views", level_2, loop(programs.zeroed_in_place), wrap=VIEWS),
+    Case("level 2 never zeroed", level_2, loop(programs.never_zeroed), tolerance=CLIPPING),
+    Case("level 2 never zeroed views", level_2, loop(programs.never_zeroed), wrap=VIEWS, tolerance=CLIPPING),
+    Case("level 2 averaging backend", level_2, tolerance=CLIPPING, averages=True),
+    Case("level 2 sent as fp16", sent_as(torch.float16), tolerance=HALF_ROUNDING),
+    Case("level 2 sent as bf16", sent_as(HALF), tolerance=HALF_ROUNDING),
     Case("level 2 Muon", level_2, parts=MUON),
+    Case("level 2 several passes", level_2, loop(programs.synchronised_each_time), tolerance=CLIPPING),
     Case("level 2 no_sync", level_2, loop(programs.accumulated)),
     Case("level 2 clipped", level_2, loop(programs.clipped), tolerance=CLIPPING),
     Case("level 2 scaled", level_2, loop(programs.scaled, 6), tolerance=CLIPPING),
@@ -104,6 +134,16 @@ CASES = [
     Case("level 3 scaled", level_3, loop(programs.scaled, 6), wrap=OVERLAP, tolerance=CLIPPING),
     Case("level 3 bf16", level_3, wrap={"mixed_precision": BF16}),
     Case("level 3 bf16 reduced in fp32 overlap", level_3, wrap={"mixed_precision": BF16_FP32, **OVERLAP}),
+    Case(
+        "level 3 bf16 averaging",
+        level_3,
+        wrap={"mixed_precision": BF16, **OVERLAP},
+        tolerance=HALF_ROUNDING,
+        averages=True,
+    ),
+    Case("level 3 averaging", level_3, loop(programs.clipped), tolerance=CLIPPING, averages=True),
+    Case("level 3 sent as fp16", level_3, wrap={"mixed_precision": FP16}, tolerance=FP16_SUMS),
+    Case("level 3 sent as fp64", level_3, wrap={"mixed_precision": FP64}, tolerance=CLIPPING),
     Case("level 3 offload", level_3, parts=adamw(offload="cpu")),
     Case("level 3 offload overlap", level_3, parts=adamw(offload="cpu"), wrap=OVERLAP),
     Case("level 3 mesh 2x2", level_3, wrap={"mesh": (2, 2)}, worlds=(4,)),
@@ -116,6 +156,13 @@ CASES = [
     Case("level 3 two streams", level_3, model=TwoStreams, bucket=LEFT_AND_RIGHT, wrap=OVERLAP),
     Case("level 3 unfrozen two streams", level_3, UNFROZEN, model=half_frozen(TwoStreams), bucket=LEFT_AND_RIGHT),
     Case("level 3 unfrozen", level_3, UNFROZEN, model=half_frozen(OneAfterAnother), bucket=LEFT_AND_RIGHT),
+    Case(
+        "level 3 unfrozen in the middle",
+        level_3,
+        UNFROZEN,
+        model=half_frozen(FirstRegisteredLast),
+        bucket=ONE_AT_A_TIME,
+    ),
     Case("level 3 side stream", level_3, programs.on_a_side_stream, wrap=OVERLAP),
     Case("level 3 evaluation", level_3, loop(programs.with_evaluation), wrap=OVERLAP),
     Case("level 3 consolidated", level_3, programs.consolidated, wrap=OVERLAP),

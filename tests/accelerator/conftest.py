@@ -13,13 +13,11 @@ from tests.accelerator.harness import sim_pools
 from tests.support.harness import EVERYTHING
 
 CASES = {
-    "test_training.py": 13,
+    "test_training.py": 16,
     "test_device.py": 8,
     "test_mutations.py": 4,
-    "test_counters.py": 1,
-    "test_data_parallel.py": 1,
-    "test_ddp_hooks.py": 1,
-    "test_master_weights.py": 1,
+    "test_costs.py": 3,
+    "test_failures.py": 4,
     "test_check_gpu.py": 0,
 }
 """The most cases of one test in ``make test``, by file; ``make accelerator`` runs all."""

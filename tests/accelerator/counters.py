@@ -49,40 +49,23 @@ def site() -> str:
 
 @dataclass(frozen=True)
 class Collective:
-    """One call of a collective.
-
-    Attributes:
-        name: of the call.
-        size: bytes of the largest side of it: the input of a reduce-scatter, the output of an all-gather.
-        operations: number of operations that NCCL would run. A list with uneven parts is one per part.
-        launches: 1, or 0 if the call is in a coalesced group whose first call has counted the launch.
-        site: the source line.
-        group: number of the communicator.
-    """
+    """One call of a collective."""
 
     name: str
-    size: int
-    operations: int
-    launches: int
-    site: str
-    group: int
+    size: int  # bytes of the larger side: the input of a reduce-scatter, the output of an all-gather
+    operations: int  # that NCCL would run: a list with uneven parts is one per part
+    site: str  # the source line
+    group: int  # number of the communicator
 
 
 @dataclass(frozen=True)
 class Synchronization:
-    """One call in which the host waits for the device.
+    """One call in which the host waits for the device."""
 
-    Attributes:
-        kind: what waited, like "item", "event", "stream", "device", "pageable copy", or an operator's name.
-        site: the source line.
-        behind: pieces of work that were queued but not done when the host began to wait.
-        age: for an event, the number of steps since it was recorded.
-    """
-
-    kind: str
-    site: str
-    behind: int
-    age: int = 0
+    kind: str  # what waited, like "item", "event", "stream", "device", "pageable copy", or an operator's name
+    site: str  # the source line
+    behind: int  # pieces of work that were queued but not done when the host began to wait
+    age: int = 0  # for an event, the number of steps since it was recorded
 
 
 @dataclass
@@ -90,8 +73,7 @@ class Step:
     """What was counted between two marks.
 
     Attributes:
-        kernels: number of operator calls by name and source line.
-        batched_launches: ``ceil(tensors / 100)`` of all ``_foreach_`` and ``_fused_`` calls, which count once above.
+        kernels: launches by operator and source line. A ``_foreach_`` or ``_fused_`` operator is one per 100 tensors.
         copies: copies between host and device by direction and source line.
         collectives: collectives in the order of the calls.
         synchronizations: calls in which the host waited.
@@ -100,17 +82,11 @@ class Step:
     """
 
     kernels: collections.Counter[tuple[str, str]] = field(default_factory=collections.Counter)
-    batched_launches: int = 0
     copies: collections.Counter[tuple[str, str]] = field(default_factory=collections.Counter)
     collectives: list[Collective] = field(default_factory=list)
     synchronizations: list[Synchronization] = field(default_factory=list)
     peak: int = 0
     peak_held: int = 0
-
-    @property
-    def launches(self) -> int:
-        """Number of operator calls."""
-        return self.kernels.total()
 
     @property
     def operations(self) -> int:
@@ -124,18 +100,12 @@ class Step:
 
     def kernel(self, name: str, where: str, tensors: int = 0) -> None:
         """Count an operator."""
-        self.kernels[name, where] += 1
-        if name.startswith(("_foreach_", "_fused_", "_amp_foreach_")):
-            self.batched_launches += math.ceil(tensors / LAUNCH_SIZE)
+        batched = name.startswith(("_foreach_", "_fused_", "_amp_foreach_"))
+        self.kernels[name, where] += max(1, math.ceil(tensors / LAUNCH_SIZE)) if batched else 1
 
     def summary(self) -> str:
         """Return the counts as text, with a line per source line."""
-        lines = [
-            f"{self.launches} kernels, {sum(self.copies.values())} copies, {len(self.collectives)} collective calls "
-            f"({self.operations} operations, {sum(c.launches for c in self.collectives)} launches, "
-            f"{self.collective_bytes} bytes), {len(self.synchronizations)} host synchronisations, "
-            f"peak {self.peak} bytes"
-        ]
+        lines = [f"{self.kernels.total()} kernels, peak {self.peak} bytes"]
         lines += [f"  kernel {name} x{n} at {where}" for (name, where), n in sorted(self.kernels.items())]
         lines += [f"  copy {name} x{n} at {where}" for (name, where), n in sorted(self.copies.items())]
         lines += [f"  collective {c.name} {c.size} B, {c.operations} op(s) at {c.site}" for c in self.collectives]

@@ -11,12 +11,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from onecopy import MixedPrecision
 from onecopy.comm.agreement import VOTE_BYTES
-from tests.accelerator import device
+from tests.accelerator import device, programs
 from tests.accelerator.counters import Step
 from tests.accelerator.process_group import Communicator
 from tests.accelerator.training import (
@@ -27,6 +25,7 @@ from tests.accelerator.training import (
     Training,
     adamw,
     after_backward,
+    ddp,
     interleaved,
     level_1,
     level_2,
@@ -47,81 +46,93 @@ LARGE = 64 << 20
 """A size of buckets with which all parameters are in one."""
 
 
-class PlainAdamW:
-    """DDP and torch's own AdamW, behind the names of :class:`ZeroRedundancyOptimizer` that a training uses."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
-        self.zero_grad, self.step = optimizer.zero_grad, optimizer.step
-
-    def wait(self) -> None:
-        """Do nothing: nothing is in flight after ``step()``."""
-
-
 def plain(training: Training) -> None:
     """The reference: nothing is sharded."""
-    cap = training.case.bucket / (1 << 20)
-    training.model = DistributedDataParallel(training.module, process_group=training.place.group, bucket_cap_mb=cap)
-    made: Any = PlainAdamW(torch.optim.AdamW(training.module.parameters(), lr=1e-2, foreach=True))
+    training.model = ddp(training)
+    made: Any = torch.optim.AdamW(training.module.parameters(), lr=1e-2, foreach=True)
+    made.optim, made.wait = made, lambda: None  # as a ZeroRedundancyOptimizer has them
     training.optimizers.append(made)
 
 
+MASTERS: dict[str, Any] = {"master_weights": True}
+BF16 = {"mixed_precision": MixedPrecision(param_dtype=HALF), **OVERLAP}
+
+
+@dataclasses.dataclass(frozen=True)
+class Counted:
+    """A training program of which one iteration is counted; its model and the size of its buckets are replaced."""
+
+    case: Case
+    iterate: Callable[[Training, int], None] = one_pass
+
+
 LEVELS = {
-    "DDP, AdamW": Case("DDP, AdamW", plain),
-    "level 1": Case("level 1", level_1),
-    "level 1 by parameter": Case("level 1 by parameter", level_1, parts=adamw(shard_by="parameter")),
-    "level 1 master weights": Case("level 1 master weights", level_1, parts=adamw(master_weights=True), dtype=HALF),
-    "level 2": Case("level 2", level_2),
-    "level 2 by parameter": Case("level 2 by parameter", level_2, parts=adamw(shard_by="parameter")),
-    "after backward": Case("after backward", after_backward),
-    "interleaved": Case("interleaved", interleaved),
-    "level 3": Case("level 3", level_3),
-    "level 3 overlap": Case("level 3 overlap", level_3, wrap=OVERLAP),
-    "level 3 bf16": Case(
-        "level 3 bf16", level_3, wrap={"mixed_precision": MixedPrecision(param_dtype=HALF), **OVERLAP}
-    ),
+    "DDP, AdamW": Counted(Case("", plain)),
+    "level 1": Counted(Case("", level_1)),
+    "level 1 by parameter": Counted(Case("", level_1, parts=adamw(shard_by="parameter"))),
+    "level 1 master weights": Counted(Case("", level_1, parts=adamw(**MASTERS), dtype=HALF)),
+    "level 2": Counted(Case("", level_2)),
+    "after backward": Counted(Case("", after_backward)),
+    "interleaved": Counted(Case("", interleaved)),
+    "level 3": Counted(Case("", level_3)),
+    "level 3 overlap": Counted(Case("", level_3, wrap=OVERLAP)),
+    "level 3 bf16": Counted(Case("", level_3, wrap=BF16)),
 }
+"""The rows of docs/accelerators.md."""
+
+COUNTED = LEVELS | {
+    "level 1 clipped": Counted(Case("", level_1), programs.clipped),
+    "level 1 clipped master weights": Counted(Case("", level_1, parts=adamw(**MASTERS), dtype=HALF), programs.clipped),
+    "level 1 offload": Counted(Case("", level_1, parts=adamw(offload="cpu", **MASTERS), dtype=HALF)),
+    "level 1 refusing infinities": Counted(Case("", level_1, parts=adamw(nonfinite="raise"))),
+    "level 2 clipped": Counted(Case("", level_2), programs.clipped),
+    "level 2 zeroed in place": Counted(Case("", level_2), programs.zeroed_in_place),
+    "level 2 refusing infinities": Counted(Case("", level_2, parts=adamw(nonfinite="raise"))),
+    "interleaved zeroed in place": Counted(Case("", interleaved), programs.zeroed_in_place),
+    "level 3 clipped": Counted(Case("", level_3, wrap=BF16), programs.clipped),
+    "level 3 averaging": Counted(Case("", level_3, averages=True)),
+    "level 3 offload": Counted(Case("", level_3, parts=adamw(offload="cpu"))),
+}
+"""Programs whose costs are bounded by tests."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Counts:
-    """The counts of one iteration on one rank.
+    """The counts of one iteration on one rank."""
 
-    Attributes:
-        calls, operations: collectives, as called and as NCCL would run them.
-        by_name: calls by name of the collective.
-        bytes: of all collectives.
-        launches: kernels that the optimizer, or code of onecopy anywhere, has launched.
-        synchronizations: where the host has waited: kind, source line, age in steps.
-        peak: device memory beyond the parameters and the state, with memory that other streams keep from being reused.
-        buckets: number of DDP's or ShardedDataParallel's buckets.
-        rounds: number of all-gathers that share parameters, at levels 1 and 2.
-    """
+    names: list[str]  # of the collectives, in order
+    operations: int  # collectives as NCCL would run them
+    groups: int  # number of communicators that they use
+    bytes: tuple[int, int]  # of all collectives, and those of the parameters
+    launches: int  # kernels of the optimizer, and of code of onecopy anywhere
+    synchronizations: list[tuple[str, str, int]]  # where the host has waited: kind, source line, age in steps
+    peak: int  # device memory beyond the parameters and the state, with memory that other streams keep
+    buckets: int  # of DDP or ShardedDataParallel
+    rounds: int  # all-gathers that share parameters, at levels 1 and 2
 
-    calls: int
-    operations: int
-    by_name: dict[str, int]
-    bytes: int
-    launches: int
-    synchronizations: list[tuple[str, str, int]]
-    peak: int
-    buckets: int
-    rounds: int
+    @property
+    def calls(self) -> int:
+        """Number of collectives."""
+        return len(self.names)
 
 
 def count(name: str, blocks: int, bucket: int = BUCKET, host_ahead: int | str = "far") -> Counts:
     """In a worker: train and count the iteration after the warm-up."""
-    case = dataclasses.replace(LEVELS[name], model=functools.partial(Blocks, blocks), bucket=bucket)
+    counted = COUNTED[name]
+    case = dataclasses.replace(counted.case, model=functools.partial(Blocks, blocks), bucket=bucket)
     place = Place(torch.device("sim", torch.accelerator.current_device_index()), None)
     gc.collect()  # the memory of an earlier training would count as long as nobody has collected it
     # Padded as in proportion a large model is, whose parameters are cut into equal parts.
-    with small_sizes(bucket, padding=bucket), device.simulate(seed=dist.get_rank(), host_ahead=host_ahead) as run:
+    with (
+        small_sizes(bucket, padding=bucket, averages=case.averages),
+        device.simulate(seed=dist.get_rank(), host_ahead=host_ahead) as run,
+    ):
         training = Training(case, place)
         for step in range(WARM_UP):
             with run.step():
-                one_pass(training, step)
-        with run.step() as iteration, _optimizer_launches(training) as in_step:
-            one_pass(training, WARM_UP)
+                counted.iterate(training, step)
+        with run.step() as iteration:
+            counted.iterate(training, WARM_UP)
             peak = run.core.memory()[3]
         training.results()
         buckets, rounds = _buckets(training, iteration), _rounds(training)
@@ -129,13 +140,12 @@ def count(name: str, blocks: int, bucket: int = BUCKET, host_ahead: int | str = 
         run.collect()
         lasting = run.core.memory()[0]
     assert run.reports == [], run.reports[:3]
-    names = [each.name for each in iteration.collectives]
     return Counts(
-        len(iteration.collectives),
+        [each.name for each in iteration.collectives],
         iteration.operations,
-        {each: names.count(each) for each in sorted(set(names))},
-        iteration.collective_bytes,
-        sum(in_step),
+        len({each.group for each in iteration.collectives}),
+        (iteration.collective_bytes, sum(param.nbytes for param in training.module.parameters())),
+        _launches(training, iteration),
         [(each.kind, each.site, each.age) for each in iteration.synchronizations],
         peak - lasting,
         buckets,
@@ -143,39 +153,15 @@ def count(name: str, blocks: int, bucket: int = BUCKET, host_ahead: int | str = 
     )
 
 
-@contextlib.contextmanager
-def _optimizer_launches(training: Training) -> Iterator[list[int]]:
-    """Count kernels inside ``step()`` and, outside of it, those that onecopy's own lines have launched."""
-    counted: list[int] = []
-    kernel = Step.kernel
-    inside = [False]
-
-    def counting(self: Step, name: str, where: str, tensors: int = 0) -> None:
-        before = self.batched_launches
-        kernel(self, name, where, tensors)
-        if inside[0] or (where.startswith("onecopy/") and not where.startswith(FORWARD)):
-            counted.append(self.batched_launches - before or 1)
-
-    def wrap(call: Callable[[], Any]) -> Callable[[], Any]:
-        def inside_step() -> Any:
-            inside[0] = True
-            try:
-                return call()
-            finally:
-                inside[0] = False
-
-        return inside_step
-
-    originals = [optimizer.step for optimizer in training.optimizers]
-    for optimizer in training.optimizers:
-        setattr(optimizer, "step", wrap(optimizer.step))  # noqa: B010
-    Step.kernel = counting  # type: ignore[method-assign]
-    try:
-        yield counted
-    finally:
-        Step.kernel = kernel  # type: ignore[method-assign]
-        for optimizer, original in zip(training.optimizers, originals, strict=True):
-            setattr(optimizer, "step", original)  # noqa: B010
+def _launches(training: Training, iteration: Step) -> int:
+    """Number of kernels of the optimizer, and of those that onecopy's own lines have launched."""
+    reference = training.case.setup is plain
+    return sum(
+        times
+        for (name, where), times in iteration.kernels.items()
+        if (where.startswith("onecopy/") and not where.startswith(FORWARD))
+        or (reference and name.startswith("_foreach_"))
+    )
 
 
 def _buckets(training: Training, iteration: Step) -> int:
@@ -208,19 +194,15 @@ class Launch:
 def noted_launches() -> Iterator[list[Launch]]:
     """Note every collective with its place on its stream."""
     noted: list[Launch] = []
-    launch = Communicator._launch
 
-    def noting(self: Communicator, kept: Any, calls: Any, peer: int | None = None) -> int:
-        name = calls[0].name
-        stream = launch(self, kept, calls, peer)
+    def note(_: Communicator, name: str, stream: int) -> None:
         noted.append(Launch(name, stream, device.load().scheduler.races.clock(stream)[stream]))
-        return stream
 
-    Communicator._launch = noting  # type: ignore[method-assign]
+    Communicator.observers.append(note)
     try:
         yield noted
     finally:
-        Communicator._launch = launch  # type: ignore[method-assign]
+        Communicator.observers.remove(note)
 
 
 def waited_for(launch: Launch) -> bool:
@@ -230,8 +212,3 @@ def waited_for(launch: Launch) -> bool:
     with scheduler.lock:
         scheduler._read_log()
         return scheduler.races.clock(current).get(launch.stream, 0) >= launch.epoch
-
-
-def first_module(model: nn.Module) -> nn.Module:
-    first: nn.Module = model.get_submodule("first")
-    return first

@@ -39,11 +39,7 @@ class Device:
 
 
 def load() -> Device:
-    """Build and register the device in this process, once.
-
-    Raises:
-        build.NoCompilerError: there is no compiler.
-    """
+    """Build and register the device in this process, once."""
     global _loaded
     if _loaded is None:
         _loaded = Device()

@@ -33,17 +33,11 @@ Patch = pytest.MonkeyPatch
 
 @dataclass(frozen=True)
 class Mutation:
-    """A mistake.
+    """A mistake."""
 
-    Attributes:
-        case: the name of the training program that shows it.
-        apply: makes the mistake.
-        is_on_host: whether the host reads too early, which shows only if it is far ahead of the device.
-    """
-
-    case: str
+    case: str  # the name of the training program that shows it
     apply: Callable[[Patch], None]
-    is_on_host: bool = False
+    is_on_host: bool = False  # whether the host reads too early, which shows only if it is far ahead of the device
 
 
 class NoWait:
@@ -185,7 +179,11 @@ MUTATIONS = {
     "level 3 reads a sum too early": Mutation("level 3", _sum_read_too_early),
     "level 3 reuses a buffer in flight": Mutation("level 3", _pool_gives_memory_in_use),
     "the next forward does not wait": Mutation("level 3 overlap", _nothing(PipelinedStep, "wait_for")),
-    "packing does not wait for other streams": Mutation("level 3 unfrozen two streams", _nothing(UsedStreams, "join")),
-    "other streams do not wait for packing": Mutation("level 3 unfrozen", _nothing(UsedStreams, "release")),
+    "packing does not wait for other streams": Mutation(
+        "level 3 unfrozen in the middle", _nothing(UsedStreams, "join")
+    ),
+    "other streams do not wait for packing": Mutation(
+        "level 3 unfrozen in the middle", _nothing(UsedStreams, "release")
+    ),
     "only the first stream waits": Mutation("level 3 two streams", _first_stream_waits_for_all),
 }

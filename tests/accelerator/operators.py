@@ -22,49 +22,23 @@ WRITE_ONLY |= {"_foreach_zero_", "_foreach_copy_", "log_normal_", "cauchy_", "ge
 """Operators whose argument that is written is not read before."""
 
 
-def _convolution_backward(weight: Tensor, transposed: bool, groups: int, **rest: Any) -> Any:
-    """Call the CPU's operator, which also asks for the size of the bias."""
-    size = weight.shape[1] * groups if transposed else weight.shape[0]
-    options = {"weight": weight, "transposed": transposed, "groups": groups, "bias_sizes": [size]}
-    return torch.ops.aten.convolution_backward.default(**options, **rest)
-
-
-INSTEAD = {
-    "convolution_overrideable": torch.ops.aten.convolution.default,
-    "convolution_backward_overrideable": _convolution_backward,
-}
-"""Operators that a device must bring itself, and the ones that do the same on the CPU."""
-
-
 WHOLE = {"native_layer_norm", "native_group_norm"}
 """Operators with a kernel of their own on the CPU that torch would otherwise divide into others."""
 
 
 @dataclass(frozen=True)
 class Schema:
-    """What an operator does with its arguments.
+    """What an operator does with its arguments."""
 
-    Attributes:
-        name: without namespace and overload.
-        call: the operator that runs on the CPU.
-        names: of all arguments, in order.
-        written: names of the arguments that it writes.
-        out: whether arguments are given their shape by it.
-        write_only: whether what it writes is never read before.
-        returns: per result the name of the argument that it is, or None for a new tensor.
-        reads_data: whether the host must wait, because the shape or value of the result depends on data.
-        random: whether it draws random numbers.
-    """
-
-    name: str
-    call: Any
-    names: tuple[str, ...]
-    written: frozenset[str]
-    out: bool
-    write_only: bool
-    returns: tuple[str | None, ...]
-    reads_data: bool
-    random: bool
+    name: str  # without namespace and overload
+    call: Any  # the operator that runs on the CPU
+    names: tuple[str, ...]  # of all arguments, in order
+    written: frozenset[str]  # names of the arguments that it writes
+    out: bool  # whether arguments are given their shape by it
+    write_only: bool  # whether what it writes is never read before
+    returns: tuple[str | None, ...]  # per result the name of the argument that it is, or None for a new tensor
+    reads_data: bool  # whether the host must wait, because the shape or value of the result depends on data
+    random: bool  # whether it draws random numbers
 
 
 @functools.cache
@@ -82,7 +56,7 @@ def schema_of(op: Any) -> Schema:
     out = any(a.is_out for a in schema.arguments)
     return Schema(
         name,
-        INSTEAD.get(name, op),
+        op,
         tuple(a.name for a in schema.arguments),
         frozenset(written),
         out,
@@ -158,7 +132,7 @@ class Operators:
         aten.impl("equal", self._equal, "PrivateUse1")
         for full in torch._C._dispatch_get_all_op_names():
             name, _, overload = full.removeprefix("aten::").partition(".")
-            if full.startswith("aten::") and (name.startswith(BATCHED) or name in INSTEAD or name in WHOLE):
+            if full.startswith("aten::") and (name.startswith(BATCHED) or name in WHOLE):
                 op = getattr(getattr(torch.ops.aten, name), overload or "default")
                 aten.impl(full.removeprefix("aten::"), functools.partial(self.queue, op), "PrivateUse1")
         self._libraries += [everything, aten]
@@ -292,17 +266,19 @@ class Operators:
 
     # Operators after which the host knows data
 
+    def _wait_for(self, name: str, *tensors: Tensor) -> None:
+        """Let the host wait for what an operator reads."""
+        self.scheduler.enqueue(name, lambda: None, [shadow(tensor) for tensor in tensors])
+        self.scheduler.wait_for(name, self.core.current_stream())
+
     def _run_now(self, schema: Schema, kwargs: dict[str, Any]) -> Any:
-        """Run an operator whose result depends on data: the host waits for the device."""
-        stream = self.core.current_stream()
+        """Run an operator whose result depends on data."""
+        self.scheduler.step.kernel(schema.name, counters.site())
+        self._wait_for(schema.name, *(t for value in kwargs.values() for t in _tensors(value) if _is_sim(t)))
         inputs = {
             name: _map(value, lambda t: self.core.alias(t) if _is_sim(t) else t, "cpu")
             for name, value in kwargs.items()
         }
-        reads = [shadow(t) for value in kwargs.values() for t in _tensors(value) if _is_sim(t)]
-        self.scheduler.step.kernel(schema.name, counters.site())
-        self.scheduler.enqueue(schema.name, lambda: None, reads)
-        self.scheduler.wait_for(schema.name, stream)
         with torch.no_grad():
             result = schema.call(**inputs)
 
@@ -315,15 +291,12 @@ class Operators:
         return _map(result, back, "sim")
 
     def _item(self, tensor: Tensor) -> Any:
-        alias = self.core.alias(tensor)
-        self.scheduler.enqueue("item", lambda: None, [shadow(tensor)])
-        self.scheduler.wait_for("item", self.core.current_stream())
-        return alias.item()
+        self._wait_for("item", tensor)
+        return self.core.alias(tensor).item()
 
     def _equal(self, left: Tensor, right: Tensor) -> bool:
         self.scheduler.step.kernel("equal", counters.site())
-        self.scheduler.enqueue("equal", lambda: None, [shadow(left), shadow(right)])
-        self.scheduler.wait_for("equal", self.core.current_stream())
+        self._wait_for("equal", left, right)
         return torch.equal(self.core.alias(left), self.core.alias(right))
 
     # Copies
@@ -344,42 +317,38 @@ class Operators:
             )
             return to
         host = to if _is_sim(source) else source
+        pinned, shape = host.is_pinned(), list(to.shape)
         direction = "device to host" if _is_sim(source) else "host to device"
-        pinned = host.is_pinned()
         self.scheduler.step.copies[f"{direction}, {'pinned' if pinned else 'pageable'}", where] += 1
+        late = pinned and non_blocking
         if _is_sim(source):
-            self._to_host(source, to, where)
+            run = self._to_host(source, to)
+            self.scheduler.enqueue("copy to host", run, [shadow(source)], shape=shape, where=where)
         else:
-            self._to_device(source, to, where, late=pinned and non_blocking)
-        if not (pinned and non_blocking):
+            run = self._to_device(source, to, f"copy{shape} at {where}", late=late)
+            self.scheduler.enqueue("copy to device", run, (), [shadow(to)], shape=shape, where=where)
+        if not late:
             self.scheduler.wait_for("blocking copy" if pinned else "pageable copy", self.core.current_stream())
         return to
 
-    def _to_host(self, source: Tensor, to: Tensor, where: str) -> None:
-        alias = self.core.alias(source)
+    def _to_host(self, source: Tensor, to: Tensor) -> Callable[[], Any]:
+        alias, to = self.core.alias(source), to.detach()
         if to.is_pinned() and to.is_contiguous():
             # Nobody may read it before the copy has run: what is there until then is no one's data.
             self.core.poison(to.data_ptr(), to.nbytes)
+        return lambda: to.copy_(alias)
 
-        def run() -> None:
-            with torch.no_grad():
-                to.detach().copy_(alias)
-
-        self.scheduler.enqueue("copy to host", run, [shadow(source)], shape=list(source.shape), where=where)
-
-    def _to_device(self, source: Tensor, to: Tensor, where: str, *, late: bool) -> None:
-        alias = self.core.alias(to)
-        source, shape = source.detach(), list(to.shape)
+    def _to_device(self, source: Tensor, to: Tensor, about: str, *, late: bool) -> Callable[[], Any]:
+        alias, source = self.core.alias(to), source.detach()
         before = source.clone() if late else None
 
         def run() -> None:
             if before is not None and _bytes(before) != _bytes(source):
-                text = f"the pinned memory of the copy{shape} at {where} was changed before the copy ran"
+                text = f"the pinned memory of the {about} was changed before the copy ran"
                 self.scheduler.races.report("pinned source", text)
-            with torch.no_grad():
-                alias.copy_(source)
+            alias.copy_(source)
 
-        self.scheduler.enqueue("copy to device", run, (), [shadow(to)], shape=shape, where=where)
+        return run
 
     def _copy_and_resize(self, source: Tensor, to: Tensor) -> Tensor:
         if to.shape != source.shape:

@@ -52,60 +52,33 @@ struct SimBackend final : c10d::Backend {
     auto kept = std::make_shared<Kept>();
     kept->tensors = outputs;
     kept->tensors.insert(kept->tensors.end(), inputs.begin(), inputs.end());
-    std::optional<int64_t> stream;
+    int64_t stream;
     {
       py::gil_scoped_acquire gil;
-      stream = impl->attr(name)(kept, args...).template cast<std::optional<int64_t>>();
+      stream = impl->attr(name)(kept, args...).template cast<int64_t>();
     }
-    if (!stream) return nullptr;  // queued when coalescing ends
-    return make_intrusive<SimWork>(stream_of(*stream), kept, outputs, std::string(name) == "barrier");
+    return make_intrusive<SimWork>(stream_of(stream), kept, outputs, std::string(name) == "barrier");
   }
   static int op(const c10d::ReduceOp& o) { return int(o.op_); }
   const std::string getBackendName() const override { return "simccl"; }
-  bool supportsCoalescing() const override { return true; }
   void setSequenceNumberForGroup() override {}
   uint64_t getSequenceNumberForGroup() override { return 0; }
   intrusive_ptr<Options> getBackendOptions() override { return options; }
   void setTimeout(std::chrono::milliseconds timeout) override { options->timeout = timeout; }
-  void startCoalescing() override { py::gil_scoped_acquire gil; impl->attr("start_coalescing")(); }
-  WorkPtr endCoalescing() override { return issue("end_coalescing", {}, {}); }
-  WorkPtr broadcast(Tensors& t, const c10d::BroadcastOptions& o) override { return issue("broadcast", t, {}, t, o.rootRank); }
-  WorkPtr allreduce(Tensors& t, const c10d::AllreduceOptions& o) override { return issue("allreduce", t, {}, t, op(o.reduceOp)); }
-  WorkPtr allreduce_coalesced(Tensors& t, const c10d::AllreduceCoalescedOptions& o) override {
-    return issue("allreduce_coalesced", t, {}, t, op(o.reduceOp));
-  }
-  WorkPtr reduce(Tensors& t, const c10d::ReduceOptions& o) override { return issue("reduce", t, {}, t, o.rootRank, op(o.reduceOp)); }
+  WorkPtr broadcast(Tensors& t, const c10d::BroadcastOptions& o) override { return issue("broadcast", t, {}, t.at(0), o.rootRank); }
+  WorkPtr allreduce(Tensors& t, const c10d::AllreduceOptions& o) override { return issue("allreduce", t, {}, t.at(0), op(o.reduceOp)); }
   WorkPtr allgather(std::vector<Tensors>& out, Tensors& in, const c10d::AllgatherOptions&) override {
     return issue("allgather", flat(out), in, out.at(0), in.at(0));
   }
   WorkPtr _allgather_base(Tensor& out, Tensor& in, const c10d::AllgatherOptions&) override {
-    return issue("allgather_base", {out}, {in}, Tensors{out}, Tensors{in});
-  }
-  WorkPtr allgather_into_tensor_coalesced(Tensors& out, Tensors& in, const c10d::AllgatherOptions&) override {
-    return issue("allgather_base", out, in, out, in);
-  }
-  WorkPtr gather(std::vector<Tensors>& out, Tensors& in, const c10d::GatherOptions& o) override {
-    return issue("gather", flat(out), in, flat(out), in.at(0), o.rootRank);
-  }
-  WorkPtr scatter(Tensors& out, std::vector<Tensors>& in, const c10d::ScatterOptions& o) override {
-    return issue("scatter", out, flat(in), out.at(0), flat(in), o.rootRank);
+    return issue("allgather_base", {out}, {in}, out, in);
   }
   WorkPtr reduce_scatter(Tensors& out, std::vector<Tensors>& in, const c10d::ReduceScatterOptions& o) override {
     return issue("reduce_scatter", out, flat(in), out.at(0), in.at(0), op(o.reduceOp));
   }
   WorkPtr _reduce_scatter_base(Tensor& out, Tensor& in, const c10d::ReduceScatterOptions& o) override {
-    return issue("reduce_scatter_base", {out}, {in}, Tensors{out}, Tensors{in}, op(o.reduceOp));
+    return issue("reduce_scatter_base", {out}, {in}, out, in, op(o.reduceOp));
   }
-  WorkPtr reduce_scatter_tensor_coalesced(Tensors& out, Tensors& in, const c10d::ReduceScatterOptions& o) override {
-    return issue("reduce_scatter_base", out, in, out, in, op(o.reduceOp));
-  }
-  WorkPtr alltoall_base(Tensor& out, Tensor& in, std::vector<int64_t>& os, std::vector<int64_t>& is,
-                        const c10d::AllToAllOptions&) override {
-    return issue("alltoall_base", {out}, {in}, out, in, os, is);
-  }
-  WorkPtr alltoall(Tensors& out, Tensors& in, const c10d::AllToAllOptions&) override { return issue("alltoall", out, in, out, in); }
-  WorkPtr send(Tensors& t, int peer, int) override { return issue("send", {}, t, t.at(0), peer); }
-  WorkPtr recv(Tensors& t, int peer, int) override { return issue("recv", t, {}, t.at(0), peer); }
   WorkPtr barrier(const c10d::BarrierOptions&) override { return issue("barrier", {}, {}); }
   py::object* impl;
   intrusive_ptr<Options> options;

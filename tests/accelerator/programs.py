@@ -46,6 +46,38 @@ def mixed_accumulation(training: Training, step: int) -> None:
     training.step()
 
 
+def zeroed_in_place(training: Training, step: int) -> None:
+    training.model.zero_grad(set_to_none=False)
+    training.loss(step).backward()
+    training.step()
+
+
+def never_zeroed(training: Training, step: int) -> None:
+    training.loss(step).backward()
+    training.step()
+
+
+def written(how: str) -> Callable[[Training, int], None]:
+    """After every other step, values are written into the parameters: those win, and the others stay precise."""
+
+    def iterate(training: Training, step: int) -> None:
+        one_pass(training, step)
+        for param in training.module.parameters() if step % 2 else ():
+            values = param.detach().clone()
+            values[::2] = 0.625
+            if how == "copied":
+                with torch.no_grad():
+                    param.copy_(values)
+            elif how == "replaced":
+                param.data = values
+            else:
+                param.data[::2] = 0.625
+        if how == "refreshed" and step % 2:
+            training.optimizer.refresh_master_weights()
+
+    return iterate
+
+
 def clipped(training: Training, step: int) -> None:
     training.zero_grad()
     training.loss(step).backward()

@@ -35,24 +35,16 @@ class Item:
 
 
 class Scheduler:
-    """All queues of one process. Queued work runs inside the calls that queue or wait, chosen by a seeded generator.
-
-    Attributes:
-        races: clocks and the shadow of device memory.
-        step: where calls are counted.
-        ahead: how many pieces of work may be left undone when the host goes on: a number, or None for all of them.
-        poison: whether freed memory is overwritten.
-        idle: seconds without a call of the host after which the device works on its own.
-    """
+    """All queues of one process. Queued work runs inside the calls that queue or wait, chosen by a seeded generator."""
 
     def __init__(self, core: Any) -> None:
         self.core = core
         self.lock = threading.RLock()
         self.races = Races()
-        self.step = Step()
+        self.step = Step()  # where calls are counted
         self.step_number = 0
-        self.ahead: int | None = 0
-        self.poison = True
+        self.ahead: int | None = 0  # how much work may be left undone when the host goes on; None for all of it
+        self.poison = True  # whether freed memory is overwritten
         self.idle = IDLE
         self.errors: list[str] = []
         self._random = random.Random(0)

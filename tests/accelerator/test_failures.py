@@ -1,62 +1,141 @@
-"""A rank that fails on an accelerator: it raises its own error, and the others raise one or two calls later."""
+"""Errors on an accelerator: the rank that fails raises at once, and the others one or two calls later."""
 
 from __future__ import annotations
 
+import dataclasses
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from onecopy import PeerFailedError
+from onecopy.data_parallel.bucket import GradientBucket
 from tests.accelerator import device
 from tests.accelerator.abandoning import abandoning_on_failure
 from tests.accelerator.cases import BY_NAME
 from tests.accelerator.comparing import on_device
-from tests.accelerator.harness import HYBRID, SIMCCL, meet, run
-from tests.accelerator.training import Training, one_pass, small_sizes
+from tests.accelerator.harness import HYBRID, SIMCCL, meet, run, simulated
+from tests.accelerator.training import Case, Training, adamw, level_1, level_2, one_pass, small_sizes
 
 NO_MEMORY = "no memory is left"
+FAILS_AT = 4
 SECONDS = 20.0
 
-LEVELS = ["level 1", "level 1 master weights", "level 2", "after backward", "interleaved", "level 3", "level 3 overlap"]
+Cause = Callable[[Training, pytest.MonkeyPatch], None]
+
+
+def _no_memory(*_args: Any, **_kwargs: Any) -> None:
+    raise MemoryError(NO_MEMORY)
+
+
+def update_fails(training: Training, _patch: pytest.MonkeyPatch) -> None:
+    training.optimizer.optim.register_step_pre_hook(_no_memory)
+
+
+def backward_fails(_training: Training, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(GradientBucket, "put", mock.Mock(side_effect=MemoryError(NO_MEMORY)))
+
+
+def gradient_is_infinite(training: Training, _patch: pytest.MonkeyPatch) -> None:
+    training.batches = [batch * float("inf") for batch in training.batches]
+
+
+def options_differ(training: Training, _patch: pytest.MonkeyPatch) -> None:
+    training.optimizer.param_groups[0]["lr"] = 0.5
+
+
+@dataclasses.dataclass(frozen=True)
+class Failure:
+    """What goes wrong on the last rank, and the errors of that rank and of the others.
+
+    Attributes:
+        levels: names of training programs, or programs.
+        cause: makes it go wrong.
+        there: the error of the last rank, and a part of its text.
+        elsewhere: the same of the other ranks; "{rank}" is the last rank.
+        late: the most iterations until all ranks have raised.
+    """
+
+    levels: tuple[str | Case, ...]
+    cause: Cause
+    there: tuple[str, str]
+    elsewhere: tuple[str, str]
+    late: int = 1
+
+
+REFUSING = adamw(nonfinite="raise")
+BY_STEP = (
+    "level 1",
+    "level 1 master weights",
+    "level 2",
+    "after backward",
+    "interleaved",
+    "level 3",
+    "level 3 overlap",
+)
+NONFINITE = ("NonfiniteError", "in the previous step() the gradient of parameter 'group0[0]'")
+OPTIONS = ("RanksDisagreeError", "different options")
+FAILURES = {
+    "update": Failure(BY_STEP, update_fails, ("MemoryError", NO_MEMORY), ("PeerFailedError", "global rank {rank}")),
+    "backward": Failure(
+        ("level 3", "level 3 overlap"),
+        backward_fails,
+        ("MemoryError", NO_MEMORY),
+        ("PeerFailedError", "the previous backward() failed on global rank {rank}"),
+    ),
+    "infinity": Failure(
+        (Case("1 refusing", level_1, parts=REFUSING), Case("2 refusing", level_2, parts=REFUSING)),
+        gradient_is_infinite,
+        NONFINITE,
+        NONFINITE,
+    ),
+    "options": Failure(("level 1", "level 2", "level 3"), options_differ, OPTIONS, OPTIONS),
+}
+ROWS = [(kind, number) for kind, failure in FAILURES.items() for number in range(len(failure.levels))]
 
 
 @pytest.mark.parametrize("ahead", ["far", 0])
 @pytest.mark.parametrize("backend", [SIMCCL, HYBRID], ids=["pure", "hybrid"])
 @pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("level", LEVELS)
-def test_the_other_ranks_raise_soon(
-    level: str, world_size: int, backend: str, ahead: int | str, tmp_path: Path
+@pytest.mark.parametrize(("kind", "number"), ROWS)
+def test_all_ranks_raise_soon(
+    kind: str, number: int, world_size: int, backend: str, ahead: int | str, tmp_path: Path
 ) -> None:
-    arguments = {"level": level, "ahead": ahead, "meeting": str(tmp_path / "store")}
-    found = run(fail, world_size, arguments, backend)
-    *others, culprit = found
-    assert culprit[0] == "MemoryError"
-    assert NO_MEMORY in culprit[1]
-    for kind, text, iterations, seconds in others:
-        assert kind == PeerFailedError.__name__, text
-        assert str(world_size - 1) in text
-        assert iterations <= 1
+    failure = FAILURES[kind]
+    arguments = {"kind": kind, "number": number, "ahead": ahead, "meeting": str(tmp_path / "store")}
+    *others, culprit = run(fail, world_size, arguments, backend)
+    for expected, (name, text, iterations, seconds) in [
+        (failure.there, culprit),
+        *((failure.elsewhere, o) for o in others),
+    ]:
+        assert name == expected[0], text
+        assert expected[1].format(rank=world_size - 1) in text
+        assert iterations <= failure.late
         assert seconds < SECONDS
 
 
-def fail(level: str, ahead: int | str, meeting: str) -> tuple[str, str, int, float]:
-    """In a worker: the update fails on the last rank; return the error, and how many iterations and seconds later."""
-    place = on_device()
-    step = 0
-    start = time.monotonic()
-    seconds = 0.0
+def fail(kind: str, number: int, ahead: int | str, meeting: str) -> tuple[str, str, int, float]:
+    """In a worker: the last rank fails; return the error, and how many iterations and seconds later it was raised."""
+    failure = FAILURES[kind]
+    level = failure.levels[number]
+    step, start, seconds = 0, 0.0, 0.0
     try:
-        with small_sizes(), abandoning_on_failure(), device.simulate(seed=2, host_ahead=ahead):
-            training = Training(BY_NAME[level], place)
-            for step in range(7):
-                if step == 4:
+        with (
+            small_sizes(),
+            pytest.MonkeyPatch.context() as patch,
+            abandoning_on_failure(),
+            device.simulate(seed=2, host_ahead=ahead),
+        ):
+            training = Training(BY_NAME[level] if isinstance(level, str) else level, on_device())
+            for step in range(FAILS_AT + 3):
+                if step == FAILS_AT:
                     start = time.monotonic()
                     if dist.get_rank() == dist.get_world_size() - 1:
-                        training.optimizer.optim.register_step_pre_hook(_fail)
+                        failure.cause(training, patch)
                 try:
                     one_pass(training, step)
                 except Exception as error:
@@ -66,9 +145,23 @@ def fail(level: str, ahead: int | str, meeting: str) -> tuple[str, str, int, flo
                     meet(meeting, dist.get_world_size())  # no accelerator stops before the others have what it sent
                     raise
     except Exception as error:
-        return type(error).__name__, str(error), step - 4, seconds
+        return type(error).__name__, str(error), step - FAILS_AT, seconds
     raise AssertionError("nothing was raised")
 
 
-def _fail(*_args: Any, **_kwargs: Any) -> None:
-    raise MemoryError(NO_MEMORY)
+@pytest.mark.parametrize("backend", [SIMCCL, HYBRID])
+@simulated(2)
+def test_state_dict_without_consolidation_is_refused_by_name(world_size: int, backend: str) -> None:
+    with small_sizes(), device.simulate(seed=1, host_ahead="far") as simulation:
+        training = Training(Case("state dict", level_1), on_device())
+        for step in range(3):
+            one_pass(training, step)
+        zero = training.optimizer
+        with pytest.raises(RuntimeError, match=r"consolidate_state_dict.* onecopy.checkpoint.save"):
+            zero.state_dict()
+        for to in (1, 0):
+            zero.consolidate_state_dict(to=to)
+            if dist.get_rank() == to:
+                assert all(state["step"] == 3 for state in zero.state_dict()["state"].values())
+        zero.state_dict()  # on all ranks, as Accelerate calls it
+    assert simulation.reports == []

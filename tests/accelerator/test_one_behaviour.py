@@ -40,7 +40,13 @@ PROGRAMS = [
     "level 3 saved",
 ]
 
-ALLOWED: dict[str, str] = {}
+BEFORE_THE_UPDATE = "at level 3 the ranks vote before the update, where the host can read the vote without waiting"
+
+ALLOWED = {
+    "step/checks.py:GradientProbe.compare": BEFORE_THE_UPDATE,
+    "step/checks.py:GradientProbe.take": BEFORE_THE_UPDATE,
+    "step/engine.py:Engine.confirm": BEFORE_THE_UPDATE,
+}
 """Functions outside of ``comm/`` that only one of the devices enters, each with the reason."""
 
 
@@ -53,8 +59,9 @@ class Entered:
     def _see(self, frame: FrameType, event: str, _arg: Any) -> None:
         file = frame.f_code.co_filename
         if event == "call" and file.startswith(ROOT) and not file.startswith(ROOT + "comm"):
-            name = frame.f_code.co_qualname if sys.version_info >= (3, 11) else frame.f_code.co_name
-            if not name.endswith(">"):  # a comprehension or a lambda is a part of its function
+            name = getattr(frame.f_code, "co_qualname", frame.f_code.co_name)  # Python 3.10 has names alone
+            # A comprehension or a lambda is a part of its function. An object is deleted at any time.
+            if not name.endswith((">", ".__del__")):
                 self.functions.add(f"{file.removeprefix(ROOT)}:{name}")
 
     def __enter__(self) -> set[str]:
@@ -74,7 +81,13 @@ def entered(name: str) -> tuple[set[str], set[str]]:
         training = Training(case, Place(torch.device("cpu"), dist.new_group(backend="gloo")))
         case.program(training)
         training.results()
-    with small_sizes(case.bucket), device.simulate(seed=1, host_ahead="far") as simulation, Entered() as on_sim:
+    # Autograd's threads for an accelerator are not Python's, and are not seen.
+    with (
+        torch.autograd.set_multithreading_enabled(False),
+        small_sizes(case.bucket),
+        device.simulate(seed=1, host_ahead="far") as simulation,
+        Entered() as on_sim,
+    ):
         training = Training(case, on_device())
         case.program(training)
         training.results()
@@ -86,7 +99,7 @@ def entered(name: str) -> tuple[set[str], set[str]]:
 def test_a_program_enters_the_same_functions(name: str) -> None:
     for on_cpu, on_sim in run(entered, 2, {"name": name}, limit=120):
         assert len(on_cpu) > 20
-        assert sorted((on_cpu ^ on_sim) - ALLOWED.keys()) == []
+        assert not (different := sorted((on_cpu ^ on_sim) - ALLOWED.keys())), "\n".join(different)
 
 
 def left_behind(name: str) -> tuple[set[str], int]:

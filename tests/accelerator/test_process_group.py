@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
-from torch.distributed.distributed_c10d import _coalescing_manager
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.accelerator import device
@@ -75,9 +74,9 @@ def test_what_a_step_of_ddp_asks_for(world_size: int) -> None:
     assert step.peak < 6 * 4 * 10100, step.summary()
 
 
-def rank_values(size: int, scale: float = 1.0) -> torch.Tensor:
+def rank_values(size: int) -> torch.Tensor:
     """Return 1, 2, 3, ... times one plus the rank."""
-    return torch.arange(1.0, size + 1, device="sim") * scale * (1 + dist.get_rank())
+    return torch.arange(1.0, size + 1, device="sim") * (1 + dist.get_rank())
 
 
 @AHEAD
@@ -85,95 +84,40 @@ def rank_values(size: int, scale: float = 1.0) -> torch.Tensor:
 def test_collectives_give_the_right_numbers(world_size: int, host_ahead: Any) -> None:
     rank, total = dist.get_rank(), sum(range(1, world_size + 1))
     with device.simulate(host_ahead=host_ahead) as run:
-        values = rank_values(4)
+        values, mean, most, sent = (rank_values(4) for _ in range(4))
         dist.all_reduce(values)
-        mean = rank_values(4)
         dist.all_reduce(mean, op=dist.ReduceOp.AVG)
-        most = rank_values(4)
         dist.all_reduce(most, op=dist.ReduceOp.MAX)
-        sent = rank_values(3)
         dist.broadcast(sent, src=1)
         gathered = torch.empty(2 * world_size, device="sim")
         dist.all_gather_single(gathered, rank_values(2))
         part = torch.empty(2, device="sim")
         dist.reduce_scatter_single(part, rank_values(2 * world_size))
-        uneven = [torch.empty(1 + r, device="sim") for r in range(world_size)]
-        dist.all_gather(uneven, rank_values(1 + rank))
-        own = torch.empty(1 + rank, device="sim")
-        dist.reduce_scatter(own, [rank_values(1 + r) for r in range(world_size)], op=dist.ReduceOp.AVG)
-        swapped = torch.empty(world_size, device="sim")
-        dist.all_to_all_single(swapped, rank_values(world_size))
-        on_root = rank_values(2)
-        dist.reduce(on_root, dst=0)
-        rows = [torch.empty(2, device="sim") for _ in range(world_size)] if rank == 0 else None
-        dist.gather(rank_values(2), rows, dst=0)
-        scattered = torch.empty(2, device="sim")
-        dist.scatter(scattered, [rank_values(2, 1.0 + r) for r in range(world_size)] if rank == 0 else None, src=0)
+        with run.step() as lists:
+            uneven = [torch.empty(1 + r, device="sim") for r in range(world_size)]
+            dist.all_gather(uneven, rank_values(1 + rank))
+            even = [torch.empty(3, device="sim") for _ in range(world_size)]
+            dist.all_gather(even, rank_values(3))
+            own = torch.empty(1 + rank, device="sim")
+            dist.reduce_scatter(own, [rank_values(1 + r) for r in range(world_size)], op=dist.ReduceOp.AVG)
         dist.barrier(device_ids=[rank])
-        assert values.tolist() == [total, 2 * total, 3 * total, 4 * total]
+        assert values.tolist() == [total * i for i in (1, 2, 3, 4)]
         torch.testing.assert_close(mean.cpu(), torch.arange(1.0, 5) * total / world_size)
         assert most.tolist() == [world_size * i for i in (1, 2, 3, 4)]
-        assert sent.tolist() == [2, 4, 6]
+        assert sent.tolist() == [2, 4, 6, 8]
         assert gathered.tolist() == [i * (1 + r) for r in range(world_size) for i in (1, 2)]
         assert part.tolist() == [total * (2 * rank + 1), total * (2 * rank + 2)]
         assert [u.tolist() for u in uneven] == [[i * (1 + r) for i in range(1, r + 2)] for r in range(world_size)]
         torch.testing.assert_close(own.cpu(), torch.arange(1.0, rank + 2) * total / world_size)
-        assert swapped.tolist() == [(rank + 1) * (1 + r) for r in range(world_size)]
-        if rows is not None:
-            assert on_root.tolist() == [total, 2 * total]
-            assert [row.tolist() for row in rows] == [[1 + r, 2 * (1 + r)] for r in range(world_size)]
-        assert scattered.tolist() == [1 + rank, 2 * (1 + rank)]
     assert run.reports == []
-
-
-@simulated(2)
-def test_operations_are_counted_as_nccl_would_run_them(world_size: int) -> None:
-    with device.simulate() as run, run.step() as step:
-        outputs = [torch.empty(3, device="sim"), torch.empty(3, device="sim")]
-        dist.all_gather(outputs, rank_values(3))
-        uneven = [torch.empty(3, device="sim"), torch.empty(5, device="sim")]
-        dist.all_gather(uneven, rank_values(3 + 2 * dist.get_rank()))
-        with _coalescing_manager():
-            dist.all_reduce(outputs[0])
-            dist.all_reduce(outputs[1])
-    assert run.reports == []
-    assert [(c.name, c.operations, c.launches, c.size) for c in step.collectives] == [
-        ("all_gather", 1, 1, 24), ("all_gather", 2, 1, 32), ("all_reduce", 1, 1, 12), ("all_reduce", 1, 0, 12),
-    ]  # fmt: skip
-    assert all(c.site.startswith("test_process_group.py:") for c in step.collectives)
-    assert step.synchronizations == []
-
-
-@AHEAD
-@simulated(2)
-def test_coalesced_collectives_and_messages(world_size: int, host_ahead: Any) -> None:
-    peer = 1 - dist.get_rank()
-    with device.simulate(host_ahead=host_ahead) as run:
-        whole = [torch.empty(4, device="sim") for _ in range(2)]
-        with _coalescing_manager(async_ops=True) as work:
-            for output in whole:
-                dist.all_gather_single(output, rank_values(2))
-        work.wait()
-        mixed = rank_values(3), rank_values(3)
-        with _coalescing_manager(device=torch.device("sim"), async_ops=True) as work:
-            dist.broadcast(mixed[0], src=0, async_op=True)
-            dist.broadcast(mixed[1], src=1, async_op=True)
-        work.wait()
-        sent, received = rank_values(3), torch.empty(3, device="sim")
-        operations = [dist.P2POp(dist.isend, sent, peer), dist.P2POp(dist.irecv, received, peer)]
-        for each in dist.batch_isend_irecv(operations):
-            each.wait()
-        alone = torch.empty(3, device="sim")
-        if peer:
-            dist.send(sent, 1)
-            dist.recv(alone, 1)
-        else:
-            dist.recv(alone, 0)
-            dist.send(sent, 0)
-        assert [output.tolist() for output in whole] == [[1, 2, 2, 4]] * 2
-        assert [t.tolist() for t in mixed] == [[1, 2, 3], [2, 4, 6]]
-        assert received.tolist() == alone.tolist() == [(1 + peer) * i for i in (1, 2, 3)]
-    assert run.reports == []
+    # As NCCL would run them: one operation per part of a list with uneven parts.
+    assert [(c.name, c.operations, c.size) for c in lists.collectives] == [
+        ("all_gather", world_size, 4 * total),
+        ("all_gather", 1, 12 * world_size),
+        ("reduce_scatter", world_size, 4 * total),
+    ]
+    assert all(c.site.startswith("test_process_group.py:") for c in lists.collectives)
+    assert lists.synchronizations == []
 
 
 @simulated(2)
@@ -186,18 +130,16 @@ def test_waiting_makes_the_current_stream_wait_and_not_the_host(world_size: int)
             work.wait()
             assert not work.is_completed()
             values.mul_(2)
+            future = dist.all_reduce(rank_values(5), async_op=True).get_future()
+            result = future.then(lambda done: done.value()[0] * 10).wait()
         assert step.synchronizations == []
         assert values[0].item() == 6
         assert work.is_completed()
+        assert result[0].item() == 30
     assert run.reports == []
-
-
-@simulated(2)
-def test_a_forgotten_wait_is_a_race(world_size: int) -> None:
     with device.simulate(host_ahead="far", idle=LATE) as run:
-        values = rank_values(5)
         work = dist.all_reduce(values, async_op=True)
-        values.mul_(2)
+        values.mul_(2)  # nobody has waited
         torch.accelerator.synchronize()
         del work
     assert {report.kind for report in run.reports} == {"race"}
@@ -235,19 +177,6 @@ def test_tensors_of_a_collective_live_until_a_stream_has_waited(world_size: int,
     assert run.reports == []
 
 
-@AHEAD
-@simulated(2)
-def test_futures_of_collectives_run_callbacks_on_streams(world_size: int, host_ahead: Any) -> None:
-    with device.simulate(host_ahead=host_ahead) as run:
-        values = rank_values(5)
-        future = dist.all_reduce(values, async_op=True).get_future()
-        with run.step() as step:
-            result = future.then(lambda done: done.value()[0] * 10).wait()
-        assert step.synchronizations == []
-        assert result[0].item() == 30
-    assert run.reports == []
-
-
 @simulated(2)
 def test_ranks_in_different_collectives_fail(world_size: int) -> None:
     group = dist.new_group(timeout=datetime.timedelta(seconds=10))
@@ -272,7 +201,7 @@ def test_a_group_of_some_ranks(world_size: int) -> None:
 
 @BACKENDS
 @simulated(2)
-def test_tensors_of_the_cpu_need_a_backend_of_the_cpu(world_size: int, backend: str) -> None:
+def test_tensors_of_the_cpu_and_strided_tensors_are_refused(world_size: int, backend: str) -> None:
     values = torch.ones(2)
     if backend == HYBRID:
         dist.all_reduce(values)
@@ -283,9 +212,5 @@ def test_tensors_of_the_cpu_need_a_backend_of_the_cpu(world_size: int, backend: 
     objects = [None, None]
     dist.all_gather_object(objects, {"rank": dist.get_rank()})
     assert objects == [{"rank": 0}, {"rank": 1}]
-
-
-@simulated(2)
-def test_a_strided_tensor_is_refused(world_size: int) -> None:
     with pytest.raises(ValueError, match="contiguous"):
         dist.all_reduce(torch.ones(4, 4, device="sim")[:, :2])

@@ -6,14 +6,18 @@ take turns. ``make accelerator`` runs every program with every combination.
 
 from __future__ import annotations
 
+import gc
 import os
 from typing import Any
 
 import pytest
+import torch
 
-from tests.accelerator.cases import CASES
-from tests.accelerator.comparing import Setting, check
-from tests.accelerator.harness import HYBRID, SIMCCL, run
+from tests.accelerator import device
+from tests.accelerator.cases import BY_NAME, CASES
+from tests.accelerator.comparing import Setting, check, on_device
+from tests.accelerator.harness import HYBRID, SIMCCL, run, simulated
+from tests.accelerator.training import Training, one_pass, small_sizes
 from tests.support.harness import EVERYTHING
 
 AHEAD: list[int | str] = ["far", 6, 0]
@@ -44,3 +48,20 @@ def test_the_numbers_of_the_cpu_without_a_report(
     name: str, world_size: int, group: str, settings: list[Setting]
 ) -> None:
     run(check, world_size, {"name": name, "settings": settings}, BACKENDS[group], limit=60 + 5 * len(settings))
+
+
+@pytest.mark.parametrize("level", ["level 1", "level 2", "interleaved", "level 3", "level 3 overlap"])
+@simulated(2)
+def test_a_freed_optimizer_leaves_nothing_behind_that_still_uses_its_memory(world_size: int, level: str) -> None:
+    place = on_device()
+    with small_sizes(), device.simulate(seed=1, host_ahead=50) as simulation:
+        for _ in range(3):
+            training = Training(BY_NAME[level], place)
+            for step in range(4):
+                one_pass(training, step)
+            del training
+            gc.collect()
+            reused = [torch.zeros(10, dtype=torch.int64, device=place.device) for _ in range(20)]
+            for tensor in reused:
+                tensor += 1
+    assert simulation.reports == [], "\n".join(map(str, simulation.reports[:5]))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 import pytest
@@ -17,13 +17,15 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from onecopy import (
+    ReduceScatter,
     ShardedDataParallel,
     ZeroRedundancyOptimizer,
     hook_with_zero_step,
     hook_with_zero_step_interleaved,
     reduce_scatter_hook,
 )
-from onecopy.comm import limits
+from onecopy.comm import collectives, limits
+from onecopy.step import batched_copies
 
 IN, WIDTH, HIDDEN, OUT = 8, 16, 48, 4
 BUCKET = 6000
@@ -42,12 +44,7 @@ ROUNDING = 2e-6
 
 @dataclass(frozen=True)
 class Place:
-    """Where a program runs.
-
-    Attributes:
-        device: of the model.
-        group: the ranks; None for the default group.
-    """
+    """Where a program runs: the device of the model, and the ranks (None for the default group)."""
 
     device: torch.device
     group: Any
@@ -70,18 +67,25 @@ class Place:
 
 
 @contextlib.contextmanager
-def small_sizes(bucket: int = BUCKET, padding: int = 64) -> Iterator[None]:
+def small_sizes(
+    bucket: int = BUCKET, padding: int = 64, batch: int = 1 << 24, averages: bool = False
+) -> Iterator[None]:
     """Make a tiny model be treated as a large one: several rounds, segments and buckets are on their way at once.
 
     Args:
         bucket: bytes of a bucket and of a round of all-gathers.
         padding: bytes per rank up to which parts of different lengths are padded.
+        batch: elements that are copied to or from the host at once.
+        averages: whether the backend can average, as NCCL can.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(limits, "COLLECTIVE_BUCKET_BYTES", bucket)
         patch.setattr(limits, "COLLECTIVE_BUCKET_BYTES_PER_RANK", 64)
         patch.setattr(limits, "PADDING_BYTES_PER_RANK", padding)
         patch.setattr(limits, "SEGMENT_GROWTH", 0)
+        patch.setattr(batched_copies, "BATCH", batch)
+        if averages:
+            patch.setattr(collectives, "AVERAGING_BACKENDS", {"simccl"})
         yield
 
 
@@ -194,6 +198,14 @@ class OneAfterAnother(TwoStreams):
         return outputs
 
 
+class FirstRegisteredLast(OneAfterAnother):
+    """Its first bucket is complete at the end of the backward pass: all others are launched by that bucket's hook."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_module("first", self._modules.pop("first"))
+
+
 def half_frozen(model: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
     """A model whose layer ``right`` is frozen at first."""
 
@@ -298,10 +310,14 @@ class Training:
         self.noted += [tensor.detach().clone() for tensor in tensors]
 
     def results(self) -> list[Tensor]:
-        """The noted tensors, the parameters and the buffers, on the CPU."""
+        """The noted tensors, what this rank's optimizers step, the parameters and the buffers, on the CPU."""
         for optimizer in self.optimizers:
             optimizer.wait()
-        return [tensor.detach().cpu().clone() for tensor in (*self.noted, *self.module.state_dict().values())]
+        stepped = [
+            tensor for each in self.optimizers for group in each.optim.param_groups for tensor in group["params"]
+        ]
+        found = (*self.noted, *stepped, *self.module.state_dict().values())
+        return [tensor.detach().cpu().clone() for tensor in found]
 
 
 def ddp(training: Training) -> DistributedDataParallel:
@@ -323,6 +339,17 @@ def level_2(training: Training) -> None:
     training.add_optimizers()
     one = len(training.optimizers) == 1
     training.model.register_comm_hook(training.optimizer if one else training.optimizers, reduce_scatter_hook)
+
+
+def sent_as(dtype: torch.dtype) -> Callable[[Training], None]:
+    """Level 2 with gradients that are sent in another type."""
+
+    def setup(training: Training) -> None:
+        training.model = ddp(training)
+        training.add_optimizers()
+        training.model.register_comm_hook(ReduceScatter(training.optimizer, dtype), reduce_scatter_hook)
+
+    return setup
 
 
 def _overlapped(make_hook: Callable[..., Any]) -> Callable[[Training], None]:
@@ -376,35 +403,24 @@ def loop(iterate: Callable[[Training, int], None] = one_pass, steps: int = 5) ->
 
 @dataclass(frozen=True)
 class Case:
-    """A training program.
+    """A training program."""
 
-    Attributes:
-        name: how the test is called.
-        setup: wraps the module and makes the optimizers.
-        program: trains.
-        model: makes the module.
-        dtype: the type of the module and its inputs.
-        parts: the optimizers.
-        wrap: options of DDP or ShardedDataParallel.
-        bucket: bytes of a bucket.
-        worlds: numbers of ranks.
-        tolerance: how far two ranks may differ from the CPU; more ranks may differ by ``ROUNDING`` at least.
-    """
-
-    name: str
-    setup: Callable[[Training], None]
-    program: Callable[[Training], None] = field(default_factory=lambda: loop())
-    model: Callable[[], nn.Module] = field(default=Blocks, kw_only=True)
-    dtype: torch.dtype | None = field(default=None, kw_only=True)
-    parts: Sequence[Part] = field(default_factory=lambda: adamw(), kw_only=True)
-    wrap: dict[str, Any] = field(default_factory=dict, kw_only=True)
-    bucket: int = field(default=BUCKET, kw_only=True)
-    worlds: tuple[int, ...] = field(default=(2, 3), kw_only=True)
-    tolerance: float = field(default=0.0, kw_only=True)
+    name: str  # how the test is called
+    setup: Callable[[Training], None]  # wraps the module and makes the optimizers
+    program: Callable[[Training], None] = field(default_factory=lambda: loop())  # trains
+    _: KW_ONLY
+    model: Callable[[], nn.Module] = Blocks
+    dtype: torch.dtype | None = None  # of the module and its inputs
+    parts: Sequence[Part] = field(default_factory=lambda: adamw())  # the optimizers
+    wrap: dict[str, Any] = field(default_factory=dict)  # options of DDP or ShardedDataParallel
+    bucket: int = BUCKET  # bytes of a bucket
+    worlds: tuple[int, ...] = (2, 3)  # numbers of ranks
+    tolerance: float = 0.0  # how far two ranks may differ from the CPU; more may differ by ``ROUNDING`` at least
+    averages: bool = False  # whether the backend can average, as NCCL can
 
     def run(self, place: Place) -> list[Tensor]:
         """Train at a place and return this rank's results on the CPU."""
-        with small_sizes(self.bucket):
+        with small_sizes(self.bucket, batch=1000, averages=self.averages):
             training = Training(self, place)
             self.program(training)
             return training.results()

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_wrapper
+from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel
 
-from onecopy import ReduceScatter, ZeroRedundancyOptimizer, reduce_scatter_hook
+from onecopy import PeerFailedError, ReduceScatter, ZeroRedundancyOptimizer, reduce_scatter_hook
 from onecopy.comm import limits
 from onecopy.step.sharded_gradient import ShardGrad
 from tests.support.as_on_accelerators import as_on_accelerators
@@ -21,16 +28,24 @@ from tests.support.ddp_training import (
     SGD,
     TINY,
     VIEW,
+    Branching,
     Counting,
+    DDPRun,
+    assert_same_state,
+    assert_same_values,
     half_loss,
     half_model,
     make_ddp,
+    train_both,
 )
 from tests.support.harness import distributed
 from tests.support.models import (
     assert_equal,
     assert_replicas_equal,
+    more_for_earlier_ranks,
+    more_for_later_ranks,
     small_loss,
+    small_model,
 )
 from tests.support.reduce_scatter import (
     BUCKETS,
@@ -38,12 +53,15 @@ from tests.support.reduce_scatter import (
     TWO_ADAMWS,
     Case,
     Part,
+    Split,
     assert_parity,
     double_loss,
     double_model,
+    make_scaler,
     matrices,
     plain_run,
     scattered_run,
+    vectors,
 )
 
 CASES = (
@@ -168,17 +186,6 @@ def test_in_a_narrow_type_gradients_are_scaled_and_added_up_as_in_ddps_hooks(wor
     assert checked
 
 
-@distributed(4)
-def test_a_hook_that_cannot_see_which_ranks_ddp_is_on_is_refused(world_size: int) -> None:
-    group = dist.new_group([1, 3])
-    if dist.get_rank() in (0, 2):
-        return
-    model = torch.nn.Linear(4, 4)
-    zero = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, process_group=group, lr=0.1)
-    with pytest.raises(ValueError, match=r"register ReduceScatter\(optimizer, ddp=ddp\)"):
-        ReduceScatter(zero)
-
-
 # What is in the gradients after backward
 
 
@@ -199,3 +206,211 @@ def test_parameters_of_no_optimizer_get_whole_gradients(world_size: int, ddp: di
                 assert_equal([param.grad], [other.grad], "a parameter that no optimizer owns")
         for run in (scattered, reference):
             run.update()
+
+
+# Unused and frozen parameters
+
+
+@distributed(2, 3)
+def test_a_parameter_without_a_gradient_anywhere_is_left_alone(world_size: int) -> None:
+    case = Case(**BRANCHING)
+    ours, reference = scattered_run(case), plain_run(case)
+    train_both(ours, reference, range(4))
+    module = ours.ddp.module
+    assert isinstance(module, Branching)
+    untouched = make_ddp(case).module.get_parameter("never.weight")
+    assert torch.equal(module.never.weight, untouched), "weight decay alone must not move it"
+    assert module.never.weight not in ours.zero.state
+    assert_same_state(ours, reference)
+
+
+@distributed(2, 3)
+def test_a_layer_frozen_half_way_stays_equal_to_plain_ddp(world_size: int) -> None:
+    case = Case(**BRANCHING)
+    ours, reference = scattered_run(case), plain_run(case)
+    train_both(ours, reference, range(3))
+    for trainable, steps in ((False, range(3, 6)), (True, range(6, 8))):
+        for run in (ours, reference):
+            run.ddp.module.get_submodule("middle").requires_grad_(trainable)
+        train_both(ours, reference, steps)
+    assert_same_state(ours, reference)
+
+
+# Passes that are thrown away
+
+
+def forget_through_the_optimizer(run: DDPRun) -> None:
+    run.optimizers[0].zero_grad()
+
+
+def zero_through_the_model(run: DDPRun) -> None:
+    run.ddp.zero_grad(set_to_none=False)
+
+
+def forget_by_hand(run: DDPRun) -> None:
+    for param in run.params:
+        param.grad = None
+
+
+@pytest.mark.parametrize("reset", [forget_through_the_optimizer, zero_through_the_model, forget_by_hand])
+@pytest.mark.parametrize("ddp", [{}, VIEW], ids=["one bucket", "bucket views"])
+@distributed(2)
+def test_gradients_that_were_thrown_away_may_be_computed_again(
+    world_size: int, reset: Callable[[DDPRun], None], ddp: dict[str, Any]
+) -> None:
+    ours, reference = scattered_run(Case(ddp=ddp)), plain_run(Case(ddp=ddp))
+    for step in range(4):
+        for run in (ours, reference):
+            reset(run)
+            small_loss(run.ddp, 50 + step).backward()  # thrown away, as by a person who skips a step
+            reset(run)
+            small_loss(run.ddp, step).backward()
+            run.update()
+        assert_same_values(ours, reference, f"iteration {step}")
+
+
+def _fail(gradient: Tensor) -> None:
+    raise LookupError("a hook of the user's")
+
+
+@distributed(2, 3)
+def test_a_pass_that_failed_on_all_ranks_with_messages_in_flight_leaves_nothing_behind(world_size: int) -> None:
+    """Their messages are not taken for a later pass's gradients."""
+    case = Case(ddp={"bucket_cap_mb": 1e-4})
+    ours, reference = scattered_run(case), plain_run(case)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(limits, "DIRECT_GRADIENT_BYTES", 16)
+        patch.setattr("onecopy.comm.limits.REDUCE_MESSAGE_BYTES", 256)
+        train_both(ours, reference, range(2))  # DDP makes its buckets anew after the first
+        ours.ddp.zero_grad()
+        handle = ours.params[0].register_hook(_fail)
+        with pytest.raises(LookupError):
+            small_loss(ours.ddp, 50).backward()
+        handle.remove()
+        ours.ddp.zero_grad()
+        # DDP itself cannot go on after that; another one can.
+        ours.ddp = DistributedDataParallel(ours.ddp.module, **case.ddp)
+        ours.ddp.register_comm_hook(ours.zero, reduce_scatter_hook)
+        train_both(ours, reference, range(2, 5))
+    assert_replicas_equal(ours.params)
+
+
+# Uneven inputs
+
+
+@pytest.mark.parametrize("counts", [more_for_later_ranks, more_for_earlier_ranks])
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("cut", (Part(torch.optim.SGD, SGD),), scheduled=True),
+        Case("whole, in buckets", (Part(ours=BUCKETS),), ddp=VIEW, scheduled=True),
+        Case("a list", TWO_ADAMWS),
+        Case("some are nobody's", (Part(params=matrices),), ddp={}),
+    ],
+    ids=lambda case: case.name,
+)
+@distributed(2, 3, 4)
+def test_uneven_inputs_equal_plain_ddp(world_size: int, case: Case, counts: Callable[[int], int]) -> None:
+    ours, reference = scattered_run(case), plain_run(case)
+    count = counts(dist.get_rank())
+    for run in (reference, ours):
+        with Join([run.ddp, *run.zeros]):
+            for step in range(count):
+                run.iterate(step)
+    assert_same_values(ours, reference, "after uneven inputs")
+    assert_replicas_equal(ours.params)
+    assert_same_state(ours, reference, to=max(range(world_size), key=counts))
+
+
+# The type in which gradients travel
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.bfloat16, 2e-2), (torch.float16, 2e-3), (torch.float32, ROUNDING)]
+)
+@distributed(2, 3)
+def test_gradients_travel_in_the_type_that_was_chosen(world_size: int, dtype: torch.dtype, tolerance: float) -> None:
+    case = Case(parts=(Part(torch.optim.SGD, SGD),))
+    ours, reference = scattered_run(case, dtype), plain_run(case)
+    for step in range(4):
+        ours.iterate(step)
+        reference.iterate(step)
+        assert_equal(ours.params, reference.params, f"iteration {step}", tolerance)
+    assert_replicas_equal(ours.params)
+    different = any(not torch.equal(a, b) for a, b in zip(ours.params, reference.params, strict=True))
+    if world_size == 2:
+        assert different == (dtype is not torch.float32)
+
+
+@distributed(2)
+def test_half_precision_gradients_can_travel_in_single_precision(world_size: int) -> None:
+    case = Case(model=half_model, loss=half_loss, parts=(Part(torch.optim.SGD, SGD),))
+    ours, reference = scattered_run(case, torch.float32), plain_run(case)
+    for step in range(3):
+        ours.iterate(step)
+        reference.iterate(step)
+        assert_equal(ours.params, reference.params, f"iteration {step}", 2e-2)
+
+
+@distributed(2)
+def test_too_large_for_the_chosen_type_is_seen_by_a_scaler(world_size: int) -> None:
+    case = Case(model=Split, parts=(Part(torch.optim.SGD, SGD),))
+    ours = scattered_run(case, torch.float16)
+    scaler = make_scaler()
+    scaler.scale(ours.ddp(1000.0, 1.0)).backward()
+    scaler.step(ours.zero)
+    scaler.update()
+    assert scaler.get_scale() == 512.0
+    assert_equal(ours.params, [torch.ones(40, 40), torch.ones(3)], "a skipped step")
+
+
+# Groups that come later, and lifetime
+
+
+@pytest.mark.parametrize("iterations", [0, 1, 3])
+@distributed(2, 3)
+def test_a_group_can_be_added_later(world_size: int, iterations: int) -> None:
+    case = Case(parts=(Part(params=matrices),), ddp={})
+    ours, reference = scattered_run(case), plain_run(case)
+    for step in range(iterations + 4):
+        for run in (ours, reference):
+            if step == iterations:
+                run.optimizers[0].add_param_group({"params": vectors(run.ddp.module), "lr": 0.05})
+            run.ddp.zero_grad()
+            small_loss(run.ddp, step).backward()
+            run.update()
+        assert_same_values(ours, reference, f"iteration {step}")
+    assert_same_state(ours, reference)
+
+
+@pytest.mark.parametrize("parts", [(Part(),), TWO_ADAMWS], ids=["one", "a list"])
+@distributed(2)
+def test_nothing_is_left_behind_when_model_and_optimizers_go_away(world_size: int, parts: tuple[Part, ...]) -> None:
+    ours = scattered_run(Case(parts=parts))
+    for step in range(3):
+        ours.iterate(step)
+    remains: list[Any] = [weakref.ref(ours.ddp), weakref.ref(ours.params[0])]
+    remains += [weakref.ref(optimizer) for optimizer in ours.optimizers]
+    gc.collect()
+    gc.disable()
+    try:
+        del ours
+        assert [reference() for reference in remains] == [None] * len(remains)
+    finally:
+        gc.enable()
+
+
+@distributed(2)
+def test_a_backward_pass_that_only_one_rank_makes(world_size: int) -> None:
+    """The other rank never comes, as in ``if rank == 0:``: only the group's timeout ends it."""
+    group = dist.new_group(timeout=timedelta(seconds=3))
+    ddp = DistributedDataParallel(small_model())
+    dist.barrier()  # the ranks begin together: three seconds may be short for one that is late
+    zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, process_group=group, lr=0.1)
+    ddp.register_comm_hook(ReduceScatter(zero, ddp=ddp), reduce_scatter_hook)
+    loss = small_loss(ddp, 0)
+    if dist.get_rank() == 0:
+        text = r"rank 0: backward\(\) has waited for the other ranks in vain.*one of them does not make this call"
+        with pytest.raises(PeerFailedError, match=text):
+            loss.backward()
+    dist.barrier()

@@ -1,9 +1,8 @@
-"""The drawing of a layout, in characters and as a picture."""
+"""The drawing of a layout."""
 
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -76,9 +75,3 @@ def test_many_ranks_are_not_all_drawn() -> None:
 @pytest.mark.parametrize("sizes", [{}, {"empty": 0}])
 def test_a_layout_without_elements_is_drawn(sizes: dict[str, int]) -> None:
     assert layout(2, sizes).draw(80).splitlines()[0].startswith("rank 0")
-
-
-@pytest.mark.parametrize("ranks", [1, 3, 40])
-def test_a_picture_is_written(ranks: int, tmp_path: Path) -> None:
-    layout(ranks).plot(tmp_path / "layout.png")
-    assert (tmp_path / "layout.png").read_bytes().startswith(b"\x89PNG")

@@ -12,7 +12,7 @@ import torch
 from onecopy.planning.collectives import Way, collectives_of
 from onecopy.planning.models import Model, Shapes, specs_of
 
-RANKS = (2, 3, 8, 64, 512, 4096)
+RANKS = (2, 3, 8, 64, 512)
 
 BEGIN, END = "<!-- {}: begin -->", "<!-- {}: end -->"
 """The generated tables lie between these lines."""
@@ -65,7 +65,6 @@ def rows_of(model: Model) -> Iterator[tuple[str, Way, Model]]:
     yield "level 2, whole parameters (Muon)", Way.LEVEL_2, whole
     yield "level 3", Way.LEVEL_3, model
     yield "level 3, whole parameters (Muon)", Way.LEVEL_3, whole
-    yield "FSDP2", Way.FSDP2, model
 
 
 def tables() -> str:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from onecopy import ParamSpec
 from onecopy.comm import limits
-from onecopy.layout import bucket_sizes, even_range, extend, plan_buckets
+from onecopy.layout import extend, plan_buckets
 from onecopy.planning.collectives import (
     DDP_BUCKET_BYTES,
     DDP_FIRST_BUCKET_BYTES,
@@ -23,7 +23,6 @@ from onecopy.planning.collectives import (
     Way,
     collectives_of,
     ddp_buckets,
-    even_lengths,
     is_padded,
     owned_bytes,
     sharing_rounds,
@@ -47,29 +46,6 @@ def models(draw: st.DrawFn) -> list[ParamSpec]:
             stride = tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))
             specs.append(ParamSpec(len(specs), f"p{len(specs)}", shape, stride, dtype, group, device))
     return specs
-
-
-@given(models(), RANKS, st.booleans(), st.integers(1, 200_000))
-def test_bucket_sizes_are_those_of_the_plan(
-    specs: list[ParamSpec], ranks: int, splittable: bool, bucket_bytes: int
-) -> None:
-    order = list(reversed(range(len(specs))))
-    _, plans = plan_buckets(specs, order, ranks, splittable, bucket_bytes)
-    sizes = bucket_sizes(specs, order, ranks, splittable, bucket_bytes)
-    assert [size.params for size in sizes] == [plan.params for plan in plans]
-    assert [size.numel for size in sizes] == [plan.numel for plan in plans]
-    for size, plan in zip(sizes, plans, strict=True):
-        assert size.owners == sum(start < stop for start, stop in pairwise(plan.bounds))
-        if splittable:
-            assert plan.equal
-            assert size.longest >= plan.longest
-            assert size.longest == plan.longest or size.owners == 1, "one rank may own less than a full range"
-
-
-@given(st.integers(1, 50_000), RANKS, st.integers(0, 10_000))
-def test_even_lengths_are_those_of_even_range(numel: int, ranks: int, dealt: int) -> None:
-    ranges = [even_range(numel, ranks, dealt, group_rank) for group_rank in range(ranks)]
-    assert even_lengths(numel, ranks, dealt).tolist() == [stop - start for start, stop in ranges]
 
 
 @given(models(), RANKS, st.sampled_from(POLICIES), st.data())
@@ -144,11 +120,9 @@ def test_level_3_sends_the_buckets_of_the_plan(specs: list[ParamSpec], ranks: in
         expected = []
         for plan in plans:
             owners = sum(start < stop for start, stop in pairwise(plan.bounds))
-            # With equal ranges all but the last ones are as long, in units of 64 elements.
-            numel = ranks * -(-plan.numel // (64 * ranks)) * 64 if splittable else plan.numel
             if plan.numel:
-                nbytes = numel * specs[plan.params[0]].dtype.itemsize
-                expected.append(Collective(kind, nbytes, ranks, 1 if splittable else owners))
+                nbytes = plan.padded_numel * specs[plan.params[0]].dtype.itemsize
+                expected.append(Collective(kind, nbytes, ranks, 1 if plan.equal else owners))
         sent = [each for each in found if each.kind is kind]
         assert sent == (expected if kind is Kind.REDUCE_SCATTER else expected[::-1])
     assert sent_by_kind(found)[Kind.VOTE][:2] == (2, 2)
@@ -175,7 +149,7 @@ def test_the_traffic_of_all_ways() -> None:
     model = Model(specs_of({"large": (600_000,), "small": (400_000,)}))  # 4 MB
     sent = {way: sum(each.sent_bytes for each in collectives_of(way, model, 4)) for way in Way}
     once = 4e6 * 3 / 4
-    expected = {Way.DDP: 2, Way.LEVEL_1: 3, Way.OVERLAP: 3, Way.LEVEL_2: 2, Way.LEVEL_3: 2, Way.FSDP2: 2}
+    expected = {Way.DDP: 2, Way.LEVEL_1: 3, Way.OVERLAP: 3, Way.LEVEL_2: 2, Way.LEVEL_3: 2}
     for way, passes in expected.items():
         assert sent[way] == pytest.approx(passes * once, rel=1e-3), way
 
@@ -199,10 +173,3 @@ def test_level_2_by_hand() -> None:
 def test_a_number_of_ranks_below_one_is_named() -> None:
     with pytest.raises(ValueError, match="at least one rank, got 0"):
         collectives_of(Way.DDP, gpt_xl(), 0)
-
-
-def test_the_calls_of_fsdp2() -> None:
-    assert gpt_xl().elements == 1_315_723_264
-    assert (len(gpt_xl().units), len(collectives_of(Way.FSDP2, gpt_xl(), 8))) == (25, 74)
-    tall = Model(specs_of({"weight": (5, 3), "scale": ()}))
-    assert collectives_of(Way.FSDP2, tall, 4)[0].nbytes == (8 * 3 + 4) * 4, "rows are padded to a multiple of the ranks"

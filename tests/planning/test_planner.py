@@ -15,7 +15,6 @@ from typer.testing import CliRunner, Result
 from onecopy.cli.main import app
 from onecopy.planning.comparison import (
     DDP,
-    FSDP2,
     LEVEL_1,
     LEVEL_2,
     LEVEL_3,
@@ -116,8 +115,7 @@ def test_an_8_bit_optimizer_has_a_quarter_of_the_state() -> None:
         ("adamw", 8, 80e9, LEVEL_1, "Plain DDP fits without activations. It saves"),
         ("adamw", 8, 20e9, LEVEL_1, "Plain DDP does not fit"),
         ("adamw", 8, 10e9, LEVEL_3, "Plain DDP does not fit"),
-        ("adamw", 8, 6e9, FSDP2, "Plain DDP does not fit"),
-        ("adamw", 8, 1e9, FSDP2, "Nothing fits"),
+        ("adamw", 8, 1e9, "FSDP2", "Nothing fits"),
         ("adamw", 1, None, DDP, "saves you 0%: don't bother"),
         ("adamw", 1, 80e9, DDP, "saves you 0%: don't bother"),
         ("sgd", 8, None, LEVEL_3, "level 1 saves"),
@@ -129,7 +127,7 @@ def test_the_first_way_that_fits_is_recommended(
     rows = planned(from_counts(1.3e9, None), ranks, optimizer)
     advice = recommend(list(rows.values()), OPTIMIZERS[optimizer], False, memory)
     assert (advice.choice, text in advice.reason) == (choice, True), advice
-    assert fits(rows[choice], memory) in ((None,) if memory is None else (memory > 1e9,))
+    assert choice not in rows or fits(rows[choice], memory) in ((None,) if memory is None else (True,))
     compile(advice.code.replace("=...", "=0"), "advice", "exec")
 
 
@@ -146,13 +144,13 @@ def test_the_recommendation_of_level_1_says_how_much_more_level_2_needs() -> Non
 def test_the_command_prints_tables_advice_and_layout() -> None:
     result = run(f"{__name__}:make_model", "--ranks", 3, "--memory", 1, "--layout")
     assert result.exit_code == 0, result.output
-    for text in ("FSDP2", "fits", "optimizer = ", "level 1: 4 parameters", "15,004 elements on 3 ranks", "rank 2 │"):
+    for text in ("level 3", "fits", "optimizer = ", "level 1: 4 parameters", "15,004 elements on 3 ranks", "rank 2 │"):
         assert text in result.output, result.output
 
 
 def test_json_for_programs() -> None:
     found: dict[str, Any] = json.loads(run(f"{__name__}:make_model", "--ranks", 3, "--layout", "--json").output)
-    assert [row["name"] for row in found["ways"]] == [DDP, LEVEL_1, LEVEL_2, LEVEL_3, FSDP2]
+    assert [row["name"] for row in found["ways"]] == [DDP, LEVEL_1, LEVEL_2, LEVEL_3]
     assert found["elements"] == 15_004
     assert found["ways"][0]["memory"]["state"] == 8 * 15_004
     shards = found["layout"]

@@ -1,19 +1,17 @@
 """Which rank owns which range of which parameter: pure values and functions that communicate nothing."""
 
-from onecopy.layout.bucket_plans import BucketPlan, BucketSize, bucket_sizes, plan_buckets, restricted
+from onecopy.layout.bucket_plans import BucketPlan, plan_buckets, restricted
 from onecopy.layout.policies import OwnerFunction, ShardBy, default_shard_by, even_range, extend
 from onecopy.layout.shards import CUT_MULTIPLE, Layout, ParamSpec, Shard
 
 __all__ = [
     "CUT_MULTIPLE",
     "BucketPlan",
-    "BucketSize",
     "Layout",
     "OwnerFunction",
     "ParamSpec",
     "Shard",
     "ShardBy",
-    "bucket_sizes",
     "default_shard_by",
     "even_range",
     "extend",

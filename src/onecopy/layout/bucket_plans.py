@@ -67,41 +67,6 @@ class BucketPlan:
         return self.bounds[group_rank], self.bounds[group_rank + 1]
 
 
-@dataclass(frozen=True, slots=True)
-class BucketSize:
-    """The sizes of one bucket, without the range of every rank.
-
-    Attributes:
-        params: indices of the parameters.
-        numel: the number of elements of the bucket, gaps between parameters included.
-        longest: the number of elements of the longest range of a rank; 0 if parameters are not cut.
-        owners: the number of ranks that own elements of the bucket.
-    """
-
-    params: tuple[int, ...]
-    numel: int
-    longest: int
-    owners: int
-
-
-def bucket_sizes(
-    specs: Sequence[ParamSpec], order: Sequence[int], world_size: int, splittable: bool, bucket_bytes: int
-) -> list[BucketSize]:
-    """Return the sizes of the buckets of :func:`plan_buckets`, in a time that does not grow as parameters x ranks."""
-    owners = {} if splittable else _whole_owners(specs, world_size)
-    sizes = []
-    for params in _fill(specs, order, bucket_bytes):
-        if splittable:
-            end = _lay_out(specs, params)[1]
-            part = _part(end, world_size)
-            sizes.append(BucketSize(tuple(params), end, part, -(-end // part) if part else 0))
-        else:
-            ordered = sorted(params, key=lambda index: owners[index])
-            found = {owners[index] for index in params if specs[index].numel}
-            sizes.append(BucketSize(tuple(ordered), _lay_out(specs, ordered)[1], 0, len(found)))
-    return sizes
-
-
 def plan_buckets(
     specs: Sequence[ParamSpec],
     order: Sequence[int],

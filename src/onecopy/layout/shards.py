@@ -15,7 +15,6 @@ from math import prod
 import torch
 
 from onecopy.common.digests import flag_digest
-from onecopy.layout import picture
 from onecopy.layout.drawing import Block, draw_rows
 
 CUT_MULTIPLE = 64
@@ -153,14 +152,6 @@ class Layout:
         if colour is None:
             colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
         return draw_rows(self.blocks_per_rank, width or shutil.get_terminal_size((100, 24)).columns, colour)
-
-    def plot(self, path: str | os.PathLike[str]) -> None:
-        """Write the drawing as a picture. It needs matplotlib.
-
-        Args:
-            path: the file to write; its suffix tells the format, such as ``.png`` or ``.svg``.
-        """
-        picture.save(self.blocks_per_rank, len(self.params), str(self).partition("\n")[0], os.fspath(path))
 
     def digest(self) -> int:
         """Return a hash of the layout, by which ranks compare their layouts."""

@@ -8,18 +8,18 @@ Not counted: the broadcast of buffers, clipping, and everything that happens out
 
 from __future__ import annotations
 
-import heapq
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from onecopy.comm import limits
 from onecopy.comm.agreement import VOTE_BYTES
-from onecopy.layout import CUT_MULTIPLE, ParamSpec, bucket_sizes, default_shard_by, extend
-from onecopy.layout.policies import SLACK
+from onecopy.layout import Layout, ParamSpec, default_shard_by, extend, plan_buckets
 from onecopy.planning.models import Model
 
 DDP_FIRST_BUCKET_BYTES, DDP_BUCKET_BYTES = 1 << 20, 25 << 20
@@ -37,7 +37,6 @@ class Way(Enum):
     OVERLAP = "overlap hooks"
     LEVEL_2 = "level 2"
     LEVEL_3 = "level 3"
-    FSDP2 = "FSDP2"
 
 
 class Kind(Enum):
@@ -76,8 +75,7 @@ def collectives_of(way: Way, model: Model, ranks: int) -> tuple[Collective, ...]
     """Return the collectives of one step on one rank."""
     if ranks < 1:
         raise ValueError(f"there must be at least one rank, got {ranks}")
-    plans = {Way.LEVEL_3: _of_level_3, Way.FSDP2: _of_fsdp2}
-    found = plans[way](model, ranks) if way in plans else _with_ddp(way, model, ranks)
+    found = _of_level_3(model, ranks) if way is Way.LEVEL_3 else _with_ddp(way, model, ranks)
     return tuple(each for each in found if each.nbytes)
 
 
@@ -85,9 +83,9 @@ def _of_level_3(model: Model, ranks: int) -> Iterator[Collective]:
     """Yield the collectives of ``ShardedDataParallel``, which has buckets of its own."""
     bucket_bytes = model.bucket_bytes or limits.bucket_bytes(ranks, pairwise=False)
     shared = []
-    for bucket in bucket_sizes(model.specs, model.order, ranks, model.splittable, bucket_bytes):
-        numel, operations = (ranks * bucket.longest, 1) if model.splittable else (bucket.numel, bucket.owners)
-        nbytes = numel * model.specs[bucket.params[0]].dtype.itemsize
+    for bucket in plan_buckets(model.specs, model.order, ranks, model.splittable, bucket_bytes)[1]:
+        operations = 1 if bucket.equal else sum(start < stop for start, stop in pairwise(bucket.bounds))
+        nbytes = bucket.padded_numel * model.specs[bucket.params[0]].dtype.itemsize
         yield Collective(Kind.REDUCE_SCATTER, nbytes, ranks, operations)
         shared.append(Collective(Kind.ALL_GATHER, nbytes, ranks, operations))
     yield Collective(Kind.VOTE, VOTE_BYTES + VOTE_BYTES_PER_PARAM * len(model.specs), ranks)
@@ -129,25 +127,6 @@ def _shared(model: Model, owned: Tensor) -> Iterator[Collective]:
     most_bytes = model.bucket_bytes or limits.bucket_bytes(len(owned), pairwise=False)
     for nbytes, operations in sharing_rounds(owned, most_bytes):
         yield Collective(Kind.ALL_GATHER, nbytes, len(owned), operations)
-
-
-def _of_fsdp2(model: Model, ranks: int) -> Iterator[Collective]:
-    """Yield the collectives of FSDP2 if every block and the root module are wrapped, for comparison.
-
-    A unit is gathered in the forward pass and again in the backward pass, but the root only once, and its gradients are
-    reduce-scattered (``foreach_all_gather`` and ``foreach_reduce`` in torch/distributed/fsdp/_fully_shard). Parameters
-    are divided along their first dimension, and every rank sends as many rows as the first one.
-    """
-    for number, unit in enumerate(model.units):
-        nbytes = sum(padded_bytes(spec, ranks) for spec in unit)
-        yield from [Collective(Kind.ALL_GATHER, nbytes, ranks)] * (2 if number else 1)
-        yield Collective(Kind.REDUCE_SCATTER, nbytes, ranks)
-
-
-def padded_bytes(spec: ParamSpec, ranks: int) -> int:
-    """Return the bytes of a parameter whose rows are padded to a multiple of the number of ranks."""
-    rows = spec.shape[0] if spec.shape else 1
-    return -(-rows // ranks) * ranks * (spec.nbytes // rows) if rows else 0
 
 
 def ddp_buckets(specs: Sequence[ParamSpec], order: Sequence[int]) -> list[list[int]]:
@@ -194,60 +173,20 @@ def is_padded(owned: Tensor) -> bool:
     return limits.allows_padding(int(owned.max()), int(owned.sum()), len(owned))
 
 
-# The bytes that each rank owns, for thousands of ranks, without a layout that lists every shard
+@functools.lru_cache(maxsize=8)
+def layout_of(model: Model, ranks: int) -> Layout:
+    """Return the layout of a model's parameters at levels 1 and 2."""
+    shard_by = default_shard_by(model.splittable) if model.shard_by is None else model.shard_by
+    return extend(None, model.specs, ranks, shard_by, model.splittable)
 
 
 def owned_bytes(model: Model, parts: Sequence[Sequence[int]], ranks: int) -> Tensor:
     """Return the bytes that each rank owns of each part of a model: a row per part, a column per rank."""
     specs = model.specs
-    shard_by = default_shard_by(model.splittable) if model.shard_by is None else model.shard_by
     part_of = {index: part for part, params in enumerate(parts) for index in params}
     table = torch.zeros(len(parts), ranks, dtype=torch.int64)
-    if shard_by == "element" and model.splittable:
-        for index, lengths in _element_lengths(specs, ranks):
-            if index in part_of:
-                table[part_of[index]] += lengths * specs[index].dtype.itemsize
-        return table
-    shards = [
-        shard for shard in extend(None, specs, ranks, shard_by, model.splittable).shards if shard.param in part_of
-    ]
+    shards = [shard for shard in layout_of(model, ranks).shards if shard.param in part_of]
     position = torch.tensor([part_of[shard.param] * ranks + shard.owner for shard in shards], dtype=torch.int64)
     nbytes = torch.tensor([shard.numel * specs[shard.param].dtype.itemsize for shard in shards], dtype=torch.int64)
     table.view(-1).index_add_(0, position, nbytes)
     return table
-
-
-def _element_lengths(specs: Sequence[ParamSpec], ranks: int) -> Iterator[tuple[int, Tensor]]:
-    """Yield each parameter with the number of its elements on every rank, as the policy ``element`` deals them.
-
-    The policy deals the groups one after the other, and the tiny parameters of a group after its other ones.
-    """
-    loads = torch.zeros(ranks, dtype=torch.int64)
-    for group in dict.fromkeys(spec.group for spec in specs):
-        members = [spec for spec in specs if spec.group == group]
-        dealt = int(loads.sum())
-        for spec in members:
-            if spec.numel > SLACK:
-                lengths = even_lengths(spec.numel, ranks, dealt)
-                dealt += spec.numel
-                loads += lengths
-                yield spec.index, lengths
-        heap = [(load, group_rank) for group_rank, load in enumerate(loads.tolist())]
-        heapq.heapify(heap)
-        for spec in sorted((spec for spec in members if spec.numel <= SLACK), key=lambda spec: -spec.numel):
-            load, group_rank = heap[0]
-            heapq.heapreplace(heap, (load + spec.numel, group_rank))
-            lengths = torch.zeros(ranks, dtype=torch.int64)
-            lengths[group_rank] = spec.numel
-            loads += lengths
-            yield spec.index, lengths
-
-
-def even_lengths(numel: int, ranks: int, dealt: int) -> Tensor:
-    """Return the lengths of all ranks' ranges of :func:`onecopy.layout.even_range`, for a parameter with elements."""
-    units = -(-numel // CUT_MULTIPLE)
-    base, extra = divmod(units, ranks)
-    by_turn = torch.full((ranks,), base * CUT_MULTIPLE, dtype=torch.int64)
-    by_turn[ranks - extra :] += CUT_MULTIPLE
-    by_turn[-1] -= units * CUT_MULTIPLE - numel  # the last unit may be short
-    return by_turn.roll((dealt // CUT_MULTIPLE + units) % ranks)

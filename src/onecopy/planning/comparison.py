@@ -14,9 +14,8 @@ from onecopy.planning.models import Model, Source, specs_of
 PRECISIONS = ("fp32", "bf16", "bf16-master")
 """Parameters, gradients and state in float32; all in bfloat16; or in bfloat16 with float32 master weights and state."""
 
-DDP, LEVEL_1, LEVEL_2, LEVEL_3, FSDP2 = (
-    way.value for way in (Way.DDP, Way.LEVEL_1, Way.LEVEL_2, Way.LEVEL_3, Way.FSDP2)
-)
+WAYS = (Way.DDP, Way.LEVEL_1, Way.LEVEL_2, Way.LEVEL_3)
+DDP, LEVEL_1, LEVEL_2, LEVEL_3 = (way.value for way in WAYS)
 
 USABLE = 0.9
 """The part of an accelerator's memory that tensors can use: the rest is for the driver, kernels and fragmentation."""
@@ -65,7 +64,7 @@ def compare(source: Source, optimizer: PlannedOptimizer, precision: str, ranks: 
     state_bytes = optimizer.state_bytes(4 if with_masters else dtype.itemsize)
     model = Model(specs_of(source.shapes, dtype), optimizer.splittable)
     rows = []
-    for way in (Way.DDP, Way.LEVEL_1, Way.LEVEL_2, Way.LEVEL_3, Way.FSDP2):
+    for way in WAYS:
         collectives = collectives_of(way, model, ranks)
         memory = memory_bytes(way, model, ranks, state_bytes, 4 if with_masters else 0)
         sent, operations = sum(each.sent_bytes for each in collectives), sum(each.operations for each in collectives)
@@ -83,7 +82,7 @@ class Advice:
     """A recommendation.
 
     Attributes:
-        choice: the name of a row.
+        choice: the name of a row, or FSDP2 if nothing fits.
         reason: one or two sentences.
         code: the lines that change in a DDP script.
     """
@@ -121,16 +120,16 @@ def recommend(
     def advice(name: str, reason: str) -> Advice:
         return Advice(name, reason, code_for(name, optimizer, masters))
 
-    order = [DDP, LEVEL_1, LEVEL_3, FSDP2]
+    order = [DDP, LEVEL_1, LEVEL_3]
     fitting = [name for name in order if fits(by_name[name], memory)]
     unit, scale = unit_of(rows)
     saved = f"{(ddp.total - by_name[LEVEL_1].total) / scale:.2f} {unit} ({saving(LEVEL_1):.0%})"
     if memory is not None and not fitting:
-        least = min(by_name[name].total for name in order)
+        least = by_name[LEVEL_3].total
         return advice(
-            FSDP2,
-            f"Nothing fits: FSDP2 needs the least, {least / GB:.1f} GB of {USABLE * memory / GB:.1f} GB that can be "
-            "used. Use more ranks, smaller batches, activation checkpointing, or offload.",
+            "FSDP2",
+            f"Nothing fits: {LEVEL_3} needs {least / GB:.1f} GB of {USABLE * memory / GB:.1f} GB that can be used. "
+            "FSDP2 also divides the parameters. Or use more ranks, activation checkpointing or offload.",
         )
     if fitting and fitting[0] != DDP:
         choice = fitting[0]
@@ -172,7 +171,7 @@ def code_for(name: str, optimizer: PlannedOptimizer, masters: bool) -> str:
             "model = ShardedDataParallel(model, optimizer, overlap_forward=True"
             + (", mixed_precision=MixedPrecision(param_dtype=torch.bfloat16))" if masters else ")"),
         ],
-        FSDP2: [
+        "FSDP2": [
             "from torch.distributed.fsdp import fully_shard",
             "for block in model.blocks: fully_shard(block)",
             "fully_shard(model)",

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from onecopy.comm import limits
-from onecopy.planning.collectives import Way, ddp_buckets, owned_bytes, padded_bytes
+from onecopy.planning.collectives import Way, ddp_buckets, owned_bytes
 from onecopy.planning.models import Model
 
 KINDS = ("parameters", "gradients", "state", "master weights")
@@ -77,8 +77,6 @@ def memory_bytes(way: Way, model: Model, ranks: int, state_bytes: float, master_
         state_bytes: bytes of optimizer state per element (8 for Adam in float32).
         master_bytes: bytes of master weights per element (4 for parameters in bf16, otherwise 0).
     """
-    if way is Way.FSDP2:
-        return _fsdp2_bytes(model, ranks, state_bytes, master_bytes)
     share = 1.0 if way is Way.DDP else _largest_share(model, ranks)
     return {
         "parameters": float(model.nbytes),
@@ -114,16 +112,3 @@ def buffer_bytes(way: Way, model: Model, ranks: int) -> float:
     count = limits.DDP_BUCKETS_IN_FLIGHT
     reducing = max((sum(sizes[start : start + count]) for start in range(len(sizes))), default=0)
     return sharing + reducing * (ranks + 1) / ranks
-
-
-def _fsdp2_bytes(model: Model, ranks: int, state_bytes: float, master_bytes: int) -> dict[str, float]:
-    """Return the bytes with FSDP2: the parameters of two units and the gradients of one are whole at a time.
-
-    With master weights the sharded parameters and gradients are float32.
-    """
-    largest = max((sum(spec.nbytes for spec in unit) for unit in model.units), default=0)
-    rows = sum(padded_bytes(spec, ranks) for spec in model.specs) / ranks
-    elements = rows * model.elements / max(1, model.nbytes)
-    sharded = elements * master_bytes if master_bytes else rows
-    kinds = {"parameters": sharded, "gradients": sharded, "state": elements * state_bytes}
-    return {**kinds, "master weights": 0.0, "buffers": 3.0 * largest}

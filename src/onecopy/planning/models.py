@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib
 import json
 import os
-import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -62,18 +61,6 @@ class Model:
     def largest_bytes(self) -> int:
         """The bytes of the largest parameter."""
         return max((spec.nbytes for spec in self.specs), default=0)
-
-    @property
-    def units(self) -> list[list[ParamSpec]]:
-        """The parameters of each unit if every block and the root module are wrapped, as is usual with FSDP.
-
-        A block is a module with a number as its name, as those of an ``nn.ModuleList`` have. The root is the first.
-        """
-        units: dict[str, list[ParamSpec]] = {"": []}
-        for spec in self.specs:
-            block = re.match(r"(?:.*?\.)?\d+\.", spec.name)
-            units.setdefault(block.group() if block else "", []).append(spec)
-        return [unit for unit in units.values() if unit]
 
 
 def specs_of(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype = torch.float32) -> tuple[ParamSpec, ...]:

@@ -19,9 +19,6 @@ from onecopy.common.torch_private import version_of
 from onecopy.layout import ParamSpec
 from onecopy.step.batched_copies import CopiesToDevice, batches
 
-CHUNK = 1 << 18
-"""Number of elements that are compared at a time: they stay in the processor's cache."""
-
 STATE_KEY = "master_weight"
 """The key of a copy in the state of its parameter, when state is gathered or saved."""
 
@@ -101,10 +98,8 @@ class MasterWeights:
             kinds.setdefault(kind, []).append(each)
         self._kinds = list(kinds.values())
         self._to_device = CopiesToDevice()
-        # By id() of each parameter on an accelerator: the version counter that it has if only steps have written it.
-        self._versions: dict[int, int | None] = {
-            id(each.param): None for each in master_weights if each.param.device.type != "cpu"
-        }
+        # By id() of each parameter: the version counter that it has if only steps have written it.
+        self._versions: dict[int, int | None] = {id(each.param): None for each in master_weights}
 
     def write_to_params(self, everything: bool) -> None:
         """Write the values of the copies that have a gradient, or of all, into the parameters."""
@@ -134,18 +129,13 @@ class MasterWeights:
     def refresh_from_params(self, everything: bool = False) -> None:
         """Copy values that the user has written into the parameters since the last step into the copies.
 
-        An element whose parameter still is the rounded copy keeps the copy's precision. On the CPU the values are
-        compared, because writes through ``param.data`` leave no other trace. On an accelerator that takes too long, so
-        only parameters are compared whose version counter tells of a write.
+        An element whose parameter still is the rounded copy keeps the copy's precision. To compare all values takes too
+        long, so only parameters are compared whose version counter tells of a write.
 
         Args:
             everything: compare all parameters.
         """
         for kind in self._kinds:
-            if kind[0].param.device.type == "cpu":
-                for each in kind:
-                    _refresh_where_different(each)
-                continue
             written = [each for each in kind if everything or self._versions[id(each.param)] != version_of(each.param)]
             for copies, params in zip(
                 batches([flat_view(each.copy) for each in written]),
@@ -154,14 +144,6 @@ class MasterWeights:
             ):
                 _refresh(copies, params)
             self._versions.update((id(each.param), version_of(each.param)) for each in written)
-
-
-def _refresh_where_different(master_weight: MasterWeight) -> None:
-    """Refresh a copy on the CPU chunk by chunk, and write only chunks in which a value differs."""
-    copies, params = flat_view(master_weight.copy).split(CHUNK), flat_view(master_weight.param_view).split(CHUNK)
-    for copy, param in zip(copies, params, strict=True):
-        if not torch.equal(copy.to(param.dtype), param):
-            _refresh([copy], [param])
 
 
 def _refresh(copies: list[Tensor], params: list[Tensor]) -> None:

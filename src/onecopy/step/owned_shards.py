@@ -98,8 +98,8 @@ def _dense_range(gradient: Tensor, shard: Shard, param: Tensor) -> Tensor:
 def set_gradients(owned: Sequence[OwnedShard], gradients: Sequence[Tensor | None]) -> None:
     """Set the gradients of the stepped tensors, in the data type and on the device of each.
 
-    Gradients on an accelerator are converted together. For tensors in CPU memory (``offload="cpu"``) the host waits
-    once, until the gradients have arrived.
+    Gradients are converted together. For tensors in CPU memory (``offload="cpu"``) the host waits once, until the
+    gradients have arrived.
     """
     kinds: dict[object, list[tuple[Tensor, Tensor]]] = {}
     for entry, gradient in zip(owned, gradients, strict=True):
@@ -109,7 +109,7 @@ def set_gradients(owned: Sequence[OwnedShard], gradients: Sequence[Tensor | None
             gradient.dtype == tensor.dtype and (entry.param_view is None or gradient.device == tensor.device)
         ):
             tensor.grad = gradient
-        elif gradient.layout is not torch.strided or gradient.device.type == "cpu":
+        elif gradient.layout is not torch.strided:
             tensor.grad = gradient.to(tensor.device, tensor.dtype)
         else:
             # Only tensors of one kind are copied in one kernel.
@@ -119,7 +119,7 @@ def set_gradients(owned: Sequence[OwnedShard], gradients: Sequence[Tensor | None
     sources = set()
     for pairs in kinds.values():
         tensors, found = [tensor for tensor, _ in pairs], [gradient for _, gradient in pairs]
-        if tensors[0].device.type == "cpu":
+        if tensors[0].device != found[0].device:
             sources.add(found[0].device)
             converted = start_copies_to_host(found, tensors)
         else:

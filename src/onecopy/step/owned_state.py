@@ -130,9 +130,9 @@ class OwnedStateOptimizer(Optimizer):
     def refresh_master_weights(self) -> None:
         """Copy values that were written into the parameters into this rank's master weights.
 
-        ``step()`` does this by itself, except on an accelerator after a write that leaves no trace in autograd's
-        version counter, such as a write through ``param.data``. Call this method after such a write, on every rank. An
-        element whose parameter still is the rounded master weight keeps the precision of the master weight.
+        ``step()`` does this by itself, except after a write that leaves no trace in autograd's version counter, such as
+        one through ``param.data``. Call this method after such a write, on every rank. An element whose parameter still
+        is the rounded master weight keeps the precision of the master weight.
         """
         self.engine.inner.refresh_master_weights()
 

@@ -68,7 +68,7 @@ PACKAGES = (
     "torchao",
 )
 
-GOOD = "trains, saves and resumes"
+GOOD = "yes"
 
 
 def results(out: Path, mode: str, kind: str) -> list[dict[str, str]]:

@@ -179,11 +179,7 @@ MUTATIONS = {
     "level 3 reads a sum too early": Mutation("level 3", _sum_read_too_early),
     "level 3 reuses a buffer in flight": Mutation("level 3", _pool_gives_memory_in_use),
     "the next forward does not wait": Mutation("level 3 overlap", _nothing(PipelinedStep, "wait_for")),
-    "packing does not wait for other streams": Mutation(
-        "level 3 unfrozen in the middle", _nothing(UsedStreams, "join")
-    ),
-    "other streams do not wait for packing": Mutation(
-        "level 3 unfrozen in the middle", _nothing(UsedStreams, "release")
-    ),
+    "packing does not wait for other streams": Mutation("level 3 unfrozen two streams", _nothing(UsedStreams, "join")),
+    "other streams do not wait for packing": Mutation("level 3 unfrozen", _nothing(UsedStreams, "release")),
     "only the first stream waits": Mutation("level 3 two streams", _first_stream_waits_for_all),
 }

@@ -198,19 +198,12 @@ class OneAfterAnother(TwoStreams):
         return outputs
 
 
-class FirstRegisteredLast(OneAfterAnother):
-    """Its first bucket is complete at the end of the backward pass: all others are launched by that bucket's hook."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.add_module("first", self._modules.pop("first"))
-
-
 def half_frozen(model: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
-    """A model whose layer ``right`` is frozen at first."""
+    """A model whose layer ``right`` is frozen at first, and whose first bucket is complete when ``left`` is."""
 
     def make() -> nn.Module:
         made = model()
+        made.add_module("left", made._modules.pop("left"))
         made.get_submodule("right").requires_grad_(False)
         return made
 

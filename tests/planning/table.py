@@ -71,7 +71,6 @@ def tables() -> str:
     """The generated part of the page as Markdown."""
     models = {
         "GPT-2 small: 12 blocks, 148 parameters, fp32, 0.5 GB": gpt2_small(),
-        "A GPT of 1.3B elements: 24 blocks, 292 parameters, bf16, 2.6 GB": gpt_xl(),
     }
     parts = []
     for title, model in models.items():

@@ -187,13 +187,13 @@ def test_a_written_value_wins_and_the_others_stay_precise(
 ) -> None:
     model, plain = Mixed(), Mixed()
     zero, reference = adamw_for(model, **ours), ByHand(plain.parameters(), [ADAMW])
-    for _ in range(2):
+    for _ in range(3):
         train(list(model.parameters()), [zero], range(3))
         train(list(plain.parameters()), [reference], range(3))
         assert_equal(model.parameters(), plain.parameters(), "weights")
         write(model)
-        if write is write_through_data:
-            zero.refresh_master_weights()  # autograd does not see it
+        if write.__name__ == "write_through_data":  # autograd's version counter does not show it
+            zero.refresh_master_weights()
         write_rows(reference.masters)
         reference.write_to_params()
     assert any(not torch.equal(a, b) for a, b in zip(reference.masters, values(plain.parameters()), strict=True))

@@ -41,7 +41,6 @@ from onecopy.state_dict.shards import (
 )
 from onecopy.step import master_weights
 from onecopy.step.engine import Engine, sharded_collectives
-from onecopy.step.gradients import OwnedShard
 from onecopy.step.inner_optimizer import InnerOptimizer
 from onecopy.step.parameter_groups import Group, options_of
 

@@ -339,7 +339,7 @@ class ZeroRedundancyOptimizer(OwnedStateOptimizer, Joinable):
         from onecopy.state_dict.dcp import sharded_state_dict  # needs torch.distributed.checkpoint
 
         names = [spec.name for spec in self.layout.params]
-        return sharded_state_dict(self.engine.inner, self.layout, self.param_groups, names, to_load)
+        return sharded_state_dict(self.engine, self.param_groups, names, to_load)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of the plain optimizer or of this class, saved with any world size and any ``shard_by``.

@@ -22,6 +22,17 @@ COUNTED = ("bytes", "collectives", "order")
 
 INTENDED = {
     ("error: state_dict without consolidation", "errors"): "raises, and names the line to add",
+    **{
+        (f"{level}: {name}, 2 ranks", field): "parameters are cut evenly, so norms are added up in another order"
+        for level in "12"
+        for name in ("clipping", "accumulation, clipping, momentum", "GradScaler, clipping")
+        for field in ("losses", "params", "state")
+    },
+    **{
+        (f"{level}: bf16 masters, clipping, 2 ranks", field): "the factor is not rounded to bf16"
+        for level in "123"
+        for field in ("losses", "params", "state")
+    },
 }
 """Differences in results that are meant, by program and field."""
 

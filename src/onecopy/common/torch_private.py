@@ -241,7 +241,7 @@ def register_as_torch_zero(cls: type) -> None:
 aten = torch.ops.aten
 
 ZEROING = (aten.zero_.default, aten._foreach_zero_.default)
-CHANGING_EACH_ELEMENT = (
+SCALING = (
     aten.mul_.Tensor,
     aten.mul_.Scalar,
     aten._foreach_mul_.Scalar,
@@ -250,6 +250,9 @@ CHANGING_EACH_ELEMENT = (
     aten.div_.Scalar,
     aten._foreach_div_.Scalar,
     aten._foreach_div_.Tensor,
+)
+CHANGING_EACH_ELEMENT = (
+    *SCALING,
     aten.clamp_.default,
     aten._foreach_clamp_min_.Scalar,
     aten._foreach_clamp_max_.Scalar,

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -61,6 +61,7 @@ class DDPBucketAssignment:
     Attributes:
         params: the parameters that belong to an optimizer.
         pieces: the ranges of the buffer that have an owner. Neighbours with one owner are one piece.
+        plans: what a hook has planned for the bucket.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class DDPBucketAssignment:
         shards_of: Mapping[int, tuple[int, Sequence[Shard]]],
         group_rank: int,
     ) -> None:
+        self.plans: dict[object, Any] = {}
         self._sizes = [param.numel() for param in params]
         self._without_optimizer: list[int] = []
         self.params: list[ParamInBucket] = []

@@ -125,7 +125,6 @@ class _BucketUpdate:
     """The update of one bucket in one backward pass.
 
     Attributes:
-        index: the index of the bucket.
         is_last: whether it is the last bucket of the pass.
         assignment: which rank owns which range of the bucket.
         buffer: the bucket's gradients.
@@ -134,7 +133,6 @@ class _BucketUpdate:
         has_gradient: by parameter in the bucket, whether this rank has a gradient, and later whether any rank has.
     """
 
-    index: int
     is_last: bool
     assignment: DDPBucketAssignment
     buffer: Tensor
@@ -187,7 +185,6 @@ class OverlappedStep:
         self._side_stream = SideStream(engine.params[0].device)
         self._passes = 0
         self._iteration: _Iteration | None = None
-        self._sharings: dict[int, tuple[DDPBucketAssignment, Sharing]] = {}
         self._pool = BufferPool()
         self._assignments = self._make_assignments()
         self._options_after_update: list[dict[str, str]] = []
@@ -278,7 +275,6 @@ class OverlappedStep:
             engine.inner.master_weights.refresh_from_params()
         if self._assignments.layouts[0] is not engine.layout:
             self._assignments = self._make_assignments()
-            self._sharings.clear()
         return _Iteration(OptionsSnapshot.of(engine.inner.optim.param_groups), failure)
 
     def _make_assignments(self) -> DDPBucketAssignmentCache:
@@ -291,7 +287,7 @@ class OverlappedStep:
         # param.grad is read here, because the flat buffer has zeros for a missing gradient.
         has_gradient = {each.index: each.param.grad is not None for each in assignment.params}
         done = self._side_stream.future()
-        return _BucketUpdate(bucket.index(), bucket.is_last(), assignment, bucket.buffer(), reduced, done, has_gradient)
+        return _BucketUpdate(bucket.is_last(), assignment, bucket.buffer(), reduced, done, has_gradient)
 
     def _run_updates(self, iteration: _Iteration, updates: Sequence[_BucketUpdate], may_lack_gradients: bool) -> None:
         """Update and share some buckets. It never raises: :meth:`_end_backward` does, when DDP has ended the pass."""
@@ -375,17 +371,16 @@ class OverlappedStep:
     def _start_sharing(self, iteration: _Iteration, update: _BucketUpdate) -> None:
         """Start to share the updated parameters of one bucket."""
         engine, has_gradient = self._engine, update.has_gradient
-        cached = self._sharings.get(update.index)
-        if cached is None or cached[0] is not update.assignment:
+        sharing = update.assignment.plans.get("sharing")
+        if sharing is None:
             ranges = [each for each in engine.storage.ranges if not has_gradient.keys().isdisjoint(each.params)]
-            sharing = Sharing(engine.collectives, ranges, pool=self._pool)
-            cached = self._sharings[update.index] = (update.assignment, sharing)
+            sharing = update.assignment.plans["sharing"] = Sharing(engine.collectives, ranges, pool=self._pool)
         changed = (
             None
             if engine.inner.updates_without_gradient
             else [has_gradient.get(index, False) for index in range(len(engine.params))]
         )
-        cached[1].start(changed, iteration.broadcasts, CALL)
+        sharing.start(changed, iteration.broadcasts, CALL)
         changed_params = [engine.params[index] for index, has in has_gradient.items() if has]
         if changed_params:
             engine.inner.master_weights.increment_versions(changed_params)

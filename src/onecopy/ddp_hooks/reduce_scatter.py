@@ -113,29 +113,31 @@ def _state_for(optimizers: list[Any]) -> ReduceScatter:
 
 
 @dataclass(frozen=True, slots=True)
-class _BucketPlan:
-    """The plan for one DDP bucket, which is used until DDP rebuilds the bucket."""
-
-    assignment: DDPBucketAssignment
-    dtype: torch.dtype
-    reduce_scatter: ReduceScatterPlan
-
-
-@dataclass(frozen=True, slots=True)
-class _BucketInFlight:
-    """A bucket whose reduction has started.
+class _Bucket:
+    """A bucket of the current pass, whose reduction has started.
 
     Attributes:
-        plan: its plan.
+        assignment: which rank owns which range of the bucket.
         buffer: the bucket's gradients.
-        reduction: its reduction.
+        future: the future that DDP waits for.
+        reduction: the reduction.
         all_reduce: the all-reduce of the gradients that belong to no optimizer, and its buffer.
     """
 
-    plan: _BucketPlan
+    assignment: DDPBucketAssignment
     buffer: Tensor
+    future: Future[Tensor]
     reduction: Reduction
     all_reduce: tuple[Work, Tensor] | None
+
+    def finish(self) -> None:
+        """Wait until the reduced gradients are in the buffer."""
+        self.reduction.wait()
+        if self.all_reduce is not None:
+            work, reduced = self.all_reduce
+            work.wait()
+            views = self.assignment.views_without_optimizer(self.buffer)
+            torch._foreach_copy_(views, list(reduced.split([view.numel() for view in views])))
 
 
 class GradientReducer:
@@ -154,8 +156,8 @@ class GradientReducer:
         self._collectives = engines[0].collectives
         self._reduce_dtype = reduce_dtype
         self._in_join = in_join
-        self._in_flight: deque[_BucketInFlight] = deque()
-        self._reduced: list[tuple[_BucketPlan, Tensor, Future[Tensor]]] = []  # one for each bucket of the pass
+        self._buckets: list[_Bucket] = []  # of the current pass
+        self._in_flight: deque[_Bucket] = deque()  # those that are not finished
         self._first_tag = self._collectives.reserve_tags()
         self._pass_number = 0
         self._passes_with_plans = 0  # the number of passes that found the plans of the one before
@@ -174,10 +176,10 @@ class GradientReducer:
         future = side_stream.future()
         with side_stream.use():
             while len(self._in_flight) >= limits.DDP_BUCKETS_IN_FLIGHT:
-                self._finish_bucket(self._in_flight.popleft())
-            plan = self._plan_of(bucket, buffer)
-            self._in_flight.append(self._start_bucket(plan, buffer, self._tag(bucket.index())))
-            self._reduced.append((plan, buffer, future))
+                self._in_flight.popleft().finish()
+            started = self._start(bucket, buffer, future)
+            self._buckets.append(started)
+            self._in_flight.append(started)
             if bucket.is_last():
                 self._finish_pass()
         return future
@@ -185,7 +187,6 @@ class GradientReducer:
     def _make_plans(self) -> None:
         """Begin new plans for the current layouts, with new buffers."""
         self._pool = BufferPool()
-        self._plans: dict[int, _BucketPlan] = {}
         self._assignments = DDPBucketAssignmentCache(
             [engine.layout for engine in self._engines],
             [engine.params for engine in self._engines],
@@ -196,26 +197,31 @@ class GradientReducer:
         )
         self._shard_grads: dict[int, ShardGrad] = {}  # by the identity of the parameter
 
-    def _plan_of(self, bucket: GradBucket, buffer: Tensor) -> _BucketPlan:
-        """Return the plan of a bucket; a bucket that DDP has rebuilt gets a new one."""
+    def _start(self, bucket: GradBucket, buffer: Tensor, future: Future[Tensor]) -> _Bucket:
+        """Start the reduction of one bucket. A bucket that DDP has rebuilt is planned again."""
         if buffer.layout is not torch.strided:
             raise ValueError(
                 "the reduce-scatter hook cannot divide sparse gradients among the ranks: make the gradients of "
                 "embeddings dense (sparse=False), or train without the hook"
             )
+        collectives, dtype = self._collectives, buffer.dtype
         assignment = self._assignments.get(bucket.index(), bucket.parameters())
-        plan = self._plans.get(bucket.index())
-        if plan is None or plan.assignment is not assignment or plan.dtype is not buffer.dtype:
-            dtype = self._reduce_dtype or buffer.dtype
-            reduce_scatter = ReduceScatterPlan(self._collectives, assignment.pieces, buffer.dtype, dtype, buffer.device)
+        plan = assignment.plans.get(dtype)
+        if plan is None:
             self._passes_with_plans = 0
-            plan = self._plans[bucket.index()] = _BucketPlan(assignment, buffer.dtype, reduce_scatter)
-        return plan
-
-    def _tag(self, bucket_index: int) -> int:
-        """Return the message tag of a bucket, which no bucket of this pass or the pass before has."""
-        first_tag_of_pass = self._first_tag + self._pass_number * limits.DDP_BUCKETS_WITH_TAGS
-        return first_tag_of_pass + bucket_index % limits.DDP_BUCKETS_WITH_TAGS
+            plan = assignment.plans[dtype] = ReduceScatterPlan(
+                collectives, assignment.pieces, dtype, self._reduce_dtype or dtype, buffer.device
+            )
+        # No bucket of this pass or the pass before has this tag.
+        tag = self._first_tag + self._pass_number * limits.DDP_BUCKETS_WITH_TAGS
+        tag += bucket.index() % limits.DDP_BUCKETS_WITH_TAGS
+        reduction = plan.start([buffer], self._pool, tag, None)
+        views = assignment.views_without_optimizer(buffer)
+        all_reduce = None
+        if views:
+            packed_views = torch.cat(views).mul_(1.0 / collectives.world_size)
+            all_reduce = (collectives.all_reduce(packed_views, CALL), packed_views)
+        return _Bucket(assignment, buffer, future, reduction, all_reduce)
 
     def _begin_pass(self) -> None:
         """Prepare for the first bucket of a backward pass."""
@@ -226,57 +232,38 @@ class GradientReducer:
         self._passes_with_plans += 1
         self._pass_number = (self._pass_number + 1) % (limits.TAGS // limits.DDP_BUCKETS_WITH_TAGS)
         self._in_flight.clear()
-        self._reduced.clear()
+        self._buckets.clear()
         for engine in self._engines:
             engine.gradients.without_inputs.clear()
-
-    def _start_bucket(self, plan: _BucketPlan, buffer: Tensor, tag: int) -> _BucketInFlight:
-        """Start the reduction of one bucket."""
-        reduction = plan.reduce_scatter.start([buffer], self._pool, tag, None)
-        views = plan.assignment.views_without_optimizer(buffer)
-        all_reduce = None
-        if views:
-            packed_views = torch.cat(views).mul_(1.0 / self._collectives.world_size)
-            all_reduce = (self._collectives.all_reduce(packed_views, CALL), packed_views)
-        return _BucketInFlight(plan, buffer, reduction, all_reduce)
-
-    def _finish_bucket(self, bucket: _BucketInFlight) -> None:
-        """Finish the reduction of a bucket."""
-        bucket.reduction.wait()
-        if bucket.all_reduce is not None:
-            work, reduced = bucket.all_reduce
-            work.wait()
-            views = bucket.plan.assignment.views_without_optimizer(bucket.buffer)
-            torch._foreach_copy_(views, list(reduced.split([view.numel() for view in views])))
 
     def _finish_pass(self) -> None:
         """Finish all buckets in flight, and complete the futures."""
         while self._in_flight:
-            self._finish_bucket(self._in_flight.popleft())
+            self._in_flight.popleft().finish()
         if in_backward():
             after_backward(self._shard_gradients)
         else:  # a rank without inputs, where DDP does not change param.grad
-            for plan, buffer, _ in self._reduced:
-                for each in plan.assignment.params:
+            for bucket in self._buckets:
+                for each in bucket.assignment.params:
                     if each.shard is not None:
                         gradients = self._engines[each.layout_index].gradients
-                        gradients.without_inputs[each.index] = each.owned_view(buffer)
-        for _, buffer, future in self._reduced:
-            future.set_result(buffer)
+                        gradients.without_inputs[each.index] = each.owned_view(bucket.buffer)
+        for bucket in self._buckets:
+            bucket.future.set_result(bucket.buffer)
 
     def _shard_gradients(self) -> None:
         """Replace the whole gradients in ``param.grad``, of which the owned range is reduced, by sharded ones."""
         targets, sources = [], []
-        for plan, buffer, _ in self._reduced:
-            bucket = buffer.untyped_storage().data_ptr()
-            for each in plan.assignment.params:
+        for bucket in self._buckets:
+            memory = bucket.buffer.untyped_storage().data_ptr()
+            for each in bucket.assignment.params:
                 param, gradient, shard = each.param, each.param.grad, each.shard
                 if gradient is None or isinstance(gradient, ShardGrad):
                     continue  # unused on all ranks, or DDP has copied into the sharded gradient
                 start, stop = (0, 0) if shard is None else (shard.start, shard.stop)
                 reduced = flat_like(gradient.detach(), param)[start:stop]
                 # If DDP's gradients are views of its bucket, the sharded one is, too. Otherwise a copy frees the rest.
-                is_view = gradient.untyped_storage().data_ptr() == bucket and gradient.stride() == param.stride()
+                is_view = gradient.untyped_storage().data_ptr() == memory and gradient.stride() == param.stride()
                 is_view = is_view and reduced.numel() > 0  # nothing else should keep an old bucket alive
                 sharded = self._shard_grad_of(param, reduced, start, is_view)
                 if not is_view:
@@ -287,7 +274,7 @@ class GradientReducer:
             torch._foreach_copy_(targets, sources)
         self._gradients.forget_norms()
         self._gradients.ddp_may_rebuild = self._passes_with_plans < 2  # a static graph is rebuilt after two passes
-        self._reduced.clear()
+        self._buckets.clear()
 
     def _shard_grad_of(self, param: Tensor, reduced: Tensor, start: int, is_view: bool) -> ShardGrad:
         """The sharded gradient of a parameter, which is made again only if DDP has rebuilt the bucket."""

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from onecopy.comm import limits
 from onecopy.common.nested_tensors import tensors_in
 from onecopy.common.tensor_subclasses import leaves_of
 from onecopy.planning.collectives import Way
@@ -95,7 +94,7 @@ def memory_report(engine: Engine) -> MemoryReport:
     )
     way = Way.LEVEL_2 if gradients.is_reduce_scattered else Way.LEVEL_1
     way = Way.LEVEL_3 if gradients.are_sharded else way
-    bucket = limits.bucket_bytes(collectives.world_size, collectives.sends_in_place(params[0].device))
+    bucket = collectives.bucket_bytes(params[0].device)
     return MemoryReport(
         group_rank=collectives.group_rank,
         world_size=collectives.world_size,

@@ -117,6 +117,8 @@ def check_dtypes(optimizer: Optimizer, dtypes: Iterable[tuple[int, torch.dtype]]
         return
     dtypes_of: dict[int, set[str]] = {}
     for position, dtype in dtypes:
+        if not dtype.is_floating_point:
+            continue  # it can only be frozen
         dtypes_of.setdefault(position, set()).add(str(dtype))
     for position, names in dtypes_of.items():
         if len(names) > 1 and optimizer.param_groups[position]["eps"][0] is None:

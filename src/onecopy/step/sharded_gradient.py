@@ -27,6 +27,7 @@ from onecopy.common.torch_private import (
     COPYING,
     FOREACH_NORM,
     NORM,
+    SCALING,
     UNSCALING,
     ZEROING,
     in_backward,
@@ -193,7 +194,15 @@ def _change_each_element(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
         if func in ZEROING:
             gradient.unreduced = None
         gradient.group.forget_norms()
-    func(_local(args[0]), *args[1:], **kwargs)
+    if func in SCALING and not is_list and in_backward() and args[0].unreduced is not None:
+        # A hook of the user's, on a gradient that is kept from an earlier pass: both parts of the sum are scaled (the
+        # kept one where the owner's hook runs). What autograd has added is copied first, because another parameter may
+        # have the same memory.
+        args[0].unreduced = args[0].unreduced.clone()
+        func(args[0].unreduced, *args[1:], **kwargs)
+        func(args[0].local, *args[1:], **kwargs)
+    else:
+        func(_local(args[0]), *args[1:], **kwargs)
     return None if is_list else args[0]
 
 

@@ -24,6 +24,7 @@ def start(program: list[str], *options: str) -> subprocess.CompletedProcess[str]
 
 def load() -> Any:
     """Return the example as a module."""
+    sys.path.insert(0, str(EXAMPLE.parent))  # as for a script: it imports its neighbours
     spec = importlib.util.spec_from_file_location("check_gpu", EXAMPLE)
     assert spec is not None
     assert spec.loader is not None

@@ -65,7 +65,9 @@ def total_norm(given: Sequence[object], norm_type: float, **compared: float) -> 
         engines = _engines_of(given)
         norm_type = float(norm_type)
         numbers = {"norm_type": norm_type, **compared}
-        facts += [Fact(name, str(float(number))) for name, number in numbers.items()]
+        facts += [
+            Fact(name, str(number if isinstance(number, bool) else float(number))) for name, number in numbers.items()
+        ]
         facts += _engine_facts(engines)
         local = _local_norms(engines, norm_type)
     norms = combined_norms(engines[0].collectives, local, norm_type)
@@ -78,7 +80,7 @@ def total_norm(given: Sequence[object], norm_type: float, **compared: float) -> 
 
 def clip(given: Sequence[object], max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
     """Scale the gradients so that their norm is at most ``max_norm``; return the norm that they had."""
-    norm = total_norm(given, norm_type, max_norm=max_norm, error_if_nonfinite=error_if_nonfinite)
+    norm = total_norm(given, norm_type, max_norm=max_norm, error_if_nonfinite=bool(error_if_nonfinite))
     if error_if_nonfinite and not torch.isfinite(norm):
         raise RuntimeError(f"the total norm of order {norm_type} of the gradients is {norm.item()}, not finite")
     factor = torch.clamp(float(max_norm) / (norm + 1e-6), max=1.0)

@@ -21,14 +21,14 @@ from onecopy.layout import ShardBy, default_shard_by, extend
 from onecopy.state_dict.gather import Consolidated, StateElsewhere, consolidated
 from onecopy.state_dict.load import load
 from onecopy.step.consistency import optimizer_facts, sharding_facts
-from onecopy.step.engine import Engine, StepSchedule, change_and_share, log_layout, restored_on_failure, sequential_step
+from onecopy.step.engine import Engine, StepSchedule, change_and_share, restored_on_failure, sequential_step
+from onecopy.step.gradients import param_or_view, separate_view
 from onecopy.step.inner_optimizer import InnerOptimizer
 from onecopy.step.join import JOIN_REFUSAL, ZeROJoinHook, active_step, joined_step
 from onecopy.step.master_weights import STATE_DICT_KEY, MasterWeightPolicy
 from onecopy.step.nonfinite import NonfiniteGuard, check_guards
 from onecopy.step.norms import clip, total_norm
 from onecopy.step.optimizer_classes import check_class, is_elementwise
-from onecopy.step.owned_shards import param_or_view, separate_view
 from onecopy.step.owned_state import OwnedState, OwnedStateOptimizer
 from onecopy.step.parameter_groups import Group, device_of, normalise, normalise_group, plan_params
 from onecopy.step.storage import storage_class_for
@@ -60,8 +60,7 @@ class ZeroRedundancyOptimizer(OwnedStateOptimizer, Joinable):
         overlap_with_ddp: update inside the backward pass, through a DDP communication hook.
         shard_by: how parameters are divided among ranks. ``"element"`` cuts every parameter evenly, and is the default
             for optimizers that are known to work element by element. ``"parameter"``, the default for others, gives
-            whole parameters, largest first, to the least-loaded rank, and cuts as few as balance requires (none if the
-            optimizer is not known to work element by element). A function takes a list of
+            whole parameters, largest first, to the least-loaded rank. A function takes a list of
             :class:`~onecopy.ParamSpec` and the world size, and returns one owner per parameter.
         elementwise: whether the update of an element depends on that element alone. Known for torch's own classes.
             Parameters of an unknown class are not cut unless this is True.
@@ -165,7 +164,6 @@ class ZeroRedundancyOptimizer(OwnedStateOptimizer, Joinable):
         self.rank: int = engine.collectives.group_rank
         self.global_rank: int = engine.collectives.global_rank
         self.initialized = True
-        log_layout(engine)
 
     @overload
     def step(self, closure: None = None, **kwargs: Any) -> None: ...
@@ -273,7 +271,6 @@ class ZeroRedundancyOptimizer(OwnedStateOptimizer, Joinable):
         engine.inner.pull_options(self.param_groups)
         engine.inner.has_state = engine.inner.has_state or together.any_flag
         self._consolidated = None
-        log_layout(engine)
 
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Gather the state of all ranks on one rank, as CPU tensors, for :meth:`state_dict` on that rank.
@@ -342,7 +339,7 @@ class ZeroRedundancyOptimizer(OwnedStateOptimizer, Joinable):
         from onecopy.state_dict.dcp import sharded_state_dict  # needs torch.distributed.checkpoint
 
         names = [spec.name for spec in self.layout.params]
-        return sharded_state_dict(self.engine.inner, self.layout, self.param_groups, names, to_load)
+        return sharded_state_dict(self.engine, self.param_groups, names, to_load)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of the plain optimizer or of this class, saved with any world size and any ``shard_by``.

@@ -25,7 +25,7 @@ from onecopy.comm.work import InFlight
 from onecopy.data_parallel import step as level_3_step
 from onecopy.data_parallel.step import PipelinedStep
 from onecopy.ddp_hooks.overlap import OverlappedStep
-from onecopy.step import batched_copies, owned_shards
+from onecopy.step import batched_copies, gradients
 from tests.accelerator import device
 
 Patch = pytest.MonkeyPatch
@@ -158,7 +158,7 @@ def _sum_read_too_early(patch: Patch) -> None:
 
 
 def _host_copies_read_too_early(patch: Patch) -> None:
-    for place in (batched_copies, owned_shards):
+    for place in (batched_copies, gradients):
         patch.setattr(place, "wait_for_host_copies", lambda _device: None)
 
 

@@ -79,6 +79,8 @@ struct SimBackend final : c10d::Backend {
   WorkPtr _reduce_scatter_base(Tensor& out, Tensor& in, const c10d::ReduceScatterOptions& o) override {
     return issue("reduce_scatter_base", {out}, {in}, out, in, op(o.reduceOp));
   }
+  WorkPtr send(Tensors& t, int peer, int) override { return issue("send", {}, t, t.at(0), peer); }
+  WorkPtr recv(Tensors& t, int peer, int) override { return issue("recv", t, {}, t.at(0), peer); }
   WorkPtr barrier(const c10d::BarrierOptions&) override { return issue("barrier", {}, {}); }
   py::object* impl;
   intrusive_ptr<Options> options;

@@ -8,6 +8,7 @@ fail if they differ.
 from __future__ import annotations
 
 import datetime
+import threading
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
@@ -58,6 +59,31 @@ class Running:
         return True
 
 
+class Message:
+    """A message of gloo, which makes progress only while a thread waits for it."""
+
+    def __init__(self, work: Any) -> None:
+        self._work = work
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._wait, daemon=True)
+        self._thread.start()
+
+    def _wait(self) -> None:
+        try:
+            self._work.wait()
+        except Exception as error:
+            self._error = error
+
+    def is_completed(self) -> bool:
+        """Whether the message has arrived or failed."""
+        return not self._thread.is_alive()
+
+    def wait(self) -> None:
+        """Raise if it has failed."""
+        if self._error is not None:
+            raise self._error
+
+
 class Call:
     """A collective before it is queued."""
 
@@ -70,6 +96,7 @@ class Call:
         *,
         operations: int = 1,
         about: str = "",
+        in_order: bool = True,
     ) -> None:
         for tensor in (*inputs, *outputs):
             if tensor.device.type != "sim":
@@ -89,7 +116,7 @@ class Call:
             if len(str(shapes)) < 100
             else f"{len(shapes)} tensors, checksum {zlib.crc32(str(shapes).encode()):x}"
         )
-        self.description = text + shown
+        self.description = text + shown if in_order else ""
 
 
 def _is_dense(tensor: Tensor) -> bool:
@@ -108,23 +135,25 @@ class Communicator:
     ) -> None:
         self._core, self._scheduler, self._rank, self._size = core, scheduler, rank, size
         self._gloo: Any = dist.ProcessGroupGloo(store, rank, size, timeout)
-        self._streams: dict[int, int] = {}
+        self._streams: dict[Any, int] = {}
         Communicator._number += 1
         self._group = Communicator._number
         self.order: list[str] = []
 
     # Queueing
 
-    def launch(self, kept: Any, call: Call) -> int:
-        """Queue a collective and return its stream."""
-        device = self._core.current_device()
-        if device not in self._streams:
-            self._streams[device] = self._core.new_stream()
-        stream = self._streams[device]
+    def launch(self, kept: Any, call: Call, peer: int | None = None) -> int:
+        """Queue a collective, or a message to or from a peer, and return its stream."""
+        place = self._core.current_device(), peer
+        if place not in self._streams:
+            self._streams[place] = self._core.new_stream()
+        stream = self._streams[place]
         counted = Collective(call.name, call.size, call.operations, call.site, self._group)
         self._scheduler.step.collectives.append(counted)
-        self.order.append(call.description)
-        text = f"number {len(self.order)}: {call.description}"
+        text = ""
+        if call.description:
+            self.order.append(call.description)
+            text = f"number {len(self.order)}: {call.description}"
 
         def run() -> Callable[[], bool]:
             return Running(self._run(call, text), lambda: kept.drop(stream)).poll
@@ -139,7 +168,8 @@ class Communicator:
         return stream
 
     def _run(self, call: Call, text: str) -> Exchange:
-        yield from self._compare(text)
+        if text:
+            yield from self._compare(text)
         yield from call.exchange()
 
     def _compare(self, text: str) -> Exchange:
@@ -246,3 +276,15 @@ class Communicator:
     def barrier(self, kept: Any) -> int:
         """Queue a barrier; its ``wait()`` blocks the host, as with NCCL."""
         return self.launch(kept, Call("barrier", [], [], lambda: self._reduced(torch.zeros(1), SUM)))
+
+    # Messages between two ranks, on the stream of the pair
+
+    def send(self, kept: Any, tensor: Tensor, peer: int) -> int:
+        flat = self._flat(tensor)
+        call = Call("send", [tensor], [], lambda: iter([Message(self._gloo.send([flat], peer, 0))]), in_order=False)
+        return self.launch(kept, call, peer)
+
+    def recv(self, kept: Any, tensor: Tensor, peer: int) -> int:
+        flat = self._flat(tensor)
+        call = Call("recv", [], [tensor], lambda: iter([Message(self._gloo.recv([flat], peer, 0))]), in_order=False)
+        return self.launch(kept, call, peer)

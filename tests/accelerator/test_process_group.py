@@ -100,7 +100,15 @@ def test_collectives_give_the_right_numbers(world_size: int, host_ahead: Any) ->
             dist.all_gather(even, rank_values(3))
             own = torch.empty(1 + rank, device="sim")
             dist.reduce_scatter(own, [rank_values(1 + r) for r in range(world_size)], op=dist.ReduceOp.AVG)
+        received = torch.empty(3, device="sim")
+        if rank == 0:
+            dist.send(rank_values(3), 1)
+            dist.recv(received, 1)
+        elif rank == 1:
+            dist.recv(received, 0)
+            dist.send(rank_values(3), 0)
         dist.barrier(device_ids=[rank])
+        assert rank > 1 or received.tolist() == [(2 - rank) * i for i in (1, 2, 3)]
         assert values.tolist() == [total * i for i in (1, 2, 3, 4)]
         torch.testing.assert_close(mean.cpu(), torch.arange(1.0, 5) * total / world_size)
         assert most.tolist() == [world_size * i for i in (1, 2, 3, 4)]

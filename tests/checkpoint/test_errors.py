@@ -24,7 +24,7 @@ from torch.optim import SGD, AdamW
 
 from onecopy import ZeroRedundancyOptimizer, hook_with_zero_step
 from onecopy.checkpoint import latest, load, save, storage, verify, wait
-from onecopy.checkpoint.load_plan import Copy
+from onecopy.checkpoint.loading import Copy
 from onecopy.errors import CheckpointError, CorruptCheckpointError, OnecopyError
 from tests.support.checkpoints import Side, contents_of, load_side, make, model_of, push, save_side, train
 from tests.support.harness import distributed, pools
@@ -300,17 +300,6 @@ def test_older_checkpoints_go_after_the_new_one_is_there(world_size: int, tmp_pa
     side, path = saved(tmp_path)
     save_side(tmp_path, 2, side)
     before = fingerprint(path)
-
-    def full(*_: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    for name in ("rename", "flush", "create", "write"):
-        with pytest.MonkeyPatch.context() as patch:
-            if dist.get_rank() == (0 if name == "rename" else 1):
-                patch.setattr(storage, name, full)
-            refused_unchanged(lambda: save_side(tmp_path, 3, side, keep=1), side, "No space left", "step-00000003")
-        dist.barrier()
-        assert sorted(each.name for each in tmp_path.iterdir()) == ["step-00000001", "step-00000002"], name
     save_side(tmp_path, 3, side, keep=3)
     load_side(tmp_path, side)
     assert fingerprint(path) == before
@@ -319,24 +308,6 @@ def test_older_checkpoints_go_after_the_new_one_is_there(world_size: int, tmp_pa
     dist.barrier()
     assert sorted(each.name for each in tmp_path.iterdir()) == ["step-00000003", "step-00000004"]
     assert latest(tmp_path) == newest
-
-
-def test_leftovers_that_are_older_than_a_day_are_removed_and_nothing_else(tmp_path: Path) -> None:
-    old, young = (tmp_path / f".step-0000000{number}.deadbeef.tmp" for number in (1, 2))
-    mine = [tmp_path / name for name in (".step-1.tmp", "step-notes", ".git")]
-    for path in (old, young, *mine):
-        path.mkdir()
-        (path / "rank-00000.safetensors").write_bytes(b"half")
-        for each in (path / "rank-00000.safetensors", path) if path is not young else (path,):
-            os.utime(each, (0, 0))
-    with logged(logging.WARNING) as lines:
-        first = save(tmp_path, 1, extra={"a": 1})
-    assert (old.exists(), young.exists(), all(path.exists() for path in mine)) == (False, True, True)
-    assert len(lines) == 1
-    assert str(old) in lines[0]
-    before = fingerprint(first)
-    save(tmp_path, 2)
-    assert fingerprint(first) == before
 
 
 # In the background
@@ -393,19 +364,3 @@ def test_a_failure_in_the_background_is_raised_by_the_next_call(
     dist.barrier()
     assert [each.name for each in tmp_path.iterdir()] == [path.name]
     assert save_side(tmp_path, 3, side).exists()
-
-
-def test_at_most_one_save_is_in_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    flush, running = storage.flush, []
-
-    def slow(descriptor: int) -> None:
-        running.append(sum(thread.name == "onecopy checkpoint" for thread in threading.enumerate()))
-        time.sleep(0.05)
-        flush(descriptor)
-
-    monkeypatch.setattr(storage, "flush", slow)
-    paths = [save(tmp_path, step, extra={"a": step}, blocking=False) for step in range(3)]
-    assert all(path.exists() for path in paths[:2])
-    assert not paths[2].exists()
-    assert load(tmp_path).extra == {"a": 2}
-    assert set(running) == {1}

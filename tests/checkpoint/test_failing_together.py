@@ -12,32 +12,12 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 
 from onecopy import RanksDisagreeError, checkpoint
-from onecopy.common import tagged_json
 from tests.support.dcp import full_state, make, train
-from tests.support.failures import expect_failure_of, expect_no_memory, failing
+from tests.support.failures import expect_failure_of
 from tests.support.harness import distributed, pools
 from tests.support.models import assert_same_tree
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.distributed.*:UserWarning")
-
-
-@distributed(2, 3)
-@pytest.mark.parametrize("calls", [0, 3])
-def test_a_rank_without_memory_for_what_the_first_one_sends(world_size: int, calls: int) -> None:
-    model, zero = make("element")
-    train(model, zero, range(2))
-    before = full_state(model, zero)
-    train(model, zero, range(2, 3))
-    now = full_state(model, zero)
-    given = before if dist.get_rank() == 0 else {}
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    with failing(tagged_json, "empty_from", world_size - 1, calls):
-        expect_no_memory(
-            world_size - 1, lambda: checkpoint.set_optimizer_state_dict(model, zero, given, options=options)
-        )
-    assert_same_tree(full_state(model, zero), now, "nothing has changed")
-    checkpoint.set_optimizer_state_dict(model, zero, given, options=options)
-    assert_same_tree(full_state(model, zero), before, "loaded")
 
 
 class RefusesToLoad(torch.optim.AdamW):

@@ -9,13 +9,12 @@ from typing import Any, TypeVar
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import example, given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, TensorDataset
 
 from onecopy.checkpoint import ResumableSampler, capture, load, restore, save
-from tests.support.harness import distributed, pools
+from tests.support.harness import pools
 
 Item = TypeVar("Item")
 
@@ -118,15 +117,6 @@ def test_the_position_counts_trained_batches_and_not_fetched_ones() -> None:
     assert sorted(flat(trained + rest)) == list(range(60))
 
 
-def test_a_loop_that_was_left_goes_on_behind_the_last_trained_batch() -> None:
-    sampler = ResumableSampler(12, 3, shuffle=False)
-    for part in sampler:
-        if part == [3, 4, 5]:
-            break  # not trained
-        sampler.advance()
-    assert list(sampler) == [[3, 4, 5], [6, 7, 8], [9, 10, 11]]
-
-
 def test_another_batch_size_goes_on_at_the_same_sample() -> None:
     first, second = ResumableSampler(10, 3, shuffle=False), ResumableSampler(10, 5, shuffle=False)
     next(iter(first))
@@ -163,12 +153,6 @@ def test_a_checkpoint_has_the_position_for_any_number_of_ranks(tmp_path: Path) -
     samples = flat(flat([*trained, *rest]))
     assert len(samples) == 54  # nine batches of six: the last one is filled up
     assert set(samples) == set(range(50))
-
-
-@distributed(2)
-def test_ranks_are_those_of_the_default_process_group(world_size: int) -> None:
-    sampler = ResumableSampler(8, 4, shuffle=False)
-    assert list(sampler) == [[dist.get_rank(), 2 + dist.get_rank()], [4 + dist.get_rank(), 6 + dist.get_rank()]]
 
 
 # Mistakes

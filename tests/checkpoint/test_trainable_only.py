@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +13,11 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from typer.testing import CliRunner
 
-from onecopy import CheckpointMismatchError, CorruptCheckpointError
-from onecopy.checkpoint import latest, load, manifest, save, verify, wait
+from onecopy import CheckpointMismatchError
+from onecopy.checkpoint import latest, load, save, verify
 from onecopy.checkpoint.directories import read_manifest
 from onecopy.checkpoint.frozen_base import describe_frozen, frozen_parameters
-from onecopy.checkpoint.manifest import FrozenParam, Manifest
+from onecopy.checkpoint.manifest import FrozenParam
 from onecopy.cli.main import app
 from tests.support.checkpoints import (
     KINDS,
@@ -33,18 +32,12 @@ from tests.support.checkpoints import (
     state_of,
     train,
 )
-from tests.support.failures import expect, expect_disagreement, expect_failure_of, failure_of
+from tests.support.failures import expect_disagreement, expect_failure_of
 from tests.support.harness import distributed
 from tests.support.models import assert_same_tree
 from tests.support.quantised import Int8Blocks
 
 FROZEN = {name for name, _ in Tiny().named_parameters(remove_duplicate=False) if not name.startswith("body")}
-
-
-def base_of(folder: Path) -> dict[str, FrozenParam]:
-    base = read_manifest(folder).base
-    assert base is not None
-    return base
 
 
 # On every level and number of ranks
@@ -79,20 +72,6 @@ def test_master_weights_of_trainable_parameters_only(world_size: int, kind: str,
         push(each, [2])
     assert_same_tree(model_of(other), model_of(side), "model")
     assert_same_tree(state_of(other), state_of(side), "state")
-
-
-@distributed(2)
-def test_in_the_background_the_digests_are_those_of_the_call(world_size: int, tmp_path: Path) -> None:
-    side, other = make("element", adapters=True), make("plain", adapters=True)
-    push(side, range(2))
-    expected = model_of(side)
-    path = save_side(tmp_path, 2, side, trainable_only=True, blocking=False)
-    push(side, [2])
-    with torch.no_grad():
-        side.module.conv.weight.add_(1)
-    wait()
-    load_side(path, other)
-    assert_same_tree(model_of(other), expected, "model")
 
 
 # Another base
@@ -138,36 +117,6 @@ def test_parameters_that_are_frozen_on_some_ranks_only_are_not_saved(world_size:
     call = lambda: save_side(tmp_path, 1, side, trainable_only=True)  # noqa: E731
     expect_disagreement(1, call, r"parameter 'conv\.bias': trainable", r"parameter 'conv\.bias': frozen")
     assert latest(tmp_path) is None
-
-
-@distributed(2)
-def test_a_damaged_digest_is_refused_on_all_ranks(world_size: int, tmp_path: Path) -> None:
-    side = make("element", adapters=True)
-    path = save_side(tmp_path, 1, side, trainable_only=True)
-    saved, before = read_manifest(path), contents_of(side)
-    digest = base_of(path)["conv.weight"].digest
-    dist.barrier()  # every rank has read the manifest before it is changed
-    for sealed, kind, text in (
-        (False, CorruptCheckpointError, "is damaged: its checksum"),
-        (True, CheckpointMismatchError, r"frozen parameter 'conv\.weight' is not as it was"),
-    ):
-        if dist.get_rank() == 0:
-            write_manifest(path, with_digest(saved, "conv.weight", digest[::-1]) if sealed else saved)
-            if not sealed:
-                file = path / manifest.NAME
-                file.write_bytes(file.read_bytes().replace(digest.encode(), digest[::-1].encode()))
-        dist.barrier()
-        expect(failure_of(lambda: load_side(path, side)), kind, text)
-        assert_same_tree(contents_of(side), before, "after the error")
-
-
-def with_digest(saved: Manifest, name: str, digest: str) -> Manifest:
-    assert saved.base is not None
-    return replace(saved, base={**saved.base, name: replace(saved.base[name], digest=digest)})
-
-
-def write_manifest(folder: Path, changed: Manifest) -> None:
-    (folder / manifest.NAME).write_bytes(manifest.dump(changed))
 
 
 # One process

@@ -144,6 +144,26 @@ def test_a_gradient_that_is_kept_while_its_parameter_is_frozen_is_not_averaged_a
         assert_equal(ours.params, reference.params, f"step {step}", ROUNDING)
 
 
+def halve(param: Tensor) -> None:
+    assert param.grad is not None
+    param.grad.mul_(0.5)
+
+
+@distributed(2, 3)
+def test_a_hook_that_is_registered_late_scales_kept_gradients_as_with_plain_ddp(world_size: int) -> None:
+    case = case_of(False, "all used")
+    ours, reference = scattered_run(case), plain_run(case)
+    for step in range(4):
+        for run in (reference, ours):
+            keep(run, step)
+            run.update()
+            if step == 0:
+                for param in run.params:
+                    param.register_post_accumulate_grad_hook(halve)
+        compare_gradients(ours, reference, ROUNDING, f"gradients of step {step}")
+        assert_equal(ours.params, reference.params, f"step {step}", ROUNDING)
+
+
 @distributed(2)
 def test_a_gradient_that_one_rank_alone_keeps_is_no_error(world_size: int) -> None:
     """The other rank has zeroed it: the mean of the pass is added to what each owner has kept."""

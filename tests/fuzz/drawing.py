@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import replace
 from random import Random
 
-from tests.fuzz.levels import OFF, REFUSED, Level, draw_level
+from tests.fuzz.levels import OFF, OTHER_REFUSED, REFUSED, Level, draw_level
 from tests.fuzz.operations import (
+    TEXTS,
     AddGroup,
+    Do,
     EditGroup,
     EditParams,
     EditState,
-    Evaluate,
     Freeze,
-    LoadModel,
+    LateHook,
     Move,
     Operation,
-    Raise,
-    Refused,
     Reload,
-    ResetState,
-    RollBack,
-    Uneven,
+    Turn,
 )
 from tests.fuzz.optimizers import CLASSES, Options, draw_options
 from tests.fuzz.parts import BASE, KINDS, Part
@@ -93,25 +90,28 @@ def _draw_groups(random: Random, optimizer: str) -> tuple[Options, ...]:
 
 def _draw_operations(random: Random, optimizer: str, parts: list[str], levels: list[Level]) -> tuple[Operation, ...]:
     level = levels[0]
-    operations: list[Operation] = [_draw_train(random, parts, level)]
     move_at = random.randint(1, 4) if len(levels) > 1 else 0
     count = random.randint(2, 9)
+    of_other = random.choice(parts) if parts and len(levels) == 1 and random.random() < 0.3 else ""
+    refused = REFUSED[level.kind] | OFF.keys() | (OTHER_REFUSED if of_other else set())
+    operations: list[Operation] = [_draw_train(random, parts, refused)]
     while len(operations) < count or move_at:
         if move_at and len(operations) >= move_at:
             operations.append(Move(1, random.random() < 0.7))
-            level, move_at = levels[1], 0
+            refused, move_at = REFUSED[levels[1].kind] | OFF.keys(), 0
         elif not parts or random.random() < 0.45:
-            operations.append(_draw_train(random, parts, level))
+            operations.append(_draw_train(random, parts, refused))
         else:
-            operation = _draw_other(random, optimizer, random.choice(parts))
-            if not operation.features & (REFUSED[level.kind] | OFF.keys()):
+            is_turn = of_other and random.random() < 0.5
+            operation = Turn(of_other) if is_turn else _draw_other(random, optimizer, random.choice(parts))
+            if not operation.features & refused:
                 operations.append(operation)
     operations.append(Train())
     return tuple(operations)
 
 
-def _draw_train(random: Random, parts: list[str], level: Level) -> Train:
-    """A step: plain half of the time, else with one or two of what this level does not refuse."""
+def _draw_train(random: Random, parts: list[str], refused: Set[str]) -> Train:
+    """A step: plain half of the time, else with one or two variants that are not refused."""
     train = Train(zero=random.choice(("none", "none", "zeros", "after")))
     if random.random() < 0.4:
         return train
@@ -122,6 +122,7 @@ def _draw_train(random: Random, parts: list[str], level: Level) -> Train:
         lambda train: replace(train, synchronised=2),
         lambda train: replace(train, closure=True),
         lambda train: replace(train, max_norm=random.choice((0.01, 0.1, 100.0))),
+        lambda train: replace(train, max_norm=0.1, by_torch=False),
         lambda train: replace(train, max_norm=0.01, norm_type=random.choice(("float('inf')", "3.0", "1.0"))),
         lambda train: replace(train, steps=random.choice((0, 2))),
         lambda train: replace(train, in_evaluation=True),
@@ -134,7 +135,7 @@ def _draw_train(random: Random, parts: list[str], level: Level) -> Train:
     ]
     for vary in random.sample(variants, random.choice((1, 1, 2))):
         varied = vary(train)
-        if not varied.features & (REFUSED[level.kind] | OFF.keys()) and _consistent(varied):
+        if not varied.features & refused and _consistent(varied):
             train = varied
     return train
 
@@ -153,19 +154,15 @@ def _draw_other(random: Random, optimizer: str, part: str) -> Operation:
     chosen = CLASSES[optimizer]
     choices: list[Callable[[], Operation]] = [
         lambda: Freeze(part, random.random() < 0.4),
+        lambda: LateHook(part),
+        lambda: LateHook(part, after=True),
         lambda: AddGroup(part, random.choice((0.0, 0.02))),
         lambda: EditGroup(random.choice(chosen.edits), group=random.choice((0, 0, -1))),
         lambda: EditState(part, random.choice(chosen.keys), keeps=random.random() < 0.3),
         lambda: EditState(part, random.choice(chosen.keys), kept=True),
         lambda: EditParams(part, data=random.random() < 0.5),
-        lambda: LoadModel(),
         lambda: Reload(random.random() < 0.6),
-        lambda: Evaluate(),
-        lambda: Raise(random.choice(("forward", "closure", "closure after its pass"))),
-        lambda: Refused(random.choice(("load", "group"))),
-        lambda: ResetState(),
-        lambda: RollBack(),
+        *[lambda: Do(random.choice(list(TEXTS)))] * 7,
         lambda: EditState(part, random.choice(chosen.keys), replaces=True),
-        lambda: Uneven(random.random() < 0.3),
     ]
     return random.choice(choices)()

@@ -19,12 +19,16 @@ REFUSED = {
             "a second step",
             "a pass without a step",
             "Join",
+            "two optimizers",
         }
     ),
-    "scatter": frozenset({"several synchronising passes", "gradients that add up over steps"}),
+    "scatter": frozenset(),
     "sharded": frozenset({"add_param_group", "Join"}),
 }
 """What docs/ says that a level refuses, by feature. Anything else must work."""
+
+OTHER_REFUSED = frozenset({"Join", "a GradScaler", "rolling back", "a checkpoint"})
+"""What is not drawn with a second optimizer: it is not saved, joins nothing, and its gradients are not unscaled."""
 
 OFF: dict[str, str] = {}
 """What is not drawn today because it is known to fail. An entry goes when its fault is mended."""
@@ -32,16 +36,10 @@ OFF: dict[str, str] = {}
 
 @dataclass(frozen=True)
 class Level:
-    """How training is sharded.
+    """How training is sharded."""
 
-    Attributes:
-        kind: ``zero``, ``overlap``, ``scatter`` or ``sharded``.
-        arguments: of the optimizer, or at level 3 of the wrapper; values are Python expressions.
-        hook: the overlap hook.
-    """
-
-    kind: str = "zero"
-    arguments: Options = ()
+    kind: str = "zero"  # a key of REFUSED
+    arguments: Options = ()  # of the optimizer, or at level 3 of the wrapper
     hook: str = ""
 
     @property
@@ -49,18 +47,21 @@ class Level:
         """Whether a rank has only a part of the gradients."""
         return self.kind in ("scatter", "sharded")
 
-    def lines(self, ddp: str) -> list[str]:
-        """Python that makes ``optimizer`` and ``model`` from ``module`` and ``groups``."""
+    def lines(self, ddp: str, with_other: bool) -> list[str]:
+        """Python that makes ``optimizer``, ``other`` and ``model`` from ``module``, ``groups`` and ``others``."""
         arguments = "".join(f", {name}={value}" for name, value in self.arguments)
         own = arguments if self.kind != "sharded" else ""
         if self.kind == "overlap":
             own += ", overlap_with_ddp=True"
         lines = [f"optimizer = onecopy.ZeroRedundancyOptimizer(groups, CLASS{own}, **options())"]
+        if with_other:
+            lines.append(f"other = onecopy.ZeroRedundancyOptimizer(others, CLASS{own}, **options())")
+        given = "[optimizer, other]" if with_other else "optimizer"
         if self.kind == "sharded":
-            return [*lines, f"model = onecopy.ShardedDataParallel(module, optimizer{arguments})"]
+            return [*lines, f"model = onecopy.ShardedDataParallel(module, {given}{arguments})"]
         lines.append(f"model = DDP(module{ddp})")
         if self.kind == "scatter":
-            lines.append("model.register_comm_hook(optimizer, onecopy.reduce_scatter_hook)")
+            lines.append(f"model.register_comm_hook({given}, onecopy.reduce_scatter_hook)")
         if self.kind == "overlap":
             lines.append(f"model.register_comm_hook(None, onecopy.{self.hook}(allreduce_hook, model, optimizer))")
         return lines

@@ -8,29 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import MISSING, dataclass, fields, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
+
+if TYPE_CHECKING:
+    from tests.fuzz.programs import Program
 
 Lines = list[str]
-
-
-def indented(lines: Lines) -> Lines:
-    """One level deeper."""
-    return [f"    {line}" for line in lines]
-
-
-@dataclass(frozen=True)
-class Context:
-    """What an operation must know of its program.
-
-    Attributes:
-        scattered: whether a rank has only a part of the gradients, at one of the levels.
-        scheduled: whether there is a scheduler.
-        named: whether the optimizer was given names.
-    """
-
-    scattered: bool
-    scheduled: bool
-    named: bool
 
 
 @dataclass(frozen=True)
@@ -41,18 +24,18 @@ class Operation:
     ``features`` are names that ``levels.REFUSED`` and ``levels.OFF`` speak of.
     """
 
+    needs: ClassVar[frozenset[str]] = frozenset()
+
     @property
     def features(self) -> frozenset[str]:
-        """What not every level can do."""
-        return frozenset()
+        return self.needs
 
     @property
     def about(self) -> str:
         """The part of the model that must be there, if any."""
         return str(getattr(self, "part", ""))
 
-    def lines(self, number: int, context: Context) -> Lines:
-        """Python, for the operation with this number."""
+    def lines(self, number: int, program: Program) -> Lines:
         raise NotImplementedError
 
     def simpler(self) -> Iterator[Operation]:
@@ -70,14 +53,47 @@ class Freeze(Operation):
     part: str
     trained: bool = False
 
+    needs = frozenset({"freezing"})
+
+    def lines(self, number: int, program: Program) -> Lines:
+        return [f"module.{self.part}.requires_grad_({self.trained})"]
+
+
+@dataclass(frozen=True)
+class LateHook(Operation):
+    """Register hooks on a part's parameters after the model was wrapped: on the gradient of a pass, or after it."""
+
+    part: str
+    after: bool = False
+
     @property
     def features(self) -> frozenset[str]:
-        """What not every level can do."""
-        return frozenset({"freezing"})
+        return frozenset({"an edit of param.grad in each pass"} if self.after else ())
 
-    def lines(self, number: int, context: Context) -> Lines:
-        """Python."""
-        return [f"module.{self.part}.requires_grad_({self.trained})"]
+    def lines(self, number: int, program: Program) -> Lines:
+        hook = (
+            ["def halve(p):", "    p.grad.mul_(0.5)"] if self.after else ["def halve(grad):", "    return grad * 0.5"]
+        )
+        register = "register_post_accumulate_grad_hook" if self.after else "register_hook"
+        params = f"params_of(module, {self.part!r})"
+        return [*hook, f"for p in {params}:", "    if p.requires_grad:", f"        p.{register}(halve)"]
+
+
+@dataclass(frozen=True)
+class Turn(Operation):
+    """A step of the second optimizer, which this part belongs to; the gradients of the first one are kept."""
+
+    part: str
+
+    needs = frozenset({"two optimizers"})
+
+    def lines(self, number: int, program: Program) -> Lines:
+        return [
+            "other.zero_grad()",
+            f"loss(model, {10 * number}).backward()",
+            "other.step()",
+            f"seen.append(({number}, values(model)))",
+        ]
 
 
 @dataclass(frozen=True)
@@ -87,16 +103,12 @@ class AddGroup(Operation):
     part: str
     lr: float = 0.0
 
-    @property
-    def features(self) -> frozenset[str]:
-        """What not every level can do."""
-        return frozenset({"add_param_group"})
+    needs = frozenset({"add_param_group"})
 
-    def lines(self, number: int, context: Context) -> Lines:
-        """Python."""
+    def lines(self, number: int, program: Program) -> Lines:
         options = f", 'lr': {self.lr}" if self.lr else ""
         params = f"params_of(module, {self.part!r})"
-        if context.named:
+        if program.named:
             params = f"[(name, p) for name, p in module.named_parameters() if name.split('.')[0] == {self.part!r}]"
         return [f"optimizer.add_param_group({{'params': {params}{options}}})"]
 
@@ -109,13 +121,9 @@ class EditGroup(Operation):
     factor: float = 0.5
     group: int = 0
 
-    @property
-    def features(self) -> frozenset[str]:
-        """What not every level can do."""
-        return frozenset({"an edited group"})
+    needs = frozenset({"an edited group"})
 
-    def lines(self, number: int, context: Context) -> Lines:
-        """Python."""
+    def lines(self, number: int, program: Program) -> Lines:
         return [f"optimizer.param_groups[{self.group}][{self.key!r}] *= {self.factor}"]
 
 
@@ -130,8 +138,7 @@ class EditState(Operation):
     kept: bool = False
     replaces: bool = False
 
-    def lines(self, number: int, context: Context) -> Lines:
-        """Python."""
+    def lines(self, number: int, program: Program) -> Lines:
         if self.kept:
             return ["for tensor in kept:", f"    tensor.mul_({self.factor})"]
         if self.replaces:
@@ -154,8 +161,7 @@ class EditParams(Operation):
     factor: float = 0.5
     data: bool = True
 
-    def lines(self, number: int, context: Context) -> Lines:
-        """Python."""
+    def lines(self, number: int, program: Program) -> Lines:
         if self.data:
             edit = [f"for p in params_of(module, {self.part!r}):", f"    p.data.mul_({self.factor})"]
         else:
@@ -168,31 +174,16 @@ class EditParams(Operation):
 
 
 @dataclass(frozen=True)
-class LoadModel(Operation):
-    """Load other values into the model."""
-
-    factor: float = 0.5
-
-    def lines(self, number: int, context: Context) -> Lines:
-        """Python."""
-        return [
-            f"model.load_state_dict({{k: v * {self.factor} if v.is_floating_point() else v "
-            "for k, v in model.state_dict().items()})"
-        ]
-
-
-@dataclass(frozen=True)
 class Reload(Operation):
     """The whole state dict into a plain optimizer, and from there back."""
 
     through_plain: bool = True
 
-    def lines(self, number: int, context: Context) -> Lines:
-        """Python."""
+    def lines(self, number: int, program: Program) -> Lines:
         through = [
-            "other = CLASS([{'params': group['params']} for group in optimizer.param_groups], **options())",
-            "other.load_state_dict(state)",
-            "state = other.state_dict()",
+            "between = CLASS([{'params': group['params']} for group in optimizer.param_groups], **options())",
+            "between.load_state_dict(state)",
+            "state = between.state_dict()",
         ]
         return [
             "state = whole_state(optimizer)",
@@ -209,13 +200,9 @@ class Move(Operation):
     to: int
     blocking: bool = True
 
-    @property
-    def features(self) -> frozenset[str]:
-        """What not every level can do."""
-        return frozenset({"a checkpoint"})
+    needs = frozenset({"a checkpoint"})
 
-    def lines(self, number: int, context: Context) -> Lines:
-        """Python."""
+    def lines(self, number: int, program: Program) -> Lines:
         return [
             "optimizer.zero_grad()",
             "if sharded:",
@@ -227,142 +214,117 @@ class Move(Operation):
             "    checkpoint.load(FOLDER, model=model, optimizer=optimizer)",
             "    for p, old in zip(module.parameters(), before.parameters()):",
             "        p.requires_grad_(old.requires_grad)",
-            *(["    scheduler.load_state_dict(its_scheduler.state_dict())"] if context.scheduled else []),
+            *(["    scheduler.load_state_dict(its_scheduler.state_dict())"] if program.scheduler else []),
         ]
 
 
-@dataclass(frozen=True)
-class RollBack(Operation):
-    """Save a checkpoint, make a step that plain DDP does not make, and load what was saved."""
-
-    @property
-    def features(self) -> frozenset[str]:
-        """What not every level can do."""
-        return frozenset({"rolling back"})
-
-    def lines(self, number: int, context: Context) -> Lines:
-        """Python."""
-        return [
-            "optimizer.zero_grad()",
-            "if sharded:",
-            f"    checkpoint.save(FOLDER, {number}, model=model, optimizer=optimizer)",
-            f"    loss(model, {10 * number}).backward()",
-            "    optimizer.step()",
-            "    optimizer.zero_grad()",
-            "    checkpoint.load(FOLDER, model=model, optimizer=optimizer)",
-        ]
-
-
-@dataclass(frozen=True)
-class Evaluate(Operation):
-    """A forward pass in evaluation mode, without gradients."""
-
-    @property
-    def features(self) -> frozenset[str]:
-        """What not every level can do."""
-        return frozenset({"evaluation"})
-
-    def lines(self, number: int, context: Context) -> Lines:
-        """Python."""
-        return [
-            "model.eval()",
-            "with torch.no_grad():",
-            f"    seen.append(({number}, loss(model, {10 * number})))",
-            "model.train()",
-        ]
-
-
-@dataclass(frozen=True)
-class Raise(Operation):
+def _raising(attempt: str) -> str:
     """An error of the user's on all ranks, which the loop survives."""
-
-    where: str = "forward"
-
-    @property
-    def features(self) -> frozenset[str]:
-        """What not every level can do."""
-        return frozenset() if self.where == "forward" else frozenset({"a closure"})
-
-    def lines(self, number: int, context: Context) -> Lines:
-        """Python."""
-        attempt = {
-            "forward": [f"loss(model, {10 * number})"],
-            "closure": ["optimizer.step(fail)"],
-            "closure after its pass": [f"optimizer.step(lambda: [loss(model, {10 * number}).backward(), fail()])"],
-        }[self.where]
-        lines = [
-            "try:",
-            *indented(attempt),
-            "    raise AssertionError('not raised')",
-            "except LookupError:",
-            "    pass",
-        ]
-        if self.where == "forward":
-            lines = ["module.fails = True", *lines, "module.fails = False"]
-        return ["optimizer.zero_grad()", *lines, "optimizer.zero_grad()"]
+    return f"""\
+optimizer.zero_grad()
+try:
+    {attempt}
+    raise AssertionError('not raised')
+except LookupError:
+    pass
+module.fails = False
+optimizer.zero_grad()
+"""
 
 
-@dataclass(frozen=True)
-class Refused(Operation):
+def _refused(attempt: str) -> str:
     """A call that the plain optimizer refuses too, after which nothing has changed."""
-
-    what: str = "load"
-
-    @property
-    def features(self) -> frozenset[str]:
-        """What not every level can do."""
-        return frozenset({"add_param_group"}) if self.what == "group" else frozenset()
-
-    def lines(self, number: int, context: Context) -> Lines:
-        """Python."""
-        attempt = {
-            "load": "optimizer.load_state_dict({'state': {}, 'param_groups': []})",
-            "group": "optimizer.add_param_group({'params': list(module.base.parameters())})",
-        }[self.what]
-        return ["try:", f"    {attempt}", "    raise AssertionError('not refused')", "except ValueError:", "    pass"]
+    return f"""\
+try:
+    {attempt}
+    raise AssertionError('not refused')
+except ValueError:
+    pass
+"""
 
 
-@dataclass(frozen=True)
-class ResetState(Operation):
-    """Begin with the state anew."""
-
-    @property
-    def features(self) -> frozenset[str]:
-        """What not every level can do."""
-        return frozenset({"another state"})
-
-    def lines(self, number: int, context: Context) -> Lines:
-        """Python."""
-        return ["optimizer.state = collections.defaultdict(dict)"]
-
-
-@dataclass(frozen=True)
-class Uneven(Operation):
+def _uneven(first: str) -> str:
     """Steps in a join context, one more on each rank than on the one before it."""
+    return f"""\
+with Join([model, optimizer] if sharded else [model], model=model):
+    for batch in range(1 + RANK):
+        optimizer.zero_grad()
+{first}        loss(model, @ + batch).backward()
+        optimizer.step()
+optimizer.zero_grad()
+if not sharded:  # a plain optimizer has stepped only where there were inputs
+    params = [p for group in optimizer.param_groups for p in group['params']]
+    states = [[optimizer.state.pop(p, {{}}) for p in params]]
+    dist.broadcast_object_list(states, src=dist.get_world_size() - 1)
+    optimizer.state.update({{p: state for p, state in zip(params, states[0]) if state}})
+seen.append((#, values(model)))
+"""
 
-    unsynchronised: bool = False
+
+UNSYNCHRONISED = """\
+        with model.no_sync():
+            loss(model, @ + 5 + batch).backward()
+"""
+
+TEXTS: dict[str, tuple[frozenset[str], str]] = {
+    "load other values into the model": (
+        frozenset(),
+        """\
+model.load_state_dict({k: v * 0.5 if v.is_floating_point() else v for k, v in model.state_dict().items()})
+""",
+    ),
+    "roll back a step": (
+        frozenset({"rolling back"}),
+        """\
+optimizer.zero_grad()
+if sharded:  # plain DDP does not make the step that is undone
+    checkpoint.save(FOLDER, #, model=model, optimizer=optimizer)
+    loss(model, @).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    checkpoint.load(FOLDER, model=model, optimizer=optimizer)
+""",
+    ),
+    "evaluate": (
+        frozenset({"evaluation"}),
+        """\
+model.eval()
+with torch.no_grad():
+    seen.append((#, loss(model, @)))
+model.train()
+""",
+    ),
+    "begin with the state anew": (
+        frozenset({"another state"}),
+        "optimizer.state = collections.defaultdict(dict)",
+    ),
+    "raise in a forward": (frozenset(), "module.fails = True\n" + _raising("loss(model, @)")),
+    "raise in a closure": (frozenset({"a closure"}), _raising("optimizer.step(fail)")),
+    "raise in a closure after its pass": (
+        frozenset({"a closure"}),
+        _raising("optimizer.step(lambda: [loss(model, @).backward(), fail()])"),
+    ),
+    "a refused load": (frozenset(), _refused("optimizer.load_state_dict({'state': {}, 'param_groups': []})")),
+    "a refused group": (
+        frozenset({"add_param_group"}),
+        _refused("optimizer.add_param_group({'params': list(module.base.parameters())})"),
+    ),
+    "uneven inputs": (frozenset({"Join"}), _uneven("")),
+    "uneven inputs with no_sync": (frozenset({"Join", "no_sync in Join"}), _uneven(UNSYNCHRONISED)),
+}
+"""Operations without fields: what not every level can do, and the text, with @ for a batch and # for the number."""
+
+
+@dataclass(frozen=True)
+class Do(Operation):
+    """One of ``TEXTS``."""
+
+    what: str
 
     @property
     def features(self) -> frozenset[str]:
-        """What not every level can do."""
-        return frozenset({"Join", *(["no_sync in Join"] if self.unsynchronised else [])})
+        return TEXTS[self.what][0]
 
-    def lines(self, number: int, context: Context) -> Lines:
-        """Python."""
-        batch = 10 * number
-        return [
-            "with Join([model, optimizer] if sharded else [model], model=model):",
-            "    for batch in range(1 + RANK):",
-            "        optimizer.zero_grad()",
-            *(["        with model.no_sync():"] if self.unsynchronised else []),
-            *([f"            loss(model, {batch} + 5 + batch).backward()"] if self.unsynchronised else []),
-            f"        loss(model, {batch} + batch).backward()",
-            "        optimizer.step()",
-            "optimizer.zero_grad()",
-            "if not sharded:  # a plain optimizer has stepped only where there were inputs",
-            "    params = [p for group in optimizer.param_groups for p in group['params']]",
-            "    states = [[optimizer.state.pop(p, {}) for p in params]]",
-            "    dist.broadcast_object_list(states, src=dist.get_world_size() - 1)",
-            "    optimizer.state.update({p: state for p, state in zip(params, states[0]) if state})",
-            f"seen.append(({number}, values(model)))",
-        ]
+    def lines(self, number: int, program: Program) -> Lines:
+        text = TEXTS[self.what][1].replace("@", str(10 * number))
+        return text.replace("(#,", f"({number},").replace("FOLDER, #", f"FOLDER, {number}").splitlines()

@@ -11,27 +11,16 @@ Options = tuple[tuple[str, str], ...]
 
 @dataclass(frozen=True)
 class Class:
-    """What is drawn for one class.
-
-    Attributes:
-        lr: learning rates to choose from.
-        options: expressions to choose from for each other option; each is left out half of the time.
-        together: options that exclude each other; at most one of them is drawn.
-        keys: entries of the state that have an element for each of the parameter's.
-        edits: options that may be edited in ``param_groups`` while training.
-        cuts: whether parameters may be cut.
-        matrices: whether it takes matrices only.
-        smooth: options with which a small change of a gradient is a small change of the update; None if there are none.
-    """
+    """What is drawn for one class."""
 
     lr: tuple[str, ...]
-    options: dict[str, tuple[str, ...]]
-    together: tuple[str, ...] = ("foreach", "fused")
-    keys: tuple[str, ...] = ()
-    edits: tuple[str, ...] = ("lr",)
-    cuts: bool = True
+    options: dict[str, tuple[str, ...]]  # expressions to choose from for each
+    together: tuple[str, ...] = ("foreach", "fused")  # options of which at most one is drawn
+    keys: tuple[str, ...] = ()  # entries of the state that have an element for each of the parameter's
+    edits: tuple[str, ...] = ("lr",)  # options that may be edited while training
+    cuts: bool = True  # whether parameters may be cut
     matrices: bool = False
-    smooth: dict[str, str] | None = None
+    smooth: dict[str, str] | None = None  # with these a small change of a gradient is a small change of the update
 
 
 DECAY = {"weight_decay": ("0.1", "0.01")}

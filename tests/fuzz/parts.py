@@ -10,23 +10,14 @@ BASE = "base"
 
 @dataclass(frozen=True)
 class Kind:
-    """What a part of a model looks like in a script.
+    """What a part of a model looks like in a script."""
 
-    Attributes:
-        init: lines of ``__init__``; ``@`` stands for the part's attribute.
-        forward: lines of ``forward``, from ``h`` (4 by 16) to ``h``.
-        trained: whether it is in use and trainable, so that an operation can do something with it.
-        matrices: whether all of its parameters are matrices, which Muon asks for.
-        unused: whether DDP must look for unused parameters.
-        narrow: whether it computes in bf16, in which no two orders of adding are alike.
-    """
-
-    init: tuple[str, ...]
-    forward: tuple[str, ...]
-    trained: bool = True
-    matrices: bool = False
-    unused: bool = False
-    narrow: bool = False
+    init: tuple[str, ...]  # lines, in which @ stands for the part's attribute
+    forward: tuple[str, ...]  # lines, from h (4 by 16) to h
+    trained: bool = True  # whether it is in use and trainable, so that an operation can do something with it
+    matrices: bool = False  # whether all of its parameters are matrices, which Muon asks for
+    unused: bool = False  # whether DDP must look for unused parameters
+    narrow: bool = False  # whether it computes in bf16, in which no two orders of adding are alike
 
 
 KINDS = {
@@ -75,6 +66,12 @@ KINDS = {
     ),
     "unused": Kind(("@ = nn.Linear(16, 16)",), (), trained=False, matrices=False, unused=True),
     "frozen": Kind(("@ = nn.Linear(16, 16).requires_grad_(False)",), ("h = h + torch.tanh(@(h))",), trained=False),
+    "integers": Kind(
+        ("@ = nn.Parameter(torch.arange(16, dtype=torch.int8), requires_grad=False)",),
+        ("h = h + (@ * 0.01).to(h.dtype)",),
+        trained=False,
+    ),
+    "flags": Kind(("@ = nn.Parameter(torch.arange(16) > 3, requires_grad=False)",), ("h = h * @",), trained=False),
     # One rank in every step; none of three ranks in some.
     "sometimes": Kind(
         ("@ = nn.Linear(16, 16)",), ("if (step // 10) % 4 == RANK:", "    h = h + torch.tanh(@(h))"), unused=True
@@ -95,11 +92,9 @@ class Part:
         return KINDS[self.kind]
 
     def init(self) -> list[str]:
-        """Lines of the model's ``__init__``."""
         return self._own("init")
 
     def forward(self) -> list[str]:
-        """Lines of the model's ``forward``."""
         return self._own("forward")
 
     def _own(self, which: str) -> list[str]:

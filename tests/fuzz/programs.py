@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tests.fuzz.levels import Level
-from tests.fuzz.operations import AddGroup, Move, Operation
+from tests.fuzz.operations import AddGroup, Move, Operation, Turn
 from tests.fuzz.optimizers import Options
 from tests.fuzz.parts import Part
+
+KEEPING = frozenset({"gradients that add up over steps", "two optimizers"})
+"""With these, a gradient that was reduced is still there in a later pass, which adds to it."""
 
 TOLERANCE = 1e-4
 """What parameters may differ by where gradients are added up in another order, relative to values of about 1.
@@ -21,40 +24,30 @@ more or less changes parameters by 1e-3 and more.
 
 @dataclass(frozen=True)
 class Program:
-    """A model, an optimizer, levels to train at, and what to do.
-
-    Attributes:
-        seed: what it was drawn from.
-        world_size: the number of ranks.
-        parts: the model.
-        dtype: the type of its parameters, but for parts of a type of their own.
-        optimizer: the name of a class of ``torch.optim``.
-        options: what it is constructed with.
-        groups: options of each parameter group; parameters go to them in turns.
-        named: whether the optimizer is given names.
-        scheduler: an expression of ``torch.optim.lr_scheduler``, or none.
-        ddp: arguments of DDP.
-        levels: where training begins, and where it may move to.
-        operations: what happens.
-    """
+    """A model, an optimizer, levels to train at, and what to do. Strings, but names and ``dtype``, are expressions."""
 
     seed: int
     world_size: int
-    parts: tuple[Part, ...]
-    dtype: str
+    parts: tuple[Part, ...]  # the model
+    dtype: str  # of the parameters, but for parts with a type of their own
     optimizer: str
     options: Options
-    groups: tuple[Options, ...]
-    named: bool
+    groups: tuple[Options, ...]  # options of each; parameters go to them in turns
+    named: bool  # whether the optimizer is given names
     scheduler: str
     ddp: Options
-    levels: tuple[Level, ...]
+    levels: tuple[Level, ...]  # where training begins, and where it may move to
     operations: tuple[Operation, ...]
 
     @property
-    def late(self) -> tuple[str, ...]:
+    def added(self) -> tuple[str, ...]:
         """The parts that no group has at first."""
         return tuple(operation.part for operation in self.operations if isinstance(operation, AddGroup))
+
+    @property
+    def of_other(self) -> tuple[str, ...]:
+        """The parts of a second optimizer."""
+        return tuple(sorted({operation.part for operation in self.operations if isinstance(operation, Turn)}))
 
     @property
     def broadcasts_buffers(self) -> bool:
@@ -70,16 +63,26 @@ class Program:
         return any(level.kind == kind for level in self.levels)
 
     @property
+    def features(self) -> frozenset[str]:
+        """What its operations ask of a level."""
+        return frozenset[str]().union(*(operation.features for operation in self.operations))
+
+    @property
     def exact(self) -> bool:
         """Whether both sides must agree bit by bit."""
-        features = frozenset[str]().union(*(operation.features for operation in self.operations))
+        features = self.features
         if self.world_size > 2:
             # The same all-reduce of the same buckets, which DDP arranges anew after its first pass.
             return len(self.levels) == 1 and not self.levels[0].scatters and "rolling back" not in features
-        if not self.has_level("sharded"):
+        if not self.scatters:
             return True
         # docs/data-parallel.md: a reduction for each pass is rounded for each.
-        return not features & {"several synchronising passes", "gradients that add up over steps"}
+        return not features & {"several synchronising passes", *KEEPING}
+
+    @property
+    def scatters(self) -> bool:
+        """Whether a rank has only a part of the gradients, at one of the levels."""
+        return any(level.scatters for level in self.levels)
 
     @property
     def narrow(self) -> bool:

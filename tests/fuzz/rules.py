@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tests.fuzz.levels import OFF, REFUSED
-from tests.fuzz.operations import EditState, Move, Reload, ResetState, RollBack, Uneven
+from tests.fuzz.levels import OFF, OTHER_REFUSED, REFUSED
+from tests.fuzz.operations import EditState, LateHook, Move, Reload
 from tests.fuzz.optimizers import CLASSES
-from tests.fuzz.programs import Program
+from tests.fuzz.programs import KEEPING, Program
 
 
 def allowed(program: Program) -> bool:
@@ -41,11 +41,11 @@ def _types_go_together(program: Program) -> bool:
         return False  # they have another type than the rest
     if not program.exact and program.narrow:
         return False  # there rounding is as large as an update
-    clips = any("clipping" in operation.features for operation in program.operations)
-    if program.narrow and clips and any(level.scatters for level in program.levels):
+    clips = "clipping" in program.features
+    if program.narrow and clips and program.scatters:
         return False  # torch rounds the norm of bf16 gradients, and ours rounds the factor for each type
     # torch's GradScaler takes float32 gradients.
-    scales = any("a GradScaler" in operation.features for operation in program.operations)
+    scales = "a GradScaler" in program.features
     return not (scales and (mixed or program.dtype != "float32"))
 
 
@@ -65,27 +65,45 @@ def _class_fits(program: Program) -> bool:
 
 def _norms_exist(program: Program) -> bool:
     """torch has no largest element of an empty gradient."""
-    largest = any("clipping by the largest" in operation.features for operation in program.operations)
+    largest = "clipping by the largest" in program.features
     return not (largest and program.has("empty"))
 
 
 def _groups_are_added_once(program: Program) -> bool:
-    late = program.late
+    late = program.added
     if len(set(late)) < len(late):
         return False
     if late and (program.scheduler or program.moves):
         return False  # torch's schedulers do not know new groups; a new optimizer would have to be given them again
-    if late and any("rolling back" in operation.features for operation in program.operations):
+    if late and "rolling back" in program.features:
         return False  # a load adds an option to torch's defaults, which groups that are added later then have
     # torch refuses names where a group is empty.
-    return not (len(program.groups) > 1 and len(program.parts) - len(late) < 2)
+    return not (len(program.groups) > 1 and len(program.parts) - len(late) - len(program.of_other) < 2)
+
+
+def _second_optimizer_fits(program: Program) -> bool:
+    fits = not program.features & OTHER_REFUSED and not set(program.of_other) & set(program.added)
+    return fits or not program.of_other
+
+
+def _hooks_see_the_same(program: Program) -> bool:
+    """Hooks are lost with the model of a checkpoint, and at level 3 they see the gradient of a pass only."""
+    if any(isinstance(operation, LateHook) for operation in program.operations) and program.moves:
+        return False
+    accumulates = program.features & {"several synchronising passes", *KEEPING}
+    scatters = program.has_level("scatter") and program.has("sometimes")  # a hook that runs on some ranks only
+    return not (
+        (scatters or program.has_level("sharded"))
+        and accumulates
+        and "an edit of param.grad in each pass" in program.features
+    )
 
 
 def _kept_state_is_current(program: Program) -> bool:
     """State that was kept is edited only while it is the state: a load replaces it."""
     kept = False
     for operation in program.operations:
-        if isinstance(operation, (Reload, Move, ResetState, RollBack, Uneven)):
+        if isinstance(operation, (Reload, Move)) or operation.features & {"another state", "rolling back", "Join"}:
             kept = False
         elif isinstance(operation, EditState):
             if operation.kept and not kept:
@@ -100,7 +118,7 @@ def _buffers_are_equal(program: Program) -> bool:
         return True
     if program.moves and not program.broadcasts_buffers:
         return False
-    if any("rolling back" in operation.features for operation in program.operations):
+    if "rolling back" in program.features:
         return False  # only rank 0's come back
     # After a join context DDP goes on sending the last rank's buffers, and in the pass after one without gradients it
     # sends none. A new DDP sends rank 0's before its first pass.
@@ -116,6 +134,8 @@ RULES: tuple[Callable[[Program], bool], ...] = (
     _class_fits,
     _norms_exist,
     _groups_are_added_once,
+    _second_optimizer_fits,
+    _hooks_see_the_same,
     _kept_state_is_current,
     _buffers_are_equal,
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from string import Template
 
-from tests.fuzz.operations import Context, EditState, Raise, indented
+from tests.fuzz.operations import Do, EditState, Lines
 from tests.fuzz.programs import TOLERANCE, Program
 
 HEAD = Template('''\
@@ -38,15 +38,15 @@ def build(sharded, level):
     torch.manual_seed(0)
     module = Model()$cast
 $build
-    return module, model, optimizer, scheduler
+    return $made
 
 
 $helpers
 def train(sharded, norms):
-    module, model, optimizer, scheduler = build(sharded, 0)
+    $made = build(sharded, 0)
     seen = []
 $train
-    seen.append(("the end", whole_state(optimizer)))
+    seen.append(("the end", [whole_state(each) for each in [$optimizers]]))
     return seen
 
 
@@ -134,6 +134,11 @@ END_FOLDER = """\
 """
 
 
+def indented(lines: Lines) -> Lines:
+    """One level deeper."""
+    return [f"    {line}" for line in lines]
+
+
 def script(program: Program, name: str = "script.py", title: str = "") -> str:
     """The program as Python."""
     train = "\n".join(indented(_train(program)))
@@ -159,6 +164,8 @@ def script(program: Program, name: str = "script.py", title: str = "") -> str:
         model="\n".join(indented(_model(program))).replace("\n    \n", "\n\n"),
         cast="" if program.dtype == "float32" else f".to(torch.{program.dtype})",
         build=build,
+        made="module, model, optimizer, scheduler" + (", other" if program.of_other else ""),
+        optimizers="optimizer, other" if program.of_other else "optimizer",
         helpers="\n\n".join(helpers) + "\n",
         train=train,
         begin=BEGIN_FOLDER if "FOLDER" in train else "",
@@ -188,7 +195,7 @@ def _imports(program: Program, text: str) -> list[str]:
 
 
 def _model(program: Program) -> list[str]:
-    fails = any(isinstance(operation, Raise) and operation.where == "forward" for operation in program.operations)
+    fails = Do("raise in a forward") in program.operations
     forward = [part.forward() for part in program.parts]
     if fails:
         forward.insert((len(forward) + 1) // 2, ["if self.fails:", "    fail()"])
@@ -204,28 +211,32 @@ def _build(program: Program) -> list[str]:
     ddp = f", {_arguments(program.ddp)}" if program.ddp else ""
     lines = _groups(program)
     lines += ["if not sharded:", "    optimizer = CLASS(groups, **options())", f"    model = DDP(module{ddp})"]
+    lines += ["    other = CLASS(others, **options())"] if program.of_other else []
     if program.world_size > 2 and program.levels[0].kind == "overlap":
         # It divides by three where DDP itself multiplies by a third.
         lines.append("    model.register_comm_hook(None, allreduce_hook)")
     for number, level in enumerate(program.levels):
         condition = "else:" if number == len(program.levels) - 1 else f"elif level == {number}:"
-        lines += [condition, *indented(level.lines(ddp))]
+        lines += [condition, *indented(level.lines(ddp, bool(program.of_other)))]
     return [*lines, f"scheduler = {program.scheduler or None}"]
 
 
 def _groups(program: Program) -> list[str]:
     source = "module.named_parameters()" if program.named else "module.parameters()"
-    if program.late:
+    late, others = program.added + program.of_other, []
+    if late:
         pair = "(name, p)" if program.named else "p"
-        source = f"[{pair} for name, p in module.named_parameters() if name.split('.')[0] not in {program.late}]"
+        source = f"[{pair} for name, p in module.named_parameters() if name.split('.')[0] not in {late}]"
+    if program.of_other:
+        others = [f"others = {source.replace(f'not in {late}', f'in {program.of_other}')}"]
     if len(program.groups) == 1:
-        return [f"groups = list({source})" if not program.late else f"groups = {source}"]
+        return [f"groups = {source}" if late else f"groups = list({source})", *others]
     count = len(program.groups)
     groups = [
         f"{{'params': params[{number}::{count}]" + "".join(f", {key!r}: {value}" for key, value in group) + "}"
         for number, group in enumerate(program.groups)
     ]
-    return [f"params = list({source})", f"groups = [{', '.join(groups)}]"]
+    return [f"params = list({source})", f"groups = [{', '.join(groups)}]", *others]
 
 
 def _which(program: Program) -> str:
@@ -239,9 +250,8 @@ def _train(program: Program) -> list[str]:
     lines: list[str] = []
     if any(isinstance(operation, EditState) and operation.kept for operation in program.operations):
         lines.append("kept = []")
-    context = Context(any(level.scatters for level in program.levels), bool(program.scheduler), program.named)
     for number, operation in enumerate(program.operations):
-        lines += [f"# operation {number}", *operation.lines(number, context)]
+        lines += [f"# operation {number}", *operation.lines(number, program)]
     if not program.exact:
         lines.append("check_replicas(model.module)")
     return lines

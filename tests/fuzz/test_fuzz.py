@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -71,29 +72,14 @@ def test_the_first_programs_have_everything_that_can_be_drawn() -> None:
     assert not features & OFF.keys()
 
 
-def small(level: Level, *operations: Train) -> Program:
-    return Program(
-        seed=0,
-        world_size=2,
-        parts=(Part(BASE, BASE),),
-        dtype="float32",
-        optimizer="SGD",
-        options=(("lr", "0.1"),),
-        groups=((),),
-        named=False,
-        scheduler="",
-        ddp=(),
-        levels=(level,),
-        operations=operations,
-    )
-
-
 def test_a_refusal_is_a_failure() -> None:
-    program = small(Level("scatter"), Train(), Train(zero="kept"))
+    plain = replace(draw(0), parts=(Part(BASE, BASE),), optimizer="SGD", options=(("lr", "0.1"),), groups=((),), ddp=())
+    level = Level("overlap", hook="hook_with_zero_step")
+    program = replace(plain, levels=(level,), operations=(Train(), Train(closure=True)))
     assert not allowed(program)
     failure = run(program)
     assert failure is not None
-    assert "that the reduce-scatter hook has already reduced" in failure.kind
+    assert "a closure cannot" in failure.kind
 
 
 @takes_long

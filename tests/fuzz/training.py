@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from tests.fuzz.operations import Context, Lines, Operation
+from tests.fuzz.operations import Lines, Operation
+
+if TYPE_CHECKING:
+    from tests.fuzz.programs import Program
 
 
 @dataclass(frozen=True)
@@ -19,6 +23,7 @@ class Train(Operation):
         closure: whether the one pass runs in a closure.
         max_norm: what gradients are clipped to; 0 is not at all.
         norm_type: the norm.
+        by_torch: whether torch's function clips, and not the optimizer's method.
         steps: how many times ``step`` is called.
         in_evaluation: whether the model is in evaluation mode meanwhile.
         scale: the scale of a GradScaler, a power of two; 0 is none.
@@ -33,6 +38,7 @@ class Train(Operation):
     closure: bool = False
     max_norm: float = 0.0
     norm_type: str = "2.0"
+    by_torch: bool = True
     steps: int = 1
     in_evaluation: bool = False
     scale: int = 0
@@ -63,16 +69,16 @@ class Train(Operation):
         }
         return frozenset(name for name, holds in present.items() if holds)
 
-    def lines(self, number: int, context: Context) -> Lines:
+    def lines(self, number: int, program: Program) -> Lines:
         """Python."""
-        body = self._with_closure(number) if self.closure else self._in_order(number, context)
+        body = self._with_closure(number) if self.closure else self._in_order(number, program)
         if self.in_evaluation:
             body = ["model.eval()", *body, "model.train()"]
         if self.zero in ("none", "after") and not self.closure:
             body = ["optimizer.zero_grad()", *body]
         if self.zero == "zeros" and not self.closure:
             body = ["optimizer.zero_grad(set_to_none=False)", *body]
-        if self.steps and context.scheduled:
+        if self.steps and program.scheduler:
             body.append("scheduler.step()")
         body.append(f"seen.append(({number}, values(model)))")
         if self.zero == "after" or self.steps == 0:
@@ -89,7 +95,7 @@ class Train(Operation):
             *[f"seen.append(({number}, optimizer.step(closure).item()))"] * self.steps,
         ]
 
-    def _in_order(self, number: int, context: Context) -> Lines:
+    def _in_order(self, number: int, program: Program) -> Lines:
         lines: Lines = [f"scaler = torch.amp.GradScaler('cpu', init_scale={self.scale}.0)"] if self.scale else []
         which = "scaler.scale({})" if self.scale else "{}"
         batches = iter(range(10 * number, 10 * number + 10))
@@ -110,23 +116,28 @@ class Train(Operation):
                 f"        {self.edit}",
             ]
         if self.max_norm:
-            lines += self._clip(number, context)
+            lines += self._clip(number, program)
         lines += ["scaler.step(optimizer)" if self.scale else "optimizer.step()"] * self.steps
         if self.freeze_between:
             lines.append(f"module.{self.freeze_between}.requires_grad_(True)")
         return lines
 
-    def _clip(self, number: int, context: Context) -> Lines:
+    def _clip(self, number: int, program: Program) -> Lines:
         arguments = f"{self.max_norm}, norm_type={self.norm_type}"
-        if not context.scattered:
+        if not program.scatters:
             clip = f"norm = nn.utils.clip_grad_norm_(module.parameters(), {arguments})"
             return [clip, f"seen.append(({number}, norm))"]
         # The norm is added up in another order: it must be close, and then both sides scale by the same.
+        clip = (
+            f"nn.utils.clip_grad_norm_(params, {arguments})"
+            if self.by_torch
+            else f"optimizer.clip_grad_norm_({arguments})"
+        )
         return [
+            "params = [p for group in optimizer.param_groups for p in group['params'] if p.grad is not None]",
             "if sharded:",
-            f"    norms.append(optimizer.clip_grad_norm_({arguments}))",
+            f"    norms.append({clip})",
             "else:",
-            "    params = [p for group in optimizer.param_groups for p in group['params'] if p.grad is not None]",
             f"    norm = nn.utils.get_total_norm([p.grad for p in params], {self.norm_type})",
             "    ours = norms.pop(0) if norms else norm",
             "    torch.testing.assert_close(ours.double(), norm.double(), rtol=1e-2 if norm.dtype is torch.bfloat16 "

@@ -15,7 +15,7 @@ SIZES = {"embedding.weight": 6400, "blocks.0.up.weight": 2560, "blocks.0.down.we
 
 def layout(ranks: int, sizes: dict[str, int] = SIZES) -> Layout:
     specs = [ParamSpec(i, name, (size,), (1,), torch.float32) for i, (name, size) in enumerate(sizes.items())]
-    return extend(None, specs, ranks, "parameter", True)
+    return extend(None, specs, ranks, "element", True)
 
 
 def without_colours(text: str) -> str:

@@ -18,7 +18,6 @@ from onecopy.planning.comparison import (
     LEVEL_1,
     LEVEL_2,
     LEVEL_3,
-    USABLE,
     Row,
     compare,
     fits,
@@ -129,16 +128,6 @@ def test_the_first_way_that_fits_is_recommended(
     assert (advice.choice, text in advice.reason) == (choice, True), advice
     assert choice not in rows or fits(rows[choice], memory) in ((None,) if memory is None else (True,))
     compile(advice.code.replace("=...", "=0"), "advice", "exec")
-
-
-def test_the_recommendation_of_level_1_says_how_much_more_level_2_needs() -> None:
-    rows = planned(from_counts(1.3e9, None), 8)
-    more = rows[LEVEL_2].total - rows[LEVEL_1].total
-    assert more > 0
-    between = (rows[LEVEL_1].total + more / 2) / USABLE
-    for memory, end in ((20e9, "for buffers."), (between, "for buffers, which do not fit.")):
-        reason = recommend(list(rows.values()), OPTIMIZERS["adamw"], False, memory).reason
-        assert f"level 2 sends a third less, and needs {more / 1e9:.2f} GB more {end}" in reason
 
 
 def test_the_command_prints_tables_advice_and_layout() -> None:

@@ -47,8 +47,10 @@ DOCUMENTED = frozenset({"_current_frames"})
 COPIES_MANY = frozenset({"comm", "step", "state_dict", "ddp_hooks", "data_parallel"})
 """The parts that may use them."""
 
-CUDA_ALLOWED: frozenset[str] = frozenset()
-"""Modules that may name ``torch.cuda``: none, because ``torch.accelerator`` covers every device."""
+BACKENDS = frozenset({"gloo", "nccl", "xccl", "hccl", "mpi", "ucc"})
+
+BACKEND_QUESTIONS = frozenset({"sends_in_place", "get_backend", "get_backend_config", "is_gloo_available"})
+"""Names by which code could ask which backend it runs on."""
 
 CONVERTS = "onecopy.checkpoint.convert"
 """The one module that may call ``torch.save``, to write the file that a user asks for."""
@@ -206,14 +208,22 @@ def no_foreign_private_names(source: Source) -> Iterator[str]:
 
 
 def no_cuda(source: Source) -> Iterator[str]:
-    if source.module in CUDA_ALLOWED:
-        return
     for line, origin, name in imports(source):
         if f"{origin}.{name}".startswith("torch.cuda"):
             yield f"{source.module}:{line} imports torch.cuda"
     for node in source.walk():
         if dotted(node) == "torch.cuda":
             yield f"{source.module} names torch.cuda"
+
+
+def only_comm_knows_backends(source: Source) -> Iterator[str]:
+    if source.part == "comm":
+        return
+    for node in source.walk():
+        if isinstance(node, ast.Constant) and node.value in BACKENDS:
+            yield f"{source.module}:{node.lineno} names the backend {node.value}"
+        if isinstance(node, ast.Attribute) and node.attr in BACKEND_QUESTIONS:
+            yield f"{source.module}:{node.lineno} asks {node.attr}"
 
 
 def loggers_by_module(source: Source) -> Iterator[str]:
@@ -264,6 +274,7 @@ RULES: list[Rule] = [
     no_pickle,
     no_foreign_private_names,
     no_cuda,
+    only_comm_knows_backends,
     loggers_by_module,
     short_files,
     documented,
@@ -336,6 +347,9 @@ BROKEN: list[tuple[Rule, str, str]] = [
     (no_cuda, ENGINE, "torch.cuda.synchronize()"),
     (no_cuda, ENGINE, "from torch import cuda"),
     (no_cuda, ENGINE, "from torch.cuda import Stream"),
+    (only_comm_knows_backends, ENGINE, "if dist.get_backend(group) == other: pass"),
+    (only_comm_knows_backends, ENGINE, "fast = name == 'gloo'"),
+    (only_comm_knows_backends, ENGINE, "collectives.sends_in_place(device)"),
     (loggers_by_module, ENGINE, "logging.getLogger('onecopy')"),
     (loggers_by_module, ENGINE, "logging.getLogger()"),
     (loggers_by_module, ENGINE, "logging.info('x')"),
@@ -354,6 +368,7 @@ KEPT: list[tuple[Rule, str, str]] = [
     (no_foreign_private_names, ENGINE, "class A:\n    def __init__(self):\n        self._x = 1\nA()._x\nA.__mro__"),
     (no_foreign_private_names, ENGINE, "torch._foreach_copy_(a, b)"),
     (no_foreign_private_names, TORCH_PRIVATE, "optimizer._hooks"),
+    (only_comm_knows_backends, "onecopy.comm.sample", "fast = name == 'gloo'"),
     (loggers_by_module, ENGINE, "logger = logging.getLogger(__name__)\nlogger.info('x')"),
     (documented, ENGINE, '"""Doc."""\ndef _f(): pass\nclass A:\n    """Doc."""\n    def __len__(self): pass'),
 ]

@@ -117,30 +117,6 @@ def test_the_public_interface_is_the_recorded_one() -> None:
     assert not found, f"the public interface has changed; if that is meant, run this file to record it:\n{found}"
 
 
-def test_the_comparison_notices_changes_that_users_would_notice() -> None:
-    class Before:
-        def method(self, one: int, two: int = 2) -> None: ...
-        @property
-        def value(self) -> int: ...  # type: ignore[empty-body]
-
-    class Renamed:
-        def method(self, one: int, too: int = 2) -> None: ...
-        @property
-        def value(self) -> int: ...  # type: ignore[empty-body]
-
-    class Removed:
-        def method(self, one: int, two: int = 2) -> None: ...
-
-    class OtherBaseError(ValueError): ...
-
-    for cls in (Before, Renamed, Removed):
-        cls.__module__ = "onecopy.example"
-    before = list(lines_of_class("Name", Before))
-    assert "+Name.method(self, one: 'int', too: 'int' = 2)" in difference(before, list(lines_of_class("Name", Renamed)))
-    assert "-Name.value" in difference(before, list(lines_of_class("Name", Removed)))
-    assert list(lines_of_class("Name", OtherBaseError)) == ["class Name(ValueError)"]
-
-
 if __name__ == "__main__":
     RECORD.write_text("\n".join(current()) + "\n")
     pools.close()

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
-
-from tests.support.process_ends import free_port
 
 LIMIT = 90.0
 
@@ -38,7 +37,9 @@ for number in range(3):
 
 
 def test_a_process_group_is_made_again_at_the_same_address(tmp_path: Path) -> None:
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", PROGRAM, str(tmp_path)]
     ranks = [
         subprocess.Popen(command, env={**os.environ, **place, "RANK": str(rank)}, stderr=subprocess.PIPE, text=True)

@@ -10,13 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.nn.parallel import DistributedDataParallel
 
 from onecopy import CheckpointMismatchError, PeerFailedError, ShardedDataParallel, ZeroRedundancyOptimizer, checkpoint
-from onecopy.checkpoint.convert import from_torch, to_torch
+from onecopy.checkpoint.convert import to_torch
 from onecopy.common import tagged_json
 from onecopy.step.parameter_groups import check_tensor
 from tests.support.harness import distributed
@@ -45,7 +44,7 @@ def test_a_checkpoint_of_three_ranks_loads_on_two_and_into_a_plain_optimizer(wor
     check_other_numbers_of_ranks(BlockMomentum, tmp_path)
 
 
-def test_a_checkpoint_converts_to_a_file_and_back(tmp_path: Path) -> None:
+def test_a_checkpoint_converts_to_a_file(tmp_path: Path) -> None:
     model = model_of()
     optimizer = BlockMomentum(model.parameters())
     train(model, optimizer, range(2))
@@ -53,11 +52,6 @@ def test_a_checkpoint_converts_to_a_file_and_back(tmp_path: Path) -> None:
     to_torch(path, tmp_path / "all.pt")
     content = torch.load(tmp_path / "all.pt", weights_only=True)
     assert comparable(content["optimizer"]["state"]) == comparable(optimizer.state_dict()["state"])
-    from_torch(tmp_path / "all.pt", tmp_path / "back")
-    other_model = model_of()
-    other = BlockMomentum(other_model.parameters())
-    checkpoint.load(tmp_path / "back", model=other_model, optimizer=other)
-    assert comparable(other.state_dict()["state"]) == comparable(optimizer.state_dict()["state"])
 
 
 @distributed(2)
@@ -72,10 +66,7 @@ def test_dcp_gets_the_full_state_and_refuses_shards_by_name(world_size: int) -> 
     assert isinstance(full["state"]["0.weight"]["momentum"], Int8Blocks)
     before = comparable(gathered(optimizer, 0))
     train(model, optimizer, range(2, 3))
-    given = full if dist.get_rank() == 0 else {}
-    checkpoint.set_optimizer_state_dict(
-        model, optimizer, given, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    )
+    checkpoint.set_optimizer_state_dict(model, optimizer, full, options=options)
     assert comparable(gathered(optimizer, 0)) == before
 
 

@@ -1,4 +1,4 @@
-"""``optimizer.memory_report()``: the planner's bytes beside those of the tensors of a real rank."""
+"""``optimizer.memory_report()``: measured bytes beside those of plain DDP."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ def trained(level: int, optimizer_class: type[Optimizer], dtype: torch.dtype, **
     ],
 )
 @distributed(1, 2, 3)
-def test_predicted_and_measured_bytes_differ_by_less_than_two_percent(
+def test_measured_bytes_are_a_share_of_those_predicted_for_ddp(
     world_size: int, level: int, optimizer_class: type[Optimizer], dtype: torch.dtype, options: dict[str, Any]
 ) -> None:
     optimizer, _model = trained(level, optimizer_class, dtype, **options)
     report = optimizer.memory_report()
-    assert dict(report.predicted) == pytest.approx(dict(report.measured), rel=0.02)
+    assert report.measured["parameters"] == report.ddp["parameters"]
     assert all(report.measured[kind] for kind in ("parameters", "gradients", "state"))
     assert report.measured["state"] * world_size == pytest.approx(report.ddp["state"], rel=0.05)
     shared = world_size if level == 3 else 1
@@ -70,7 +70,7 @@ def test_it_prints_as_a_table_and_says_what_is_missing(world_size: int) -> None:
     text = str(optimizer.memory_report())
     first, *_, last = text.splitlines()
     assert first == f"memory of rank {optimizer.rank} of {world_size}"
-    for word in ("plain DDP", "predicted", "measured", "parameters", "gradients", "state", "total"):
+    for word in ("plain DDP", "measured", "parameters", "gradients", "state", "total"):
         assert word in text, text
     assert "in flight" in last
     assert "master weights" not in text
@@ -86,9 +86,9 @@ class Unknown(torch.optim.SGD):
 def test_the_state_of_an_unknown_class_is_measured_and_not_predicted(world_size: int) -> None:
     optimizer, _model = trained(1, Unknown, torch.float32, momentum=0.9, elementwise=True)
     report = optimizer.memory_report()
-    assert report.predicted["state"] is None
+    assert report.ddp["state"] is None
     assert report.measured["state"] > 0
-    assert str(report).count(" - ") >= 3  # the state, and both totals
+    assert str(report).count(" - ") == 2  # the state and the total
 
 
 @distributed(2)
@@ -100,5 +100,6 @@ def test_frozen_parameters_have_no_gradients_and_no_state(world_size: int) -> No
     model(torch.ones(2, WIDTH)).sum().backward()
     optimizer.step()
     report = optimizer.memory_report()
-    assert dict(report.predicted) == pytest.approx(dict(report.measured), rel=0.02)
+    assert report.measured["gradients"] == report.ddp["gradients"]
+    assert 2 * report.measured["state"] == pytest.approx(report.ddp["state"], rel=0.05)
     assert report.measured["gradients"] < report.measured["parameters"]

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import re
-
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.optim import Adam
 
-from onecopy import ZeroRedundancyOptimizer
 from tests.support.harness import distributed
-from tests.support.parameter_storage import BOTH, POLICIES, Tensors, Twins, debug_log
+from tests.support.parameter_storage import BOTH, POLICIES, Tensors, Twins
 
 
 @distributed(4)
@@ -62,20 +57,6 @@ def test_a_group_with_a_backend_per_device_works(world_size: int) -> None:
     tensors.train()
     assert tensors.ours.join_device == torch.device("cpu")
     dist.barrier()
-
-
-@distributed(2, 3)
-def test_under_distributed_debugging_every_rank_logs_its_share(world_size: int) -> None:
-    with debug_log() as messages:
-        optimizer = ZeroRedundancyOptimizer([nn.Parameter(torch.ones(60, 40)), nn.Parameter(torch.ones(8))], Adam)
-    rank, elements = optimizer.rank, optimizer.layout.elements_per_rank[optimizer.rank]
-    assert any(re.search(rf"rank {rank} owns {elements} of 2408 elements", message) for message in messages)
-    tables = [message for message in messages if message == str(optimizer.layout)]
-    assert len(tables) == (1 if rank == 0 else 0)
-    with debug_log() as messages:
-        dist.set_debug_level(dist.DebugLevel.OFF)  # type: ignore[attr-defined]
-        ZeroRedundancyOptimizer([nn.Parameter(torch.ones(60, 40))], Adam)
-    assert messages == []
 
 
 @distributed(2, 3)

@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, OneCycleLR,
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from onecopy import RanksDisagreeError, ZeroRedundancyOptimizer
-from onecopy.common.profiler_ranges import profile_range
+from onecopy.common.torch_private import profile_range
 from tests.support.harness import distributed
 from tests.support.models import (
     assert_equal,

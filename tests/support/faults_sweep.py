@@ -11,7 +11,6 @@ import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -25,14 +24,13 @@ class Zygote:
 
     Args:
         world_size: how many ranks each experiment has.
-        prefix: a command that runs the one that follows it, such as one that makes a namespace.
     """
 
-    def __init__(self, world_size: int, prefix: Sequence[str] = ()) -> None:
+    def __init__(self, world_size: int) -> None:
         self.world_size = world_size
         settings = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "FATAL"}
         self._process = subprocess.Popen(
-            [*prefix, sys.executable, "-m", "tests.support.faults_worker", str(world_size)],
+            [sys.executable, "-m", "tests.support.faults_worker", str(world_size)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -61,11 +59,6 @@ class Zygote:
         """One experiment."""
         answer = self._ask("kill", **asdict(kill))
         return Outcome(**{**answer, "kill": kill})
-
-    def full(self, root: Path, blocking: bool) -> list[dict[str, Any]]:
-        """Return the record of each rank of a save that filled the file system of ``root``."""
-        told: list[dict[str, Any]] = self._ask("full", root=str(root), blocking=blocking)
-        return told
 
     def _ask(self, what: str, **arguments: Any) -> Any:
         assert self._process.stdin is not None

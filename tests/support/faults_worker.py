@@ -12,7 +12,6 @@ run had at that step, train on and save again, which must also clear the leftove
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import json
 import os
@@ -35,7 +34,6 @@ import torch.distributed as dist
 import onecopy
 from onecopy import checkpoint
 from onecopy.common.torch_private import register_as_torch_zero
-from onecopy.errors import OnecopyError
 from tests.support.bf16_probe import ending
 from tests.support.faults import AFTER, BEFORE, CHANGES, COLLECTIVE_LIMIT, LIMIT, Injector, Kill, Outcome, Run, die
 
@@ -93,10 +91,6 @@ class Nursery:
         outcome.seconds = time.monotonic() - start
         shutil.rmtree(root)
         return outcome
-
-    def full(self, root: Path, blocking: bool) -> list[dict[str, Any]]:
-        """Fill the small file system of ``root`` during a save; return the record of each rank."""
-        return [each.told for each in self._run(lambda told: _fill_up(told, root, blocking))]
 
     def _judge_end(self, outcome: Outcome, ended: Sequence[Ended]) -> None:
         for rank, each in enumerate(ended):
@@ -271,33 +265,6 @@ def _check_and_go_on(told: dict[str, Any], root: Path) -> None:
     checkpoint.verify(saved)
 
 
-def _fill_up(told: dict[str, Any], root: Path, blocking: bool) -> None:
-    """Save, fill the file system, fail to save, make space, save."""
-    run = Run()
-    run.train(2)
-    first = run.save(root, blocking=True)
-    run.train(2)
-    filler = root.parent / "filler"
-    if dist.get_rank() == 0:
-        with contextlib.suppress(OSError), filler.open("wb", buffering=0) as file:
-            while True:
-                file.write(bytes(1024))
-    dist.barrier()
-    before = run.digest()
-    try:
-        run.save(root, blocking)
-        checkpoint.wait()
-    except OnecopyError as error:
-        told["raised"] = f"{type(error).__name__}: {error}"
-    told["unchanged"] = run.digest() == before
-    told["left"] = checkpoint.latest(root) == first and bool(checkpoint.verify(first))
-    dist.barrier()
-    if dist.get_rank() == 0:
-        filler.unlink()
-    dist.barrier()
-    told["worked"] = bool(checkpoint.verify(run.save(root, blocking=True)))
-
-
 def main() -> None:
     """Answer requests until there are no more."""
     torch.set_num_threads(1)
@@ -309,13 +276,7 @@ def main() -> None:
         nursery = Nursery(int(sys.argv[1]), Path(folder))
         for line in sys.stdin:
             what, arguments = json.loads(line)
-            answer: Any
-            if what == "count":
-                answer = nursery.count(**arguments)
-            elif what == "kill":
-                answer = asdict(nursery.kill(Kill(**arguments)))
-            else:
-                answer = nursery.full(Path(arguments["root"]), arguments["blocking"])
+            answer: Any = nursery.count(**arguments) if what == "count" else asdict(nursery.kill(Kill(**arguments)))
             answers.write(json.dumps(answer) + "\n")
             answers.flush()
 

@@ -125,8 +125,7 @@ class Trained:
             checkpoint.save(root, 1, model=self.model, optimizer=self.zero, process_group=self.group)
         elif call == SETTING:
             options = StateDictOptions(full_state_dict=True)
-            full = checkpoint.get_optimizer_state_dict(self.module, self.zero, options=options)
-            self.state = full if self.zero.rank == 0 else {}
+            self.state = checkpoint.get_optimizer_state_dict(self.module, self.zero, options=options)
 
 
 @dataclass(frozen=True)
@@ -187,7 +186,7 @@ def _load_state(trained: Trained, _: str) -> None:
 
 
 def _set_state(trained: Trained, _: str) -> None:
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    options = StateDictOptions(full_state_dict=True)
     checkpoint.set_optimizer_state_dict(trained.module, trained.zero, trained.state, options=options)
 
 
@@ -227,7 +226,6 @@ CASES = [
     Case("add_param_group()", "parameter", _add_group),
     Case("load_state_dict()", "parameter", _load_state),
     *(Case("consolidate_state_dict()", level, _consolidate) for level in ("parameter", "sharded")),
-    Case("consolidate_state_dict()", "parameter", _consolidate, (gather, "_gather_headers")),
     Case("consolidate_state_dict()", "parameter", _consolidate, (gather, "send_ranges")),
     *(Case(NORM, level, _clip) for level in ("parameter", "reduce-scatter", "sharded")),
     Case(NORM, "sharded", _clip, (norms, "combined_norms")),

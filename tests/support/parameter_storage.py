@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Adam, Optimizer
 
 from onecopy import ZeroRedundancyOptimizer
 from tests.support.both import Both, as_it_is, tensors_of
-from tests.support.logs import logged
 
 BOTH = pytest.mark.parametrize("bucket_view", [False, True])
 POLICIES = pytest.mark.parametrize("shard_by", ["parameter", "element"])
@@ -97,15 +93,3 @@ class Tensors(Both):
 
 def storages(model: nn.Module) -> set[int]:
     return {param.untyped_storage().data_ptr() for param in model.parameters()}
-
-
-@contextmanager
-def debug_log() -> Iterator[list[str]]:
-    """Collect the messages that onecopy logs while distributed debugging is on."""
-    debug_level = dist.get_debug_level()  # type: ignore[attr-defined]
-    dist.set_debug_level(dist.DebugLevel.INFO)  # type: ignore[attr-defined]
-    try:
-        with logged(logging.INFO) as messages:
-            yield messages
-    finally:
-        dist.set_debug_level(debug_level)  # type: ignore[attr-defined]

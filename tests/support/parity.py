@@ -50,7 +50,7 @@ class Case:
         options: what it is constructed with.
         policies: the values of ``shard_by`` to try.
         elementwise: what the user declares of the class.
-        cuts: whether parameters are cut under every policy.
+        cuts: whether parameters are cut under ``shard_by="element"``.
         rest: a second class and its options for what is not a matrix, if the first takes matrices only.
         schedule_free: whether ``train()`` and ``eval()`` are part of its use.
         tolerance: what more than two ranks may differ by.

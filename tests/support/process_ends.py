@@ -1,15 +1,15 @@
 """Ends processes in every way and after every kind of training, and checks that none of them hangs or aborts.
 
-Run as ``python -m tests.support.process_ends COUNT [--few]``: at least COUNT processes are ended, two in each group,
-with a store that rank 0 hosts or with a file. With ``--trainings``, at least COUNT
-processes are ended after each kind of training, several groups at once. The parent has imported everything, and each
-rank is a fork of it that ends as any Python program does.
+Run as ``python -m tests.support.process_ends COUNT [--few]``: at least COUNT processes are ended, two in each group.
+With ``--trainings``, at least COUNT processes are ended after each kind of training, several groups at once. The parent
+has imported everything, and each rank is a fork of it that ends as any Python program does.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import importlib
 import os
 import shutil
 import signal
@@ -21,43 +21,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from itertools import product
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-import torch._dynamo  # a rank would import it in its first step
 import torch.distributed as dist
-import torch.distributed.optim  # and this when it makes an optimizer
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from onecopy import (
-    ShardedDataParallel,
-    ZeroRedundancyOptimizer,
-    hook_with_zero_step,
-    hook_with_zero_step_interleaved,
-    reduce_scatter_hook,
-)
+import onecopy
+from onecopy import ShardedDataParallel, ZeroRedundancyOptimizer, reduce_scatter_hook
 
 LIMIT = 300.0
 """Seconds after which a process counts as hanging; on a machine with much other work, an end takes a minute."""
 
 BAD_WORDS = ("terminate called", "Fatal Python error", "Segmentation fault", "Aborted", "core dumped")
-
-
-@dataclass(frozen=True)
-class Way:
-    """A way to end: what each rank does last, and the exit statuses that this must give.
-
-    Attributes:
-        end: called with the rank, as the last thing that the rank does.
-        statuses: the exit status of ranks 0 and 1; a negative number is a signal.
-    """
-
-    end: Callable[[int], object]
-    statuses: tuple[int, int] = (0, 0)
 
 
 def fail(rank: int) -> NoReturn:
@@ -79,14 +58,8 @@ def terminate(rank: int) -> None:
     time.sleep(10)
 
 
-def kill_host(rank: int) -> None:
-    if rank == 0:
-        os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(0.3)
-
-
-def kill_other(rank: int) -> None:
-    if rank == 1:
+def kill(who: int, rank: int) -> None:
+    if rank == who:
         os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(0.3)
 
@@ -120,28 +93,24 @@ def end_as_multiprocessing_does(rank: int) -> NoReturn:
     os._exit(0)
 
 
-WAYS: dict[str, Way] = {
-    "normal": Way(lambda _: None),
-    "exception": Way(fail, (1, 1)),
-    "exception on the host alone": Way(end_after_other_fails, (1, 0)),
-    "sys.exit": Way(leave, (3, 3)),
-    "destroy_process_group": Way(destroy),
-    "destroy_process_group, the host first": Way(destroy_host_first),
-    "optimizer dropped, destroy_process_group": Way(drop_and_destroy),
-    "SIGINT": Way(interrupt, (-signal.SIGINT, -signal.SIGINT)),
-    "SIGTERM": Way(terminate, (-signal.SIGTERM, -signal.SIGTERM)),
-    "the host killed": Way(kill_host, (-signal.SIGKILL, 0)),
-    "the other killed": Way(kill_other, (0, -signal.SIGKILL)),
-    "child of multiprocessing": Way(end_as_multiprocessing_does),
+WAYS: dict[str, tuple[Callable[[int], object], tuple[int, int]]] = {
+    "normal": (lambda _: None, (0, 0)),
+    "exception": (fail, (1, 1)),
+    "destroy_process_group": (destroy, (0, 0)),
+    "child of multiprocessing": (end_as_multiprocessing_does, (0, 0)),
+    "exception on the host alone": (end_after_other_fails, (1, 0)),
+    "sys.exit": (leave, (3, 3)),
+    "destroy_process_group, the host first": (destroy_host_first, (0, 0)),
+    "optimizer dropped, destroy_process_group": (drop_and_destroy, (0, 0)),
+    "SIGINT": (interrupt, (-signal.SIGINT, -signal.SIGINT)),
+    "SIGTERM": (terminate, (-signal.SIGTERM, -signal.SIGTERM)),
+    "the host killed": (partial(kill, 0), (-signal.SIGKILL, 0)),
+    "the other killed": (partial(kill, 1), (0, -signal.SIGKILL)),
 }
+"""What each rank does last, called with its number, and the exit statuses of both; a negative number is a signal."""
 
-COMMONEST = (
-    "normal",
-    "exception",
-    "destroy_process_group",
-    "child of multiprocessing",
-)
-"""Ways that the test suite tries."""
+FEW = 4
+"""How many of the ways, the commonest, the test suite tries."""
 
 kept: list[Any] = []
 """The model and the optimizer of this process, which live until the interpreter ends."""
@@ -183,59 +152,45 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     kept.extend((model, optimizer))
 
 
-def train_with_ddp(kind: Any, **options: Any) -> None:
-    model = DistributedDataParallel(network())
-    train(model, kind(model.parameters(), **options))
-
-
-def train_level_2() -> None:
-    model = DistributedDataParallel(network())
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, shard_by="element")
-    model.register_comm_hook(optimizer, reduce_scatter_hook)
-    train(model, optimizer)
-
-
-def train_with_overlap(hook: Any) -> None:
-    model = DistributedDataParallel(network())
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, overlap_with_ddp=True)
-    model.register_comm_hook(None, hook(allreduce_hook, model, optimizer))
-    train(model, optimizer)
-
-
-def train_level_3() -> None:
+def train_at(level: str) -> None:
+    """Train in one of the ways of ``TRAININGS``."""
     module = network()
-    optimizer = ZeroRedundancyOptimizer(module.parameters(), torch.optim.Adam, shard_by="element")
-    train(ShardedDataParallel(module, optimizer), optimizer)
+    if level == "ShardedDataParallel":
+        optimizer = ZeroRedundancyOptimizer(module.parameters(), torch.optim.Adam)
+        return train(ShardedDataParallel(module, optimizer), optimizer)
+    model = DistributedDataParallel(module)
+    params = model.parameters()
+    if level == "plain DDP":
+        return train(model, torch.optim.Adam(params))
+    if level == "torch's ZeroRedundancyOptimizer":
+        from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
+
+        return train(model, TorchZero(params, torch.optim.Adam))
+    overlap = getattr(onecopy, level) if level in OVERLAP_HOOKS else None
+    optimizer = ZeroRedundancyOptimizer(params, torch.optim.Adam, overlap_with_ddp=overlap is not None)
+    if level == "reduce_scatter_hook":
+        model.register_comm_hook(optimizer, reduce_scatter_hook)
+    elif overlap is not None:
+        model.register_comm_hook(None, overlap(allreduce_hook, model, optimizer))
+    return train(model, optimizer)
 
 
-TORCHS_CLASS = torch.distributed.optim.ZeroRedundancyOptimizer
+OVERLAP_HOOKS = ("hook_with_zero_step", "hook_with_zero_step_interleaved")
 
-TRAININGS: dict[str, Callable[[], object]] = {
-    "plain DDP": partial(train_with_ddp, torch.optim.Adam),
-    "torch's ZeroRedundancyOptimizer": partial(train_with_ddp, TORCHS_CLASS, optimizer_class=torch.optim.Adam),
-    "level 1": partial(train_with_ddp, ZeroRedundancyOptimizer, optimizer_class=torch.optim.Adam),
-    "reduce_scatter_hook": train_level_2,
-    "hook_with_zero_step": partial(train_with_overlap, hook_with_zero_step),
-    "hook_with_zero_step_interleaved": partial(train_with_overlap, hook_with_zero_step_interleaved),
-    "ShardedDataParallel": train_level_3,
-}
+TRAININGS = (
+    *("plain DDP", "torch's ZeroRedundancyOptimizer", "level 1", "reduce_scatter_hook"),
+    *(*OVERLAP_HOOKS, "ShardedDataParallel"),
+)
 
 
 @dataclass(frozen=True)
 class Case:
-    """What two processes do, and how they end.
-
-    Attributes:
-        name: names the case in the output.
-        scheme: the kind of the store, ``tcp`` or ``file``.
-        way: how the processes end.
-        training: what they do before.
-    """
+    """What two processes do, how they end, and the exit statuses that this must give."""
 
     name: str
-    scheme: str
-    way: Way
     training: Callable[[], object]
+    end: Callable[[int], object]
+    statuses: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True)
@@ -256,7 +211,7 @@ def run_rank(rank: int, store: str, case: Case) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2, timeout=timedelta(seconds=LIMIT / 2))
     case.training()
-    case.way.end(rank)
+    case.end(rank)
 
 
 def start_rank(rank: int, store: str, case: Case, errors: Path) -> int:
@@ -274,7 +229,7 @@ def start_rank(rank: int, store: str, case: Case, errors: Path) -> int:
 def start(case: Case) -> Group:
     """Start the two processes of a case."""
     folder = tempfile.mkdtemp()  # not a context manager, which a forked rank would leave, too
-    store = f"file://{folder}/store" if case.scheme == "file" else f"tcp://127.0.0.1:{free_port()}"
+    store = f"tcp://127.0.0.1:{free_port()}"
     group = Group(case, folder, time.monotonic(), [])
     for rank in range(2):
         group.children.append(start_rank(rank, store, case, group.errors(rank)))
@@ -299,8 +254,8 @@ def finish(group: Group) -> list[str]:
     for rank, child in enumerate(group.children):
         status = wait_for(child, group.begun + LIMIT)
         text = group.errors(rank).read_text(errors="replace")
-        if status != case.way.statuses[rank] or any(word in text for word in BAD_WORDS):
-            problems.append(f"{case.scheme}, {case.name}, rank {rank}: status {status}\n{text}")
+        if status != case.statuses[rank] or any(word in text for word in BAD_WORDS):
+            problems.append(f"{case.name}, rank {rank}: status {status}\n{text}")
     shutil.rmtree(group.folder)
     return problems
 
@@ -328,7 +283,7 @@ def end_all(cases: Sequence[Case], at_once: int) -> list[str]:
         ended[group.case.name] += 2
         bad[group.case.name] += len(found)
         seconds = time.monotonic() - group.begun
-        print(f"{group.case.scheme} {group.case.name}: {'BAD' if found else 'good'}, {seconds:.1f} s", flush=True)
+        print(f"{group.case.name}: {'BAD' if found else 'good'}, {seconds:.1f} s", flush=True)
     print("\n".join(problems))
     for name, count in ended.items():
         print(f"{name}: {count} processes ended, {bad[name]} of them badly")
@@ -340,19 +295,19 @@ def main() -> int:
     """Read the arguments, end the processes, and return the exit status."""
     parser = argparse.ArgumentParser(description="end processes in every way, and check that none hangs or aborts")
     parser.add_argument("count", type=int, help="end at least so many processes")
-    parser.add_argument("--few", action="store_true", help="only the commonest ways, with a store that rank 0 hosts")
+    parser.add_argument("--few", action="store_true", help="only the commonest ways")
     parser.add_argument("--trainings", action="store_true", help="end so many processes after each kind of training")
     parser.add_argument("--only", help="only kinds of training whose name contains this")
     parser.add_argument("--at-once", type=int, default=6, help="groups that train at once, so that all are slow")
     given = parser.parse_args()
+    for name in ("torch._dynamo", "torch.distributed.optim"):  # each rank would import them
+        importlib.import_module(name)
     gc.freeze()  # the ends of forks then take a third of the time
     if given.trainings:
-        chosen = {name: training for name, training in TRAININGS.items() if given.only is None or given.only in name}
-        cases = [Case(name, "tcp", Way(destroy), training) for name, training in chosen.items()]
-        repeats = -(-given.count // 2)
+        names = [name for name in TRAININGS if given.only is None or given.only in name]
+        cases, repeats = [Case(name, partial(train_at, name), destroy) for name in names], -(-given.count // 2)
     else:
-        ways = [("tcp", name) for name in COMMONEST] if given.few else list(product(("tcp", "file"), WAYS))
-        cases = [Case(name, scheme, WAYS[name], train_and_gather) for scheme, name in ways]
+        cases = [Case(name, train_and_gather, *way) for name, way in list(WAYS.items())[: FEW if given.few else None]]
         repeats = -(-given.count // (2 * len(cases)))
     return 1 if end_all(cases * repeats, given.at_once if given.trainings else 1) else 0
 

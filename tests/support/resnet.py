@@ -1,11 +1,8 @@
-"""A ResNet-50: the standard bottleneck architecture, with PyTorch's own choice of where to stride (in the 3x3)."""
+"""The block of a ResNet-50: the standard bottleneck, with PyTorch's own choice of where to stride (in the 3x3)."""
 
 from __future__ import annotations
 
 from torch import Tensor, nn
-
-STAGES = ((64, 3, 1), (128, 4, 2), (256, 6, 2), (512, 3, 2))
-"""Of each stage: its inner width, its number of blocks, and the stride of its first block."""
 
 EXPANSION = 4
 
@@ -35,24 +32,3 @@ class Bottleneck(nn.Module):
         hidden = self.activation(self.convolve(hidden))
         result: Tensor = self.activation(self.widen(hidden) + self.shortcut(image))
         return result
-
-
-class ResNet50(nn.Module):
-    """Fifty layers that have weights, in sixteen blocks; 25.6 million parameters with 1,000 classes."""
-
-    def __init__(self, classes: int = 1000) -> None:
-        super().__init__()
-        self.stem = nn.Sequential(convolution(3, 64, 7, 2), nn.ReLU(), nn.MaxPool2d(3, 2, 1))
-        blocks: list[nn.Module] = []
-        channels = 64
-        for width, count, stride in STAGES:
-            for position in range(count):
-                blocks.append(Bottleneck(channels, width, stride if position == 0 else 1))
-                channels = width * EXPANSION
-        self.blocks = nn.Sequential(*blocks)
-        self.classify = nn.Linear(channels, classes)
-
-    def forward(self, image: Tensor) -> Tensor:
-        features = self.blocks(self.stem(image)).mean((2, 3))
-        logits: Tensor = self.classify(features)
-        return logits

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 from onecopy.checkpoint import manifest as manifests
 from onecopy.checkpoint import storage
-from onecopy.checkpoint.files import Reader, progress_bar, read_whole
+from onecopy.checkpoint.files import Reader, read_whole
 from onecopy.checkpoint.manifest import Manifest
 from onecopy.checkpoint.storage import Location, location_of
 from onecopy.errors import CorruptCheckpointError
 
 logger = logging.getLogger(__name__)
-
-Result = TypeVar("Result")
 
 _known_roots: set[str] = set()
 """The roots that this process has loaded from or saved to."""
@@ -83,28 +80,10 @@ def has_manifest(folder: Location) -> bool:
 
 def read_manifest(folder: Location) -> Manifest:
     """Read the manifest of a checkpoint; raise if the directory is not a complete checkpoint."""
-    return manifests.parse(_manifest_text(folder), str(folder / manifests.NAME))
-
-
-def _manifest_text(folder: Location) -> bytes:
     path = folder / manifests.NAME
     if not has_manifest(folder):
         raise CorruptCheckpointError(f"{path} is missing: {folder} is not a complete checkpoint")
-    return read_whole(path, manifests.MAX_BYTES)
-
-
-def with_newest(source: str | os.PathLike[str], action: Callable[[Location], Result]) -> Result:
-    """Call a function with the path of a checkpoint, or of the newest one in a directory; return its result.
-
-    If it finds the checkpoint damaged and another one is the newest by then, a save has removed the first one.
-    """
-    folder = candidates_in(source)[0]
-    try:
-        return action(folder)
-    except CorruptCheckpointError:
-        if candidates_in(source)[0] == folder:
-            raise
-    return with_newest(source, action)
+    return manifests.parse(read_whole(path, manifests.MAX_BYTES), str(path))
 
 
 def candidates_in(source: str | os.PathLike[str]) -> list[Location]:
@@ -127,17 +106,12 @@ def verify(source: str | os.PathLike[str]) -> int:
     Raises:
         CorruptCheckpointError: if a file is damaged, missing or too short; the message names the file.
     """
-    return with_newest(source, _verify)
-
-
-def _verify(folder: Location) -> int:
-    text = _manifest_text(folder)
-    found = manifests.parse(text, str(folder / manifests.NAME))
-    total = sum(entry.nbytes for entry in found.tensors.values())
-    with Reader(folder, found.files) as reader, progress_bar("checking", total) as advance:
+    folder = candidates_in(source)[0]
+    found = read_manifest(folder)
+    with Reader(folder, found.files) as reader:
         reader.check_sizes()
-        reader.open_all(found.files)
+        for name in found.files:
+            reader.opened(name)
         for name, entry in found.tensors.items():
-            for _, _, part in reader.blocks(name, entry, 0, entry.numel):
-                advance(part.numel() * part.element_size())
-    return sum(file.size for file in found.files.values()) + len(text)
+            reader.read(name, entry, 0, entry.numel)
+    return sum(file.size for file in found.files.values()) + (storage.size_of(folder / manifests.NAME) or 0)

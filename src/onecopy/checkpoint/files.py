@@ -9,9 +9,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
-import sys
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -23,9 +22,6 @@ from onecopy.checkpoint import storage
 from onecopy.checkpoint.manifest import BLOCK_BYTES, SAFETENSORS_NAMES, Entry, File, Manifest, Piece
 from onecopy.checkpoint.storage import Location, OpenFile
 from onecopy.errors import CheckpointError, CorruptCheckpointError
-
-BAR_BYTES = 1 << 30
-"""A progress bar appears for at least this many bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +85,6 @@ def _memory_of(flat: Tensor) -> memoryview:
 
 @contextlib.contextmanager
 def _reading(path: Location) -> Iterator[None]:
-    """Turn errors that a damaged or missing file causes into :class:`CorruptCheckpointError`."""
     try:
         yield
     except (FileNotFoundError, NotADirectoryError):
@@ -148,13 +143,11 @@ class Reader:
             if size != file.size:
                 raise CorruptCheckpointError(f"{path} has {size} bytes, but {file.size} were written")
 
-    def open_all(self, names: Iterable[str]) -> None:
-        """Open files and check their headers. A local file can then be read even if another process removes it."""
-        for name in names:
-            self._opened(name)
+    def opened(self, name: str) -> OpenFile:
+        """Open a file, or return it if it is open; raise if its size or header is not as it was written.
 
-    def _opened(self, name: str) -> OpenFile:
-        """Open a file, or return it if it is open; raise if its size or header is not as it was written."""
+        A local file that is open can be read even if another process removes it.
+        """
         if name in self._open:
             return self._open[name]
         path, expected = self._folder / name, self._files[name]
@@ -172,39 +165,33 @@ class Reader:
         self._open[name] = file
         return file
 
-    def blocks(self, key: str, entry: Entry, start: int, stop: int) -> Iterator[tuple[int, int, Tensor]]:
-        """Read and check elements ``[start, stop)`` of a tensor in memory order, block by block.
-
-        Yields the start, the stop and the values of each part. The next part overwrites the values.
-        """
-        dtype = entry.torch_dtype
-        for piece, number, low, high in _blocks_between(entry, start, stop):
-            content = memoryview(self._block)[: (high - low) * dtype.itemsize]
-            self._read(piece, number, key, low, high, content)
-            first, last = max(low, start), min(high, stop)
-            yield first, last, torch.frombuffer(content, dtype=dtype)[first - low : last - low]
-
-    def fill(self, flat: Tensor, key: str, entry: Entry, start: int, stop: int) -> None:
-        """Read elements ``[start, stop)`` of a tensor into flat memory, and check them there.
+    def read(self, key: str, entry: Entry, start: int, stop: int, flat: Tensor | None = None) -> None:
+        """Read elements ``[start, stop)`` of a tensor, check them, and write them into flat memory if it is given.
 
         Whole blocks are read straight into CPU memory of the same dtype. If this raises, the memory is partly written.
         """
         dtype = entry.torch_dtype
-        direct = flat.device.type == "cpu" and flat.dtype == dtype and not (flat.is_conj() or flat.is_neg())
+        direct = (
+            flat is not None
+            and flat.device.type == "cpu"
+            and flat.dtype == dtype
+            and not (flat.is_conj() or flat.is_neg())
+        )
         for piece, number, low, high in _blocks_between(entry, start, stop):
             first, last = max(low, start), min(high, stop)
-            target = flat[first - start : last - start]
-            if direct and (first, last) == (low, high):
+            target = None if flat is None else flat[first - start : last - start]
+            if target is not None and direct and (first, last) == (low, high):
                 self._read(piece, number, key, low, high, _memory_of(target))
-            else:
-                content = memoryview(self._block)[: (high - low) * dtype.itemsize]
-                self._read(piece, number, key, low, high, content)
+                continue
+            content = memoryview(self._block)[: (high - low) * dtype.itemsize]
+            self._read(piece, number, key, low, high, content)
+            if target is not None:
                 target.copy_(torch.frombuffer(content, dtype=dtype)[first - low : last - low])
 
     def _read(self, piece: Piece, number: int, key: str, low: int, high: int, content: memoryview) -> None:
         """Read one block, elements ``[low, high)`` of a tensor, into memory, and compare it with its checksum there."""
         path = self._folder / piece.file
-        file = self._opened(piece.file)
+        file = self.opened(piece.file)
         with _reading(path):
             count = file.read_into(content, piece.offset + number * BLOCK_BYTES)
         if count != len(content) or zlib.crc32(content) != piece.crc32[number]:
@@ -236,22 +223,5 @@ def whole_tensor(reader: Reader, manifest: Manifest, key: str) -> Tensor:
     """Read one tensor from all its pieces."""
     entry = manifest.tensors[key]
     tensor = new_tensor(entry.shape, entry.stride, entry.torch_dtype, "cpu", key)
-    reader.fill(tensor.as_strided((entry.numel,), (1,)), key, entry, 0, entry.numel)
+    reader.read(key, entry, 0, entry.numel, tensor.as_strided((entry.numel,), (1,)))
     return tensor
-
-
-@contextlib.contextmanager
-def progress_bar(title: str, total: int, group_rank: int = 0) -> Iterator[Callable[[int], object]]:
-    """Show a progress bar in a terminal, on rank 0 and if rich is installed; yield a function that adds bytes to it."""
-    try:
-        if group_rank != 0 or total < BAR_BYTES or not sys.stderr.isatty():
-            raise ImportError
-        from rich.console import Console
-        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
-    except ImportError:
-        yield lambda _: None
-        return
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task(title, total=total)
-        yield lambda done: progress.advance(task, done)

@@ -77,14 +77,12 @@ def compare_base(manifest: Manifest, model: nn.Module) -> None:
 
 
 def _describe(param: Tensor, name: str) -> FrozenParam:
-    """Return the dtype, the shape and the digest of a parameter."""
     if param.is_meta:
         raise ValueError(f"frozen parameter {name!r} is on the meta device and has no values: load the base first")
     return FrozenParam(dtype_name(param.dtype), tuple(param.shape), tensor_digest(param))
 
 
 def _compare(name: str, saved: FrozenParam, found: FrozenParam) -> None:
-    """Raise if a frozen parameter is not as it was saved."""
     if found == saved:
         return
     difference = "it has other values"

@@ -136,9 +136,9 @@ class SavedGroup:
 class SavedOptimizer:
     """One optimizer."""
 
-    kind: str  # the full name of its class; empty if unknown
+    kind: str  # the full name of its class
     named: bool  # whether its parameters have the model's names
-    params: dict[str, tuple[int, ...] | None]  # shapes by name; None if a converted file does not have the shape
+    params: dict[str, tuple[int, ...]]  # shapes by name
     groups: tuple[SavedGroup, ...]
     state: dict[str, Any] = field(default_factory=dict)  # a tree of the state of each parameter, by name
 
@@ -226,7 +226,6 @@ def _refuse_constant(name: str) -> NoReturn:
 
 
 def _parsed(content: dict[str, Any], where: str) -> Manifest:
-    """Return the manifest in a JSON object; raise if a value is malformed."""
     if content.get("format") != FORMAT:
         raise CheckpointError(f"{where} is not the manifest of a onecopy checkpoint")
     version, block_bytes = content.get("version"), content.get("block_bytes")
@@ -279,30 +278,15 @@ def _typed(kind: Any, value: Any, what: str) -> Any:
     origin = get_origin(kind)
     if arguments and arguments[-1] is type(None):
         return None if value is None else _typed(arguments[0], value, what)
-    if kind == _COUNTS and _are_counts(value):
+    if kind == _COUNTS and type(value) is list and all(map(is_count, value)):
         return tuple(value)
     if origin is tuple and type(value) is list and kind != _COUNTS:
         return tuple([_typed(arguments[0], item, what) for item in value])
     if origin is dict and type(value) is dict:
         return {key: _typed(arguments[1], item, key) for key, item in value.items()}
-    if origin is None and type(value) is dict and kind in _TYPES and value.keys() == _hints_of(kind).keys():
-        made = {}
-        for name, hint in _hints_of(kind).items():
-            item = value[name]
-            # Most values are of these types: a call for each would take most of the time.
-            is_simple = type(item) is hint is str or (type(item) is hint is int and 0 <= item < _LIMIT)
-            if hint == _COUNTS and _are_counts(item):
-                made[name] = tuple(item)
-            else:
-                made[name] = item if is_simple else _typed(hint, item, what)
-        return kind(**made)
+    if kind in _TYPES and type(value) is dict and value.keys() == _hints_of(kind).keys():
+        return kind(**{name: _typed(hint, value[name], what) for name, hint in _hints_of(kind).items()})
     raise MalformedError(f"a value of {_shown(what)} is {_shown(value)}")
-
-
-def _are_counts(values: object) -> bool:
-    if type(values) is not list or not set(map(type, values)) <= {int}:
-        return False
-    return min(values, default=0) >= 0 and max(values, default=0) < _LIMIT
 
 
 _hints_of = functools.cache(get_type_hints)
@@ -311,7 +295,6 @@ _TYPES = (Manifest, File, Entry, Piece, SavedOptimizer, SavedGroup, FrozenParam)
 
 
 def _check_files_are_filled(files: Mapping[str, File], tensors: Mapping[str, Entry]) -> None:
-    """Raise unless the pieces of all tensors fill each file after its header, each byte once."""
     used: dict[str, list[tuple[int, int]]] = {name: [] for name in files}
     for key, entry in tensors.items():
         _check_tensor(key, entry, used)
@@ -379,14 +362,13 @@ def _check_tree(
     if type(tree) is not list or len(tree) != 2 or tree[0] not in _DICTS:
         raise MalformedError(f"{what} is not a dict")
     keys = _checked_keys(tree, what, tensors, where)
-    names = names_of_tensors(tree) if named else [str(number) for number in range(len(keys))]
-    if keys != [f"{prefix}/{name}" for name in names]:
+    names = names_of_tensors(tree) if named else range(len(keys))
+    if keys != [f"{prefix}/{name}" for name in names] or len(set(keys)) < len(keys):
         raise MalformedError(f"the tensors of {prefix} have the keys of others")
     return {key for key, _ in tree[1] if type(key) is str}
 
 
 def _checked_keys(tree: Any, what: str, tensors: Mapping[str, Entry], where: str) -> list[str]:
-    """Check a tree; return the keys of its tensors."""
     keys: list[str] = []
     _check_value(tree, what, 0, keys)
     for key in keys:
@@ -470,7 +452,6 @@ def part_keys(tree: Any) -> set[str]:
 
 
 def _branches(tree: Any) -> Iterator[list[Any]]:
-    """Yield a tree and all trees in it, except plain values."""
     if isinstance(tree, list):
         yield tree
         kind, content = tree
@@ -494,36 +475,12 @@ def with_keys(tree: Any, keys: Sequence[str]) -> Any:
 
 
 def names_of_tensors(tree: Any) -> list[str]:
-    """Return a name for each tensor in a tree, by which its key is made.
+    """Return a name for each tensor in a dict of :func:`tagged_json.encode`, by which its key is made.
 
-    The name is the tensor's key if the tree is a dict and the key is text, else its number.
+    The name is the key in the dict if that is text, else the tensor's number.
     """
-    names: list[str | None] = []
-    if isinstance(tree, list) and tree[0] in _DICTS:
-        for key, item in tree[1]:
-            if isinstance(key, list):
-                _add_names(names, key, None)
-            if isinstance(item, list):
-                _add_names(names, item, key if isinstance(key, str) else None)
-    else:
-        _add_names(names, tree, "")
-    return [f"#{number}" if name is None else name for number, name in enumerate(names)]
-
-
-def _add_names(names: list[str | None], tree: Any, name: str | None) -> None:
-    """Append the name of each tensor in a tree: of a tensor itself, or of each part of a tensor of a subclass."""
-    if not isinstance(tree, list):
-        return
-    kind, content = tree
-    if kind == "tensor":
-        names.append(name or None)
-    elif kind == "subclass" and name is not None:
-        context, parts = content[1], content[2]
-        _add_names(names, context, None)
-        for part, item in parts[1]:
-            _add_names(names, part, None)
-            _add_names(names, item, f"{name}.{part}" if name else str(part))
-        for item in content[3:]:
-            _add_names(names, item, None)
-    else:
-        names += [None] * len(keys_in(tree))
+    names = {}
+    for key, item in tree[1]:
+        if type(key) is str and type(item) is list and item[0] == "tensor":
+            names[item[1]] = key
+    return [names.get(tensor, f"#{number}") for number, tensor in enumerate(keys_in(tree))]

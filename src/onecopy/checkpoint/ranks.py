@@ -6,14 +6,14 @@ Without ``torch.distributed`` this process is the only rank, and the same calls 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from onecopy.comm.agreement import REMEDY, Fact, FailTogether
+from onecopy.comm.agreement import REMEDY, FailTogether
 from onecopy.comm.collectives import Collectives
 from onecopy.common import tagged_json
 from onecopy.common.digests import tensor_checksums
@@ -21,17 +21,6 @@ from onecopy.common.flat_views import flat_views
 from onecopy.common.tensor_subclasses import leaves_of
 from onecopy.errors import CheckpointError
 from onecopy.state_dict.shards import OptimizerView, unwrapped
-
-
-class Together(FailTogether):
-    """A block that raises on all ranks if it raises on one, or if they do not agree. It must not communicate."""
-
-    def __enter__(self) -> Together:
-        return self
-
-    def must_equal(self, values: Mapping[str, object]) -> None:
-        """Compare values between the ranks at the end of the block; an error has their names and texts."""
-        self.facts += [Fact(name, str(value)) for name, value in values.items()]
 
 
 class Ranks:
@@ -61,21 +50,9 @@ class Ranks:
         elif process_group is not None:
             raise RuntimeError("a process group was given, but torch.distributed is not initialised")
 
-    @classmethod
-    def single(cls, call: str) -> Ranks:
-        """Return this process as the only rank, even if it is in process groups."""
-        made = cls.__new__(cls)
-        made._call, made._collectives = call, None
-        made.group_rank, made.world_size, made.global_ranks = 0, 1, [0]
-        return made
-
-    def together(self, remedy: str = "") -> Together:
-        """Return a ``with`` block that raises on all ranks if it raises on one rank or if its values differ.
-
-        Args:
-            remedy: the sentence that ends the error about different values, if another one than usual.
-        """
-        return Together(self._collectives, self._call, remedy=remedy or REMEDY)
+    def together(self, remedy: str = REMEDY) -> FailTogether:
+        """Return a ``with`` block that raises on all ranks if it raises on one rank or if its facts differ."""
+        return FailTogether(self._collectives, self._call, remedy=remedy)
 
     def gather_json(self, text: bytes) -> list[Any]:
         """Return the JSON data of every rank.
@@ -101,15 +78,20 @@ def explained_os_errors(action: str) -> Iterator[None]:
 
 
 def described_tensors(model: nn.Module | None, views: Sequence[OptimizerView]) -> dict[str, str]:
-    """Return the names, shapes and dtypes of the model's tensors and of the optimizers' parameters."""
-    tensors = {} if model is None else unwrapped(model).state_dict()
-    found = {
-        f"{name!r} of the model": f"{tuple(value.shape)}, {value.dtype}" if isinstance(value, Tensor) else "data"
-        for name, value in tensors.items()
-    }
+    """Return the names, shapes and dtypes of the model's tensors, which are trainable, and the optimizers' groups."""
+    found = {}
+    if model is not None:
+        module = unwrapped(model)
+        for name, value in module.state_dict().items():
+            shown = f"{tuple(value.shape)}, {value.dtype}" if isinstance(value, Tensor) else "data"
+            found[f"{name!r} of the model"] = shown
+        for name, param in module.named_parameters():
+            found[f"parameter {name!r}"] = "trainable" if param.requires_grad else "frozen"
     for number, view in enumerate(views):
-        for place, (name, param) in enumerate(zip(view.names, view.params, strict=True)):
-            found[f"parameter {place} of optimizer {number}"] = f"{name!r}, {tuple(param.shape)}"
+        shapes = {name: tuple(param.shape) for name, param in zip(view.names, view.params, strict=True)}
+        for position, names in enumerate(view.split_by_group(view.names)):
+            for place, name in enumerate(names):
+                found[f"parameter {place} of group {position} of optimizer {number}"] = f"{name!r}, {shapes[name]}"
     return found
 
 

@@ -128,7 +128,6 @@ class ResumableSampler:
         self._finished_pass = None
 
     def _ranks(self) -> tuple[int, int]:
-        """This rank, and the number of ranks."""
         if self._group_rank is not None and self._world_size is not None:
             return self._group_rank, self._world_size
         if dist.is_available() and dist.is_initialized():

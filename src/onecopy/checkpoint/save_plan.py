@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -48,21 +47,7 @@ class SavePlan:
     checksums: list[dict[str, int]] = field(default_factory=list)  # by parameter, of state that all owners have
     extra: Any = None  # a tree; rank 0's is saved
     per_rank: Any = None  # the tree of this rank's PerRank values
-    signature: list[str] = field(default_factory=list)  # names, shapes and dtypes of the model's tensors
     base: dict[str, FrozenParam] | None = None  # this rank's part; None if the values of frozen parameters are saved
-
-    def digest(self) -> str:
-        """Return a digest of the model's names, shapes and dtypes and of the optimizers' classes and groups."""
-        members = [[group.params for group in optimizer.groups] for optimizer in self.optimizers]
-        kinds = [(optimizer.kind, optimizer.named, optimizer.params) for optimizer in self.optimizers]
-        return hashlib.blake2b(
-            repr((self.signature, kinds, members)).encode(errors="backslashreplace"), digest_size=16
-        ).hexdigest()
-
-    def options_digest(self) -> str:
-        """Return a digest of the groups' options, which may change from step to step."""
-        trees = [group.options for optimizer in self.optimizers for group in optimizer.groups]
-        return hashlib.blake2b(repr(trees).encode(errors="backslashreplace"), digest_size=8).hexdigest()
 
     def add_extra(self, extra: Mapping[str, Any] | None, group_rank: int) -> None:
         """Add ``extra``: the values of rank 0, and the :class:`PerRank` values of every rank."""
@@ -105,8 +90,6 @@ def plan_save(
             plan.base = describe_frozen(frozen, ranks.group_rank, ranks.world_size)
         saved = {name: value for name, value in module.state_dict().items() if name not in frozen}
         plan.model = model_trees(saved, replicated)
-        plan.signature = [f"{key} {tensor.dtype} {tuple(tensor.shape)}" for key, tensor in replicated]
-        plan.signature += [f"frozen {name} {param.dtype} {tuple(param.shape)}" for name, param in frozen.items()]
         # Buffers (running statistics) may differ between ranks; DDP continues with the buffers of rank 0.
         params = {part.data_ptr() for param in module.parameters() for part in _leaves(param)}
         buffers = [(key, tensor) for key, tensor in replicated if tensor.data_ptr() not in params]
@@ -140,9 +123,9 @@ def model_trees(state_dict: Mapping[str, Any], replicated: KeyedTensors) -> dict
     keys: list[str] = []
     encoded = tagged_json.encode(dict(state_dict), tensors, "the model's state dict")
     for name, tree in encoded[1]:
-        count = 1 if type(tree) is list and tree[0] == "tensor" else len(keys_in(tree))
-        parts = [""] if count == 1 and tree[0] == "tensor" else [f"/{part}" for part in names_of_tensors(tree)]
-        for part in parts:
+        found = keys_in(tree)
+        is_tensor = type(tree) is list and tree[0] == "tensor"
+        for part in [""] if is_tensor else [f"/#{number}" for number in range(len(found))]:
             tensor = tensors[len(keys)]
             identity = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
             if tensor.numel() and identity in known:
@@ -155,16 +138,6 @@ def model_trees(state_dict: Mapping[str, Any], replicated: KeyedTensors) -> dict
         [(f"{key.removeprefix('model/')!r} of the model's state dict", tensor) for key, tensor in replicated]
     )
     return {name: with_keys(tree, keys) for name, tree in encoded[1]}
-
-
-def group_tree(
-    options: Mapping[str, Any], names: Sequence[str], number: int, position: int
-) -> tuple[SavedGroup, KeyedTensors]:
-    """Return one parameter group of an optimizer as the manifest stores it, and the tensors among its options."""
-    tensors: list[Tensor] = []
-    tree = tagged_json.encode(options, tensors, f"the options of group {position} of optimizer {number}")
-    tree, keys = keyed(tree, f"optimizer.{number}/group{position}")
-    return SavedGroup(tree, tuple(names)), list(zip(keys, tensors, strict=True))
 
 
 def keyed(tree: Any, prefix: str) -> tuple[Any, list[str]]:
@@ -186,19 +159,20 @@ def _add_optimizer(
     Nothing is written for a parameter in ``frozen`` that has no state, because its master weight is its value.
     """
     view.check_state_keys()
-    params: dict[str, tuple[int, ...] | None] = {
-        name: tuple(param.shape) for name, param in zip(view.names, view.params, strict=True)
-    }
+    params = {name: tuple(param.shape) for name, param in zip(view.names, view.params, strict=True)}
     groups = []
     members = view.split_by_group(view.names)
     for position, (group, names) in enumerate(zip(view.optimizer.param_groups, members, strict=True)):
-        tree, tensors = group_tree(options_of(group), names, number, position)
-        groups.append(tree)
-        replicated += tensors
+        tensors: list[Tensor] = []
+        what = f"the options of group {position} of optimizer {number}"
+        tree, keys = keyed(tagged_json.encode(options_of(group), tensors, what), f"optimizer.{number}/group{position}")
+        groups.append(SavedGroup(tree, tuple(names)))
+        replicated += zip(keys, tensors, strict=True)
     state: dict[str, Any] = {}
     checksums: dict[str, int] = {}
-    shards = [shard for shard in view.state_shards() if shard.state or shard.name not in frozen] if writes else []
-    for written in written_states(shards):
+    shards = view.state_shards() if writes else []
+    has_values = [each for each in shards if each.state or (each.param_view is not None and each.name not in frozen)]
+    for written in written_states(has_values):
         name = written.shard.name
         state[name], keys = keyed(written.tree, f"optimizer.{number}/{name}")
         check_storable([(f"state of parameter {name!r}", tensor) for tensor in written.tensors])

@@ -1,8 +1,8 @@
 """Saves a checkpoint: every rank writes its file, and rank 0 commits all of them.
 
-1. All ranks compare their arguments. Rank 0 looks whether the step was saved before.
-2. Each rank describes its part: trees of plain data, and pieces of tensors. All ranks compare the model and the
-   optimizers. With ``blocking=False`` each rank copies its part, the call returns, and a thread does the rest.
+1. All ranks compare their arguments, models and optimizers. Rank 0 looks whether the step was saved before.
+2. Each rank describes its part: trees of plain data, and pieces of tensors. With ``blocking=False`` each rank copies
+   its part, the call returns, and a thread does the rest.
 3. Rank 0 makes a temporary directory beside the final one.
 4. Each rank writes one file into it and flushes it to the disk.
 5. Rank 0 writes and flushes the manifest, renames the directory, and flushes its parent: this is the commit.
@@ -30,10 +30,11 @@ from torch import Tensor, nn
 from onecopy.checkpoint import directories, manifest, storage
 from onecopy.checkpoint.files import write_file
 from onecopy.checkpoint.manifest import Entry, File, FrozenParam, Manifest, Piece, SavedOptimizer
-from onecopy.checkpoint.ranks import Ranks, explained_os_errors, parameter_checksums
+from onecopy.checkpoint.ranks import Ranks, described_tensors, explained_os_errors, parameter_checksums
 from onecopy.checkpoint.save_plan import SavePlan, plan_save
 from onecopy.checkpoint.storage import Location, RemotePath
 from onecopy.checkpoint.training_state import PerRank
+from onecopy.comm.agreement import REMEDY
 from onecopy.common import tagged_json
 from onecopy.common.tensor_subclasses import leaves_of
 from onecopy.errors import CheckpointError, CorruptCheckpointError, NonfiniteError
@@ -45,6 +46,7 @@ from onecopy.state_dict.shards import (
     shown_kinds,
     unwrapped,
 )
+from onecopy.step.consistency import group_facts
 from onecopy.step.nonfinite import not_finite
 
 logger = logging.getLogger(__name__)
@@ -104,7 +106,8 @@ def save(
         # 1. the arguments. The working directory may change during a save in the background.
         folder = storage.location_of(root).absolute()
         storage.check_supported(folder)
-        check_step(step)
+        if not manifest.is_count(step):
+            raise ValueError(f"step must be a number from 0 on, got {step!r:.60}")
         if keep is not None and (not isinstance(keep, int) or keep < 1):
             raise ValueError(f"keep must be a number from 1 on, or None to keep all, got {keep!r}")
         if trainable_only and model is None:
@@ -117,21 +120,21 @@ def save(
         together.must_equal({"blocking": bool(blocking), "trainable_only": bool(trainable_only)})
         together.must_equal({"refuse_nonfinite": bool(refuse_nonfinite), "model": "None" if model is None else "given"})
         together.must_equal({"optimizer": shown_kinds(views), "PerRank values of extra": _per_rank_keys(extra)})
-        if trainable_only and model is not None:
-            together.must_equal(_trainable(model))
+        together.must_equal(described_tensors(model, views))
+        for view in views:
+            together.facts += group_facts(view.optimizer.param_groups)
         job = SaveJob(ranks, folder, step, keep, overwrite)
         if ranks.group_rank == 0:
             job.look_for_existing()
     # Optimizers on a part of the ranks may belong to different models, which nothing else shows.
     parts = [view for view, group in zip(views, owner_groups, strict=True) if group != ranks.global_ranks]
-    with ranks.together(remedy=ONE_MODEL if parts else "") as together:
+    with ranks.together(ONE_MODEL if parts else REMEDY) as together:
         # 2. the description
         for view in parts:
             together.must_equal(parameter_checksums(view))
         # Where several groups of ranks have replicas of the state, the group of the first rank writes it.
         writes_state = [ranks.global_ranks[0] in group for group in owner_groups]
         job.plan = plan_save(model, views, writes_state, extra, ranks, trainable_only)
-        together.must_equal({"model and optimizers": job.plan.digest(), "options": job.plan.options_digest()})
     if blocking:
         return job.run()
     _background.start(job)
@@ -143,14 +146,7 @@ def wait() -> None:
     _background.finish()
 
 
-def check_step(step: object) -> None:
-    """Raise ``ValueError`` unless a step is a number from 0 on."""
-    if not manifest.is_count(step):
-        raise ValueError(f"step must be a number from 0 on, got {step!r:.60}")
-
-
 def _owner_group(view: OptimizerView, ranks: Ranks) -> list[int]:
-    """Return the global ranks among which an optimizer's state is divided."""
     if view.engine is None:
         return ranks.global_ranks
     members = torch.distributed.get_process_group_ranks(view.engine.collectives.process_group)
@@ -190,11 +186,6 @@ def _per_rank_keys(extra: object) -> str:
     return ", ".join(sorted(repr(key) for key, value in items if isinstance(value, PerRank))) or "none"
 
 
-def _trainable(model: nn.Module) -> dict[str, str]:
-    params = unwrapped(model).named_parameters()
-    return {f"parameter {name!r}": "trainable" if param.requires_grad else "frozen" for name, param in params}
-
-
 # Steps 3 to 6
 
 
@@ -208,9 +199,7 @@ class SaveJob:
     keep: int | None = None
     overwrite: bool = False
     plan: SavePlan = field(default_factory=SavePlan)
-    # On rank 0:
-    replaces_damaged: bool = field(default=False, init=False)
-    committed: bool = field(default=False, init=False)
+    committed: bool = field(default=False, init=False)  # on rank 0
 
     @property
     def final(self) -> Location:
@@ -222,19 +211,21 @@ class SaveJob:
 
         A damaged checkpoint is replaced: a run that fell back to an older one comes to this step again.
         """
+        if self.overwrite:
+            return
         with explained_os_errors(f"looking for checkpoints in {self.root}"):
-            if not self.overwrite:
-                directories.warn_of_later_steps(self.final, self.root)
-            has_manifest = directories.has_manifest(self.final)
-            if self.overwrite or not (has_manifest or (isinstance(self.root, Path) and storage.exists(self.final))):
+            directories.warn_of_later_steps(self.final, self.root)
+            was_saved = directories.has_manifest(self.final)
+            if not was_saved and not (isinstance(self.final, Path) and storage.exists(self.final)):
                 return
-        with explained_os_errors(f"checking {self.final}, which exists already,"):
-            try:
-                directories.verify(self.final)
-            except CorruptCheckpointError as error:
-                logger.warning("%s is damaged, and is replaced: %s", self.final, error)
-                self.replaces_damaged = True
-                return
+        if was_saved:
+            with explained_os_errors(f"checking {self.final}, which exists already,"):
+                try:
+                    directories.verify(self.final)
+                except CorruptCheckpointError as error:
+                    logger.warning("%s is damaged, and is replaced: %s", self.final, error)
+                    self.overwrite = True
+                    return
         raise CheckpointError(storage.EXISTS.format(self.final))
 
     def run(self) -> Location:
@@ -278,7 +269,6 @@ class SaveJob:
         return self.ranks.gather_json(text)
 
     def _commit(self, folder: Location, descriptions: Sequence[Any]) -> None:
-        """Write the manifest and commit the checkpoint, on rank 0; all ranks raise if that fails."""
         final = self.final
         with self.ranks.together(), explained_os_errors(f"committing {final}"):
             if self.ranks.group_rank != 0:
@@ -287,18 +277,17 @@ class SaveJob:
             text = manifest.dump(made)
             _check_loadable(text, final / manifest.NAME)
             _check_files(folder, made)
-            replaces = self.overwrite or self.replaces_damaged
-            if isinstance(final, RemotePath) and not replaces and directories.has_manifest(final):
+            if isinstance(final, RemotePath) and not self.overwrite and directories.has_manifest(final):
                 raise CheckpointError(storage.EXISTS.format(final))  # another process has just saved it
             with storage.create(folder / manifest.NAME) as write:
                 write(text)
-            storage.commit(folder, final, self.overwrite, self.replaces_damaged)
+            storage.commit(folder, final, self.overwrite)
             self.committed = True
 
     def _prune(self, folder: Location, token: str) -> None:
         """Remove what was replaced, and all but the newest ``keep`` checkpoints up to this step; later ones stay."""
         try:
-            if isinstance(folder, RemotePath) and (self.overwrite or self.replaces_damaged):
+            if isinstance(folder, RemotePath) and self.overwrite:
                 storage.remove_files(folder, lambda name: token not in name)
             if self.keep is not None:
                 found = [path for path in directories.committed(self.root) if directories.step_of(path) <= self.step]
@@ -309,7 +298,6 @@ class SaveJob:
 
 
 def _assemble(job: SaveJob, descriptions: Sequence[Any]) -> Manifest:
-    """Make the manifest from the descriptions of all ranks' parts."""
     plan = job.plan
     files: dict[str, File] = {}
     entries: dict[str, Entry] = {}
@@ -358,7 +346,6 @@ def _merged_state(number: int, optimizer: SavedOptimizer, descriptions: Sequence
 
 
 def _check_loadable(text: bytes, path: Location) -> None:
-    """Raise if a load would refuse the manifest."""
     try:
         manifest.parse(text, str(path))
         if len(text) > manifest.MAX_BYTES:

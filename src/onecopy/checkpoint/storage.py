@@ -89,15 +89,10 @@ Write: TypeAlias = Callable[[memoryview | bytes], object]
 
 
 class OpenFile(NamedTuple):
-    """A file that is open for reading.
+    """A file that is open for reading."""
 
-    Attributes:
-        size: its size; None if that is unknown.
-        read_into: reads from an offset into memory, and returns the number of bytes that were read.
-    """
-
-    size: int | None
-    read_into: Callable[[memoryview, int], int]
+    size: int | None  # None if it is unknown
+    read_into: Callable[[memoryview, int], int]  # reads from an offset into memory; returns the number of bytes
 
 
 def location_of(given: str | os.PathLike[str]) -> Location:
@@ -296,20 +291,16 @@ def file_name(folder: Location, group_rank: int, token: str) -> str:
     return f"rank-{group_rank:05d}{'' if isinstance(folder, Path) else f'-{token}'}.safetensors"
 
 
-def commit(folder: Location, final: Location, overwrite: bool, replaces_damaged: bool) -> None:
+def commit(folder: Location, final: Location, overwrite: bool) -> None:
     """Make a directory with all files and a manifest the checkpoint ``final``; if this raises, it is none.
 
-    An older checkpoint of that name is renamed first. With ``overwrite`` it is removed at the end. Anything that is
-    damaged, or that no save has written, keeps a name that begins with ``damaged-``.
+    With ``overwrite`` an older checkpoint of that name is renamed first and removed at the end.
     """
     if isinstance(folder, RemotePath) or isinstance(final, RemotePath):
         return  # the manifest was the commit
-    aside, token = None, secrets.token_hex(4)
-    if overwrite and exists(final / NAME) and not replaces_damaged:
-        aside = final.with_name(f".{final.name}.{token}.tmp")
-    elif (overwrite or replaces_damaged) and exists(final):
-        aside = final.with_name(f"damaged-{final.name}.{token}")
-    if aside is not None:
+    aside = None
+    if overwrite and exists(final / NAME):
+        aside = final.with_name(f".{final.name}.{secrets.token_hex(4)}.tmp")
         rename(final, aside)
     try:
         rename(folder, final)
@@ -321,10 +312,10 @@ def commit(folder: Location, final: Location, overwrite: bool, replaces_damaged:
     except BaseException as error:
         if aside is not None:
             rename(aside, final)
-        if isinstance(error, OSError) and error.errno in (errno.EEXIST, errno.ENOTEMPTY):
+        if isinstance(error, OSError) and error.errno in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
             raise CheckpointError(EXISTS.format(final)) from None  # another process has just saved it
         raise
-    if aside is not None and aside.name.startswith("."):
+    if aside is not None:
         try:
             remove(aside)
         except OSError as error:

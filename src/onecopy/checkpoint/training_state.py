@@ -69,13 +69,11 @@ def restore(extra: dict[str, Any], **parts: Stateful) -> Any:
 
 
 def _accelerator() -> Any:
-    """Return the torch module of the current accelerator, or None."""
     device = torch.accelerator.current_accelerator(check_available=True)
     return None if device is None else torch.get_device_module(device)
 
 
 def _random_states() -> dict[str, Any]:
-    """Return the states of the generators of torch, Python, the accelerator, and NumPy if it is imported."""
     states: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
     module = _accelerator()
     if module is not None:

@@ -63,13 +63,13 @@ class Form(str, Enum):
 
     torch = "torch"
     safetensors = "safetensors"
-    native = "native"
 
 
 @checkpoint.command(epilog="Example: onecopy checkpoint inspect runs/first")
 def inspect(path: Source, as_json: AsJson = False) -> None:
     """Show the names, shapes, types and sizes of all tensors in a checkpoint, and the ranks that wrote them."""
-    folder, found = directories.with_newest(path, lambda folder: (folder, directories.read_manifest(folder)))
+    folder = directories.candidates_in(path)[0]
+    found = directories.read_manifest(folder)
     if as_json:
         typer.echo(json.dumps(_as_json(folder, found), indent=1))
     else:
@@ -79,7 +79,8 @@ def inspect(path: Source, as_json: AsJson = False) -> None:
 @checkpoint.command(epilog="Example: onecopy checkpoint verify runs/first/step-00000120")
 def verify(path: Source, as_json: AsJson = False) -> None:
     """Read all files of a checkpoint and compare them with their checksums."""
-    folder, size = directories.with_newest(path, lambda folder: (folder, directories.verify(folder)))
+    folder = directories.candidates_in(path)[0]
+    size = directories.verify(folder)
     if as_json:
         typer.echo(json.dumps({"checkpoint": str(folder), "bytes": size}))
     else:
@@ -91,33 +92,18 @@ def verify(path: Source, as_json: AsJson = False) -> None:
 
 @checkpoint.command(epilog="Example: onecopy checkpoint convert runs/first model.safetensors --to safetensors")
 def convert(
-    path: Annotated[str, typer.Argument(help="A checkpoint. With --to native, a file written by torch.save.")],
-    target: Annotated[
-        str, typer.Argument(help="The file to write. With --to native, the directory or URL for checkpoints.")
-    ],
+    path: Source,
+    target: Annotated[str, typer.Argument(help="The file to write.")],
     to: Annotated[
         Form,
         typer.Option(
-            help="torch: one torch.save file with model and optimizer. safetensors: one file with the model's weights. "
-            "native: a checkpoint of onecopy."
+            help="torch: one torch.save file with model and optimizer. safetensors: one file with the model's weights."
         ),
     ],
-    step: Annotated[
-        int | None,
-        typer.Option(help="With --to native: the step number of the new checkpoint (default: the one in the file)."),
-    ] = None,
 ) -> None:
-    """Convert a checkpoint to one file that torch or safetensors can read, or a torch.save file to a checkpoint."""
-    if step is not None and to is not Form.native:
-        raise typer.BadParameter("--step is for --to native")
-    written: object = target
-    if to is Form.torch:
-        conversion.to_torch(path, target)
-    elif to is Form.safetensors:
-        conversion.to_safetensors(path, target)
-    else:
-        written = conversion.from_torch(path, target, step)
-    Console().print(f"wrote {written}")
+    """Convert a checkpoint to one file that torch or safetensors can read."""
+    (conversion.to_torch if to is Form.torch else conversion.to_safetensors)(path, target)
+    Console().print(f"wrote {target}")
 
 
 def _as_json(folder: Location, found: Manifest) -> dict[str, object]:

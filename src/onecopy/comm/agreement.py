@@ -17,7 +17,7 @@ Where a vote is cast anyway, as in ``step()``, :class:`FirstFailure` keeps the e
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from types import TracebackType
@@ -261,6 +261,10 @@ class FailTogether:
 
     def __enter__(self) -> FailTogether:
         return self
+
+    def must_equal(self, values: Mapping[str, object]) -> None:
+        """Add facts: values by name."""
+        self.facts += [Fact(name, str(value)) for name, value in values.items()]
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None

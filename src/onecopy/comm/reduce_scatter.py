@@ -23,8 +23,7 @@ from onecopy.comm import limits
 from onecopy.comm.buffers import BufferPool, pack
 from onecopy.comm.collectives import Collectives
 from onecopy.comm.work import Work
-from onecopy.common.profiler_ranges import profile_range
-from onecopy.common.torch_private import zero_each
+from onecopy.common.torch_private import profile_range, zero_each
 
 CALL = "backward()"
 """The user's call that reduces gradients, for errors."""

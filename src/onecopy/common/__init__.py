@@ -1,1 +1,1 @@
-"""Helpers that import nothing else of onecopy: flat views, tagged JSON, digests, profiler ranges, torch internals."""
+"""Helpers that import nothing else of onecopy: flat views, tagged JSON, digests, torch internals."""

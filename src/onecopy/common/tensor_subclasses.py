@@ -54,12 +54,7 @@ def leaves_of(tensor: Tensor) -> list[Tensor]:
 
 
 def class_name(tensor_class: type[Tensor], where: str) -> str:
-    """Return the full name of a subclass by which :func:`rebuilt` finds it; raise if it would not be found.
-
-    Args:
-        tensor_class: the subclass.
-        where: a description of the tensor, for the error message.
-    """
+    """Return the full name of a subclass by which :func:`rebuilt` finds it; raise if it would not be found."""
     name = f"{tensor_class.__module__}.{tensor_class.__qualname__}"
     if _safe_globals().get(name) is not tensor_class:
         raise TypeError(
@@ -70,18 +65,7 @@ def class_name(tensor_class: type[Tensor], where: str) -> str:
 
 
 def rebuilt(name: str, context: Any, parts: Mapping[str, Tensor], shape: list[int], stride: list[int]) -> Tensor:
-    """Return a tensor of the class of this name.
-
-    Args:
-        name: the full name of the class.
-        context: the plain data of the tensor.
-        parts: the tensors of which it consists.
-        shape: its shape.
-        stride: its strides.
-
-    Raises:
-        TypeError: if the class is not among torch's safe globals.
-    """
+    """Return a tensor of the class of this name; raise a TypeError if it is not among torch's safe globals."""
     found = _safe_globals().get(name)
     package = PROVIDER.partition(".")[0]
     if found is None and name.startswith(f"{package}.") and importlib.util.find_spec(package) is not None:
@@ -97,12 +81,7 @@ def rebuilt(name: str, context: Any, parts: Mapping[str, Tensor], shape: list[in
 
 
 def check_not_cut(values: Mapping[Any, Any], name: str) -> None:
-    """Raise if the state of a parameter that is cut among ranks has a tensor that consists of others.
-
-    Args:
-        values: the state.
-        name: the name of the parameter.
-    """
+    """Raise if the state of a parameter that is cut among ranks has a tensor that consists of others."""
     for tensor in tensors_in(values):
         if is_composed(tensor):
             raise TypeError(

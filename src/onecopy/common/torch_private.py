@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import warnings
@@ -19,6 +20,7 @@ from torch.optim import Optimizer
 
 P = ParamSpec("P")
 R = TypeVar("R")
+_NO_RANGE = contextlib.nullcontext()
 
 
 def bare_step(optimizer: Optimizer) -> Callable[..., Any]:
@@ -116,9 +118,23 @@ def in_backward() -> bool:
     return backward_number() != -1
 
 
-def is_profiling() -> bool:
-    """Return whether one of torch's profilers was started from Python (not from another process, or from C++)."""
-    return bool(torch.autograd.profiler._is_profiler_enabled)
+def profile_range(name: str) -> contextlib.AbstractContextManager[object]:
+    """Return a context manager that shows its block under a name in torch's profiler; almost free while none runs."""
+    return torch.profiler.record_function(name) if torch.autograd.profiler._is_profiler_enabled else _NO_RANGE
+
+
+def profiled(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Return a decorator that shows every call of a function under a name in torch's profiler."""
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        @functools.wraps(function)
+        def run(*args: P.args, **kwargs: P.kwargs) -> R:
+            with profile_range(name):
+                return function(*args, **kwargs)
+
+        return run
+
+    return decorate
 
 
 backward_number: Callable[[], int] = torch._C._current_graph_task_id
@@ -207,11 +223,6 @@ def counts_calls() -> bool:
     return bool(dist.get_debug_level() == dist.DebugLevel.DETAIL)  # type: ignore[attr-defined]
 
 
-def debug_enabled() -> bool:
-    """Return whether TORCH_DISTRIBUTED_DEBUG is INFO or DETAIL."""
-    return bool(dist.get_debug_level() != dist.DebugLevel.OFF)  # type: ignore[attr-defined]
-
-
 @functools.cache
 def register_as_torch_zero(cls: type) -> None:
     """Register ``cls`` as a virtual subclass of torch's ``ZeroRedundancyOptimizer``, so that ``isinstance`` is true.
@@ -230,7 +241,7 @@ def register_as_torch_zero(cls: type) -> None:
 aten = torch.ops.aten
 
 ZEROING = (aten.zero_.default, aten._foreach_zero_.default)
-CHANGING_EACH_ELEMENT = (
+SCALING = (
     aten.mul_.Tensor,
     aten.mul_.Scalar,
     aten._foreach_mul_.Scalar,
@@ -239,6 +250,9 @@ CHANGING_EACH_ELEMENT = (
     aten.div_.Scalar,
     aten._foreach_div_.Scalar,
     aten._foreach_div_.Tensor,
+)
+CHANGING_EACH_ELEMENT = (
+    *SCALING,
     aten.clamp_.default,
     aten._foreach_clamp_min_.Scalar,
     aten._foreach_clamp_max_.Scalar,

@@ -21,8 +21,7 @@ from onecopy.comm.collectives import Collectives
 from onecopy.comm.reduce_scatter import Reduction
 from onecopy.comm.status_flags import DeferredFlags
 from onecopy.comm.streams import UsedStreams
-from onecopy.common.profiler_ranges import profile_range
-from onecopy.common.torch_private import backward_number, when_backward_ends, will_accumulate
+from onecopy.common.torch_private import backward_number, profile_range, when_backward_ends, will_accumulate
 from onecopy.data_parallel.bucket import GradientBucket, GradState, ReductionPolicy
 from onecopy.data_parallel.construction import AttachedOptimizer
 from onecopy.errors import RanksDisagreeError

@@ -22,10 +22,10 @@ from onecopy.common.flat_views import flat_like
 from onecopy.common.torch_private import version_of, zero_each
 from onecopy.layout import BucketPlan, Layout
 from onecopy.step.sharded_gradient import GradientGroup, ShardGrad
-from onecopy.step.storage import InPlaceStorage
+from onecopy.step.storage import Storage
 
 
-class ParameterBuckets(InPlaceStorage):
+class ParameterBuckets(Storage):
     """Parameters are views into the flat buckets of their plans; a rank's range of a bucket is sent in place.
 
     A parameter of no plan stays where it is and is never sent: it is frozen.

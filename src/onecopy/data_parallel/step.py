@@ -15,11 +15,11 @@ from onecopy.comm.agreement import FirstFailure
 from onecopy.comm.sharing import Sharing
 from onecopy.comm.streams import current_stream
 from onecopy.comm.work import Work
-from onecopy.common.profiler_ranges import profile_range
+from onecopy.common.torch_private import profile_range
 from onecopy.data_parallel.backward import BackwardReducer
 from onecopy.data_parallel.bucket import ParameterBuckets
 from onecopy.step.engine import Engine
-from onecopy.step.owned_shards import OwnedShard
+from onecopy.step.gradients import OwnedShard
 from onecopy.step.parameter_groups import Group, OptionsSnapshot
 
 

@@ -37,7 +37,7 @@ from onecopy.data_parallel.module_sync import ModuleSync
 from onecopy.data_parallel.step import PipelinedStep
 from onecopy.optimizer import ZeroRedundancyOptimizer
 from onecopy.state_dict.shards import WrapsModule
-from onecopy.step.engine import Engine, collectives_of, log_layout, restored_on_failure
+from onecopy.step.engine import Engine, collectives_of, restored_on_failure
 from onecopy.step.join import JOIN_REFUSAL
 from onecopy.step.norms import clip, total_norm
 from onecopy.step.sharded_gradient import GradientGroup
@@ -141,7 +141,6 @@ class ShardedDataParallel(nn.Module, WrapsModule):
             pipeline = PipelinedStep(engine, self._reducer, overlap_forward, is_only, replicas is not None)
             self._pipelines.append((plan.optimizer, pipeline))
             plan.optimizer.step_schedule, plan.optimizer.wait_for_transfers = pipeline.step, pipeline.wait
-            log_layout(engine)
         pipelines = {
             id(param): (pipeline, index)
             for optimizer, pipeline in self._pipelines

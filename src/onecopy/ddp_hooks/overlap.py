@@ -35,8 +35,7 @@ from onecopy.comm.sharing import Sharing
 from onecopy.comm.status_flags import flags_on
 from onecopy.comm.streams import SideStream
 from onecopy.comm.work import InFlight, is_backend_error
-from onecopy.common.profiler_ranges import profiled
-from onecopy.common.torch_private import after_backward, in_join_context, version_of
+from onecopy.common.torch_private import after_backward, in_join_context, profiled, version_of
 from onecopy.ddp_hooks.bucket_assignment import DDPBucketAssignment, DDPBucketAssignmentCache, GradBucket
 from onecopy.ddp_hooks.checks import ShardedOptimizer, check_overlap, optimizer_facts
 from onecopy.step.consistency import options_text

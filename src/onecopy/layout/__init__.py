@@ -1,6 +1,6 @@
 """Which rank owns which range of which parameter: pure values and functions that communicate nothing."""
 
-from onecopy.layout.bucket_plans import BucketPlan, plan_buckets, restricted
+from onecopy.layout.bucket_plans import BucketPlan, bucket_plans, plan_buckets, restricted
 from onecopy.layout.policies import OwnerFunction, ShardBy, default_shard_by, even_range, extend
 from onecopy.layout.shards import CUT_MULTIPLE, Layout, ParamSpec, Shard
 
@@ -12,6 +12,7 @@ __all__ = [
     "ParamSpec",
     "Shard",
     "ShardBy",
+    "bucket_plans",
     "default_shard_by",
     "even_range",
     "extend",

@@ -7,6 +7,7 @@ the parameters of a bucket are ordered by owner.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -45,10 +46,10 @@ class BucketPlan:
     @property
     def equal(self) -> bool:
         """Whether all ranges are equally long once a few elements are added at the bucket's end."""
-        ranks = len(self.bounds) - 1
-        if self.longest * ranks - self.numel >= CUT_MULTIPLE * ranks:
+        ranks, longest = len(self.bounds) - 1, self.longest
+        if longest * ranks - self.numel >= CUT_MULTIPLE * ranks:
             return False  # uneven by design: one rank may own everything
-        return all(bound == min(rank * self.longest, self.numel) for rank, bound in enumerate(self.bounds))
+        return all(bound == min(rank * longest, self.numel) for rank, bound in enumerate(self.bounds))
 
     @property
     def padded_numel(self) -> int:
@@ -67,6 +68,29 @@ class BucketPlan:
         return self.bounds[group_rank], self.bounds[group_rank + 1]
 
 
+def bucket_plans(
+    specs: Sequence[ParamSpec],
+    order: Sequence[int],
+    world_size: int,
+    splittable: bool,
+    bucket_bytes: int,
+    frozen: Collection[int] = (),
+) -> tuple[BucketPlan, ...]:
+    """Put parameters into buckets in the given order, and divide every bucket among the ranks.
+
+    All parameters of a bucket have the same data type and device, and all or none of them are frozen. A bucket is
+    closed at ``bucket_bytes``, the last ones earlier. A single parameter may be larger. The buckets are returned in the
+    order in which their gradients are complete, those of frozen parameters last.
+    """
+    kinds = [[index for index in order if (index in frozen) is is_frozen] for is_frozen in (False, True)]
+    members = [params for kind in kinds for params in _fill(specs, kind, bucket_bytes)]
+    owners = {} if splittable else _whole_owners(specs, world_size, frozen)
+    return tuple(
+        _even_plan(specs, params, world_size) if splittable else _whole_plan(specs, params, owners, world_size)
+        for params in members
+    )
+
+
 def plan_buckets(
     specs: Sequence[ParamSpec],
     order: Sequence[int],
@@ -75,31 +99,10 @@ def plan_buckets(
     bucket_bytes: int,
     frozen: Collection[int] = (),
 ) -> tuple[Layout, tuple[BucketPlan, ...]]:
-    """Put parameters into buckets in the given order, and divide every bucket among the ranks.
-
-    All parameters of a bucket have the same data type and device, and all or none of them are frozen.
-
-    Args:
-        specs: all parameters of one optimizer.
-        order: their indices, in the order in which the backward pass computes their gradients.
-        world_size: the number of ranks.
-        splittable: whether a parameter may be cut.
-        bucket_bytes: a bucket is closed at this size, the last ones earlier. A single parameter may be larger.
-        frozen: the indices of frozen parameters.
-
-    Returns:
-        The layout, and the buckets in the order in which their gradients are complete, those of frozen parameters last.
-    """
-    kinds = [[index for index in order if (index in frozen) is is_frozen] for is_frozen in (False, True)]
-    members = [params for kind in kinds for params in _fill(specs, kind, bucket_bytes)]
-    owners = {} if splittable else _whole_owners(specs, world_size, frozen)
-    plans, shards = [], []
-    for params in members:
-        plan = _even_plan(specs, params, world_size) if splittable else _whole_plan(specs, params, owners, world_size)
-        plans.append(plan)
-        shards += _shards(specs, plan, world_size)
-    shards.sort(key=lambda shard: (shard.param, shard.start))
-    return Layout(tuple(specs), tuple(shards), world_size), tuple(plans)
+    """Return the buckets of :func:`bucket_plans`, and with them the layout, which lists the shards of every rank."""
+    plans = bucket_plans(specs, order, world_size, splittable, bucket_bytes, frozen)
+    shards = [shard for plan in plans for shard in _shards(specs, plan, world_size)]
+    return Layout(tuple(specs), tuple(sorted(shards, key=lambda shard: (shard.param, shard.start))), world_size), plans
 
 
 def restricted(plan: BucketPlan, specs: Sequence[ParamSpec], chosen: Collection[int]) -> BucketPlan:
@@ -123,7 +126,7 @@ def _whole_owners(specs: Sequence[ParamSpec], world_size: int, frozen: Collectio
     loads = [0] * world_size
     for is_frozen in (False, True):
         members = [spec for spec in specs if (spec.index in frozen) is is_frozen]
-        for shard in by_parameter(members, loads, splittable=False):
+        for shard in by_parameter(members, loads):
             owners[shard.param] = shard.owner
             loads[shard.owner] += shard.numel
     return owners
@@ -177,8 +180,7 @@ def _whole_plan(
     ordered = sorted(params, key=lambda index: owners[index])
     offsets, end = _lay_out(specs, ordered)
     bounds = [
-        next((offset for offset, index in zip(offsets, ordered, strict=True) if owners[index] >= rank), end)
-        for rank in range(world_size)
+        (*offsets, end)[bisect_left(ordered, rank, key=lambda index: owners[index])] for rank in range(world_size)
     ]
     bounds[0] = 0
     return BucketPlan(tuple(ordered), tuple(offsets), (*bounds, end))

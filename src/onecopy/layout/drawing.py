@@ -18,31 +18,12 @@ COLOURS = (153, 222, 151, 217, 183, 250)
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """The part of one parameter that one rank owns: the whole parameter or a range of it.
-
-    Attributes:
-        param: the index of the parameter.
-        name: its name.
-        numel: the number of elements that the rank owns.
-        nbytes: their bytes.
-        fraction: the part of the parameter that they are, 1.0 for all of it.
-    """
+    """A parameter, or the range of it, that one rank owns."""
 
     param: int
-    name: str
+    label: str
     numel: int
-    nbytes: int
-    fraction: float
-
-    @property
-    def is_part(self) -> bool:
-        """Whether other ranks own other parts of the parameter."""
-        return self.fraction < 1
-
-    @property
-    def label(self) -> str:
-        """The name, and which part of the parameter it is."""
-        return f"{self.name} {self.fraction:.0%}" if self.is_part else self.name
+    is_part: bool
 
 
 def shortened(label: str, room: int) -> str:
@@ -53,13 +34,7 @@ def shortened(label: str, room: int) -> str:
 
 
 def draw_rows(rows: Sequence[Sequence[Block]], width: int, colour: bool) -> str:
-    """Return the blocks of each rank as lines of text.
-
-    Args:
-        rows: for each rank, the blocks that it owns, in the order of the parameters.
-        width: columns of a line.
-        colour: whether to colour blocks with escape codes: parts of one parameter have one colour.
-    """
+    """Return the blocks of each rank as lines of text; in colour, all parts of one parameter have the same."""
     total = sum(block.numel for row in rows for block in row)
     most = max((sum(block.numel for block in row) for row in rows), default=0)
     names = [f"rank {group_rank} " for group_rank in range(min(len(rows), MOST_ROWS))]

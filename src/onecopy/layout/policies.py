@@ -17,11 +17,8 @@ OwnerFunction = Callable[[Sequence[ParamSpec], int], Iterable["int | Sequence[Sh
 
 ShardBy = str | OwnerFunction
 
-TOLERANCE = 0.01
-"""The part of the mean by which a rank may own more than the mean before a parameter is cut."""
-
 SLACK = 1000
-"""The number of elements by which a rank may always own more than the mean, so that small models are not cut."""
+"""The number of elements up to which a parameter is not cut, so that small models are not."""
 
 
 def default_shard_by(splittable: bool) -> str:
@@ -35,25 +32,20 @@ def default_shard_by(splittable: bool) -> str:
 def extend(
     layout: Layout | None, specs: Sequence[ParamSpec], world_size: int, shard_by: ShardBy, splittable: bool
 ) -> Layout:
-    """Return a layout with the shards of ``layout`` and with shards for the parameters of ``specs``.
+    """Return a layout with the shards of ``layout`` and with shards for the new parameters of ``specs``.
 
-    Args:
-        layout: the layout to extend, or None.
-        specs: the new parameters, in order, with indices that follow the layout's.
-        world_size: the number of ranks.
-        shard_by: ``"parameter"``, ``"element"`` or a function.
-        splittable: whether the optimizer works element by element, so that a parameter may be cut.
+    The indices of ``specs`` follow those of the layout. Parameters may be cut if the optimizer is ``splittable``.
     """
     loads = list(layout.elements_per_rank) if layout is not None else [0] * world_size
     shards: list[Shard] = []
     if callable(shard_by):
         shards += _by_function(shard_by, specs, world_size, splittable)
     else:
-        place = {"parameter": by_parameter, "element": by_element}.get(shard_by)
-        if place is None:
+        if shard_by not in ("parameter", "element"):
             raise ValueError(f"shard_by must be 'parameter', 'element' or a function, got {shard_by!r}")
         for _, group in groupby(specs, key=lambda spec: spec.group):
-            placed = place(list(group), loads, splittable)
+            members = list(group)
+            placed = by_parameter(members, loads) if shard_by == "parameter" else by_element(members, loads, splittable)
             for shard in placed:
                 loads[shard.owner] += shard.numel
             shards += placed
@@ -63,24 +55,16 @@ def extend(
     return Layout((*layout.params, *specs), (*layout.shards, *shards), world_size)
 
 
-def by_parameter(specs: Sequence[ParamSpec], loads: Sequence[int], splittable: bool) -> list[Shard]:
-    """Assign the largest parameter first, each to the least-loaded rank, and cut parameters that fit on no rank.
-
-    A parameter that would bring even the least-loaded rank over the limit is cut at the end, and its ranges fill the
-    ranks up to a common level. A parameter of at most ``SLACK`` elements always fits, so only large ones are cut.
-    """
-    limit = _limit(specs, loads)
+def by_parameter(specs: Sequence[ParamSpec], loads: Sequence[int]) -> list[Shard]:
+    """Assign whole parameters, the largest first, each to the least-loaded rank."""
     heap = [(load, group_rank) for group_rank, load in enumerate(loads)]
     heapq.heapify(heap)
-    shards, to_cut = [], []
+    shards = []
     for spec in sorted(specs, key=lambda spec: -spec.numel):
         load, group_rank = heap[0]
-        if splittable and load + spec.numel > limit and spec.numel > CUT_MULTIPLE and len(loads) > 1:
-            to_cut.append(spec)
-            continue
         heapq.heapreplace(heap, (load + spec.numel, group_rank))
         shards.append(Shard(spec.index, 0, spec.numel, group_rank))
-    return shards + _cut_to_fill(to_cut, sorted(heap, key=lambda entry: entry[1]))
+    return shards
 
 
 def by_element(specs: Sequence[ParamSpec], loads: Sequence[int], splittable: bool) -> list[Shard]:
@@ -103,13 +87,7 @@ def by_element(specs: Sequence[ParamSpec], loads: Sequence[int], splittable: boo
                 shards.append(Shard(spec.index, start, stop, group_rank))
                 after[group_rank] += stop - start
         dealt += spec.numel
-    heap = [(load, group_rank) for group_rank, load in enumerate(after)]
-    heapq.heapify(heap)
-    for spec in sorted(tiny, key=lambda spec: -spec.numel):
-        load, group_rank = heap[0]
-        heapq.heapreplace(heap, (load + spec.numel, group_rank))
-        shards.append(Shard(spec.index, 0, spec.numel, group_rank))
-    return shards
+    return shards + by_parameter(tiny, after)
 
 
 def even_range(numel: int, world_size: int, dealt: int, group_rank: int) -> tuple[int, int]:
@@ -127,48 +105,6 @@ def even_range(numel: int, world_size: int, dealt: int, group_rank: int) -> tupl
     start = turn * base + longer_before
     stop = start + base + (turn >= world_size - extra)
     return min(start * CUT_MULTIPLE, numel), min(stop * CUT_MULTIPLE, numel)
-
-
-def _limit(specs: Sequence[ParamSpec], loads: Sequence[int]) -> float:
-    """Return the number of elements above which a rank owns too many."""
-    mean = (sum(loads) + sum(spec.numel for spec in specs)) / len(loads)
-    return mean + max(mean * TOLERANCE, SLACK)
-
-
-def _cut_to_fill(specs: Sequence[ParamSpec], loads: Sequence[tuple[int, int]]) -> list[Shard]:
-    """Cut parameters so that their ranges fill the ranks up to one common number of elements."""
-    if not specs:
-        return []
-    level = _level(sum(_round_up(spec.numel) for spec in specs), sorted(load for load, _ in loads))
-    room = [(group_rank, _round_up(level - load)) for load, group_rank in loads if load < level]
-    shards: list[Shard] = []
-    group_rank, free = room.pop(0)
-    for spec in specs:
-        start = 0
-        while start < spec.numel:
-            if free == 0:
-                group_rank, free = room.pop(0)
-            stop = min(start + free, spec.numel)
-            shards.append(Shard(spec.index, start, stop, group_rank))
-            # A parameter's last range may be shorter than a unit. The rest of that unit stays empty.
-            free -= _round_up(stop - start)
-            start = stop
-    return shards
-
-
-def _level(volume: int, loads: Sequence[int]) -> int:
-    """Return the common level of the ranks that get ``volume`` further elements; ``loads`` are ascending."""
-    below = 0
-    for count, load in enumerate(loads, start=1):
-        below += load
-        level = -(-(volume + below) // count)
-        if count == len(loads) or level <= loads[count]:
-            return level
-    raise AssertionError("unreachable: the last rank always returns")
-
-
-def _round_up(numel: int) -> int:
-    return -(-numel // CUT_MULTIPLE) * CUT_MULTIPLE
 
 
 def _by_function(function: OwnerFunction, specs: Sequence[ParamSpec], world_size: int, splittable: bool) -> list[Shard]:

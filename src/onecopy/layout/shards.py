@@ -129,19 +129,6 @@ class Layout:
         totals = self.elements_per_rank
         return max(totals) * self.world_size / sum(totals) if sum(totals) else 1.0
 
-    @property
-    def blocks_per_rank(self) -> list[list[Block]]:
-        """The blocks that each rank owns, one list per rank, in the order of the parameters."""
-        rows: list[list[Block]] = [[] for _ in range(self.world_size)]
-        for shard in self.shards:
-            spec = self.params[shard.param]
-            if shard.numel:
-                block = Block(
-                    spec.index, spec.name, shard.numel, shard.numel * spec.dtype.itemsize, shard.numel / spec.numel
-                )
-                rows[shard.owner].append(block)
-        return rows
-
     def draw(self, width: int = 0, colour: bool | None = None) -> str:
         """Return a drawing in characters: one row per rank, one block for each parameter of which it owns something.
 
@@ -151,7 +138,13 @@ class Layout:
         """
         if colour is None:
             colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
-        return draw_rows(self.blocks_per_rank, width or shutil.get_terminal_size((100, 24)).columns, colour)
+        rows: list[list[Block]] = [[] for _ in range(self.world_size)]
+        for shard in self.shards:
+            spec, is_part = self.params[shard.param], not self.is_whole(shard)
+            label = f"{spec.name} {shard.numel / spec.numel:.0%}" if is_part else spec.name
+            if shard.numel:
+                rows[shard.owner].append(Block(spec.index, label, shard.numel, is_part))
+        return draw_rows(rows, width or shutil.get_terminal_size((100, 24)).columns, colour)
 
     def digest(self) -> int:
         """Return a hash of the layout, by which ranks compare their layouts."""

@@ -8,18 +8,18 @@ Not counted: the broadcast of buffers, clipping, and everything that happens out
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from itertools import pairwise
+from itertools import groupby, pairwise
 
 import torch
 from torch import Tensor
 
 from onecopy.comm import limits
 from onecopy.comm.agreement import VOTE_BYTES
-from onecopy.layout import Layout, ParamSpec, default_shard_by, extend, plan_buckets
+from onecopy.layout import CUT_MULTIPLE, ParamSpec, bucket_plans, default_shard_by, extend
+from onecopy.layout.policies import SLACK, by_parameter
 from onecopy.planning.models import Model
 
 DDP_FIRST_BUCKET_BYTES, DDP_BUCKET_BYTES = 1 << 20, 25 << 20
@@ -83,7 +83,7 @@ def _of_level_3(model: Model, ranks: int) -> Iterator[Collective]:
     """Yield the collectives of ``ShardedDataParallel``, which has buckets of its own."""
     bucket_bytes = model.bucket_bytes or limits.bucket_bytes(ranks, pairwise=False)
     shared = []
-    for bucket in plan_buckets(model.specs, model.order, ranks, model.splittable, bucket_bytes)[1]:
+    for bucket in bucket_plans(model.specs, model.order, ranks, model.splittable, bucket_bytes):
         operations = 1 if bucket.equal else sum(start < stop for start, stop in pairwise(bucket.bounds))
         nbytes = bucket.padded_numel * model.specs[bucket.params[0]].dtype.itemsize
         yield Collective(Kind.REDUCE_SCATTER, nbytes, ranks, operations)
@@ -151,10 +151,6 @@ def sharing_rounds(owned: Tensor, most_bytes: int) -> list[tuple[int, int]]:
     Parts of nearly the same length are padded to the longest, and a round takes the same fraction of each. Otherwise
     the parts of all ranks lie one after the other, and a round takes the next ``most_bytes`` of them, so that most
     ranks send in one round only.
-
-    Args:
-        owned: the bytes that each rank owns.
-        most_bytes: the most bytes of all ranks together in one round.
     """
     total, padded = int(owned.sum()), len(owned) * int(owned.max())
     if is_padded(owned):
@@ -173,20 +169,43 @@ def is_padded(owned: Tensor) -> bool:
     return limits.allows_padding(int(owned.max()), int(owned.sum()), len(owned))
 
 
-@functools.lru_cache(maxsize=8)
-def layout_of(model: Model, ranks: int) -> Layout:
-    """Return the layout of a model's parameters at levels 1 and 2."""
-    shard_by = default_shard_by(model.splittable) if model.shard_by is None else model.shard_by
-    return extend(None, model.specs, ranks, shard_by, model.splittable)
+# The bytes that each rank owns, for thousands of ranks, without a layout that lists every shard
 
 
 def owned_bytes(model: Model, parts: Sequence[Sequence[int]], ranks: int) -> Tensor:
     """Return the bytes that each rank owns of each part of a model: a row per part, a column per rank."""
-    specs = model.specs
+    shard_by = default_shard_by(model.splittable) if model.shard_by is None else model.shard_by
     part_of = {index: part for part, params in enumerate(parts) for index in params}
     table = torch.zeros(len(parts), ranks, dtype=torch.int64)
-    shards = [shard for shard in layout_of(model, ranks).shards if shard.param in part_of]
-    position = torch.tensor([part_of[shard.param] * ranks + shard.owner for shard in shards], dtype=torch.int64)
-    nbytes = torch.tensor([shard.numel * specs[shard.param].dtype.itemsize for shard in shards], dtype=torch.int64)
-    table.view(-1).index_add_(0, position, nbytes)
+    if shard_by == "element":
+        for index, lengths in _element_lengths(model.specs, ranks):
+            if index in part_of:
+                table[part_of[index]] += lengths * model.specs[index].dtype.itemsize
+        return table
+    for shard in extend(None, model.specs, ranks, shard_by, model.splittable).shards:
+        if shard.param in part_of:
+            table[part_of[shard.param], shard.owner] += shard.numel * model.specs[shard.param].dtype.itemsize
     return table
+
+
+def _element_lengths(specs: Sequence[ParamSpec], ranks: int) -> Iterator[tuple[int, Tensor]]:
+    """Yield each parameter with the number of its elements on every rank, as the policy ``element`` deals them."""
+    loads = torch.zeros(ranks, dtype=torch.int64)
+    for _, group in groupby(specs, key=lambda spec: spec.group):
+        members, dealt = list(group), int(loads.sum())
+        for spec in members:
+            if spec.numel > SLACK:
+                units = -(-spec.numel // CUT_MULTIPLE)
+                base, extra = divmod(units, ranks)
+                by_turn = torch.full((ranks,), base * CUT_MULTIPLE, dtype=torch.int64)
+                by_turn[ranks - extra :] += CUT_MULTIPLE
+                by_turn[-1] -= units * CUT_MULTIPLE - spec.numel  # the last unit may be short
+                lengths = by_turn.roll((dealt // CUT_MULTIPLE + units) % ranks)
+                dealt += spec.numel
+                loads += lengths
+                yield spec.index, lengths
+        for shard in by_parameter([spec for spec in members if spec.numel <= SLACK], loads.tolist()):
+            lengths = torch.zeros(ranks, dtype=torch.int64)
+            lengths[shard.owner] = shard.numel
+            loads += lengths
+            yield shard.param, lengths

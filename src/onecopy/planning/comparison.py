@@ -51,14 +51,7 @@ class Row:
 
 
 def compare(source: Source, optimizer: PlannedOptimizer, precision: str, ranks: int) -> list[Row]:
-    """Return a row for each way of training.
-
-    Args:
-        source: the model.
-        optimizer: the optimizer class.
-        precision: one of ``PRECISIONS``.
-        ranks: the number of data-parallel ranks.
-    """
+    """Return a row for each way of training, with one of ``PRECISIONS``."""
     with_masters = precision == "bf16-master"
     dtype = torch.float32 if precision == "fp32" else torch.bfloat16
     state_bytes = optimizer.state_bytes(4 if with_masters else dtype.itemsize)
@@ -79,13 +72,7 @@ def unit_of(rows: Sequence[Row]) -> tuple[str, float]:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """A recommendation.
-
-    Attributes:
-        choice: the name of a row, or FSDP2 if nothing fits.
-        reason: one or two sentences.
-        code: the lines that change in a DDP script.
-    """
+    """The name of a row, or FSDP2 if nothing fits, with the reason and the lines that change in a DDP script."""
 
     choice: str
     reason: str
@@ -97,20 +84,8 @@ def fits(row: Row, memory: float | None) -> bool | None:
     return None if memory is None else row.total <= USABLE * memory
 
 
-def recommend(
-    rows: Sequence[Row],
-    optimizer: PlannedOptimizer,
-    masters: bool,
-    memory: float | None = None,
-) -> Advice:
-    """Choose a way of training.
-
-    Args:
-        rows: the ways of training.
-        optimizer: the optimizer class.
-        masters: whether there are float32 master weights.
-        memory: bytes of an accelerator, if known.
-    """
+def recommend(rows: Sequence[Row], optimizer: PlannedOptimizer, masters: bool, memory: float | None = None) -> Advice:
+    """Choose the first way of training that fits into the memory of an accelerator, if that is known."""
     by_name = {row.name: row for row in rows}
     ddp = by_name[DDP]
 
@@ -132,14 +107,7 @@ def recommend(
             "FSDP2 also divides the parameters. Or use more ranks, activation checkpointing or offload.",
         )
     if fitting and fitting[0] != DDP:
-        choice = fitting[0]
-        reason = f"Plain DDP does not fit. {choice} is the first that does."
-        if choice == LEVEL_1:
-            more = (by_name[LEVEL_2].total - by_name[LEVEL_1].total) / scale
-            level_2_fits = fits(by_name[LEVEL_2], memory)
-            reason += f" {LEVEL_2} sends a third less, and needs {more:.2f} {unit} more for buffers"
-            reason += "." if level_2_fits else ", which do not fit."
-        return advice(choice, reason)
+        return advice(fitting[0], f"Plain DDP does not fit. {fitting[0]} is the first that does.")
     if max(saving(LEVEL_1), saving(LEVEL_3)) < WORTH_IT:
         return advice(DDP, f"onecopy saves you {max(0.0, saving(LEVEL_1), saving(LEVEL_3)):.0%}: don't bother.")
     start = "Plain DDP fits without activations. " if fitting else ""
@@ -153,18 +121,12 @@ def code_for(name: str, optimizer: PlannedOptimizer, masters: bool) -> str:
     module, _, short = optimizer.name.rpartition(".")
     root = module.partition(".")[0]
     imports = [] if root == "torch" else [f"import {root}"]
-    options = ", master_weights=True" if masters and name in (LEVEL_1, LEVEL_2) else ""
+    options = ", master_weights=True" if masters and name == LEVEL_1 else ""
     ours = f"optimizer = ZeroRedundancyOptimizer(model.parameters(), {module}.{short}{options}, lr=...)"
     ddp = "model = DistributedDataParallel(model)"
     lines = {
         DDP: [ddp, f"optimizer = {module}.{short}(model.parameters(), lr=...)"],
         LEVEL_1: ["from onecopy import ZeroRedundancyOptimizer", ddp, ours],
-        LEVEL_2: [
-            "from onecopy import ZeroRedundancyOptimizer, reduce_scatter_hook",
-            ddp,
-            ours,
-            "model.register_comm_hook(optimizer, reduce_scatter_hook)",
-        ],
         LEVEL_3: [
             f"from onecopy import {'MixedPrecision, ' if masters else ''}ShardedDataParallel, ZeroRedundancyOptimizer",
             ours,

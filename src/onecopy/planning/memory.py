@@ -53,9 +53,7 @@ OPTIMIZERS: dict[str, PlannedOptimizer] = {
 def optimizer_of(optimizer_class: type, options: Mapping[str, Any]) -> PlannedOptimizer | None:
     """Return the state of an optimizer class with some options, or None if the class is not known.
 
-    Args:
-        optimizer_class: the class. Its name and the package that defines it must be those of a known optimizer.
-        options: the options of a parameter group; some of them add a tensor.
+    Its name and the package that defines it must be those of a known optimizer. Some options add a tensor.
     """
     package, name = optimizer_class.__module__.partition(".")[0], optimizer_class.__name__
     for known in OPTIMIZERS.values():
@@ -70,12 +68,7 @@ def optimizer_of(optimizer_class: type, options: Mapping[str, Any]) -> PlannedOp
 def memory_bytes(way: Way, model: Model, ranks: int, state_bytes: float, master_bytes: int) -> dict[str, float]:
     """Return the bytes of tensors on the rank with the most of them, by kind, without activations.
 
-    Args:
-        way: the way of training.
-        model: its parameters.
-        ranks: the number of ranks.
-        state_bytes: bytes of optimizer state per element (8 for Adam in float32).
-        master_bytes: bytes of master weights per element (4 for parameters in bf16, otherwise 0).
+    The bytes of state and of master weights are for each element: 8 for Adam in float32, 4 for parameters in bf16.
     """
     share = 1.0 if way is Way.DDP else _largest_share(model, ranks)
     return {

@@ -73,12 +73,7 @@ def specs_of(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype = torch.f
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A model to plan for.
-
-    Attributes:
-        title: how the model is called in the output.
-        shapes: the shapes of its parameters by name.
-    """
+    """A model to plan for: how it is called in the output, and the shapes of its parameters by name."""
 
     title: str
     shapes: Shapes

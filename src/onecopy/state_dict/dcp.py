@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from math import prod
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as torch_state_dict
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
@@ -22,29 +22,26 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.optim import Optimizer
 
-from onecopy.comm.agreement import Fact, FailTogether, FirstFailure
-from onecopy.comm.collectives import Collectives
-from onecopy.common import nested_tensors, tagged_json
+from onecopy.comm.agreement import Fact, FailTogether
+from onecopy.common import nested_tensors
 from onecopy.common.flat_views import flat_view
 from onecopy.common.tensor_subclasses import is_composed
 from onecopy.common.torch_private import ALIASING, NEW_EMPTY, bare_step, no_torch_function, tensor_without_memory
 from onecopy.errors import CheckpointMismatchError
-from onecopy.layout import Layout, ParamSpec
 from onecopy.state_dict.gather import consolidate
-from onecopy.state_dict.load import finish_load, load_owned_state, restored_on_failure
+from onecopy.state_dict.load import finish_load, load_inner, restored_on_failure
 from onecopy.state_dict.shards import (
     OptimizerView,
     StateShard,
     named_groups,
     optimizer_views,
+    owned_state,
     plain_state_dict,
     shown_kinds,
-    state_with_master,
 )
 from onecopy.step import master_weights
 from onecopy.step.engine import Engine, sharded_collectives
 from onecopy.step.inner_optimizer import InnerOptimizer
-from onecopy.step.owned_shards import OwnedShard
 from onecopy.step.parameter_groups import Group, options_of
 
 StateDict = dict[str, Any]
@@ -161,29 +158,25 @@ class ShardedState(Tensor):
         raise ValueError(f"this rank has no part of {index.fqn!r} at {index.offset}")
 
 
-def sharded_state_dict(
-    local: InnerOptimizer, layout: Layout, groups: Sequence[Group], names: Sequence[str], to_load: bool
-) -> dict[str, Any]:
+def sharded_state_dict(engine: Engine, groups: Sequence[Group], names: Sequence[str], to_load: bool) -> StateDict:
     """Return the options and this rank's shards of the state by name; the tensors are views of the live state.
 
     Args:
-        local: this rank's inner optimizer.
-        layout: which rank owns which shard.
+        engine: the engine of a sharded optimizer.
         groups: the user's parameter groups.
         names: the parameters' names.
         to_load: for parameters that need a gradient and have no state yet, allocate state to load into. The optimizer
             itself does not change.
     """
     state = {}
-    for owned in local.owned:
-        values = dict(local.optim.state.get(owned.tensor, {}))
-        if not values and to_load and owned.param.requires_grad:
-            values = _first_state(local, owned, groups[layout.params[owned.shard.param].group])
-        values = state_with_master(values, owned.tensor, owned.param_view)
+    for shard in owned_state(engine.inner, names):
+        if not shard.state and to_load and shard.param.requires_grad:
+            group = groups[engine.layout.params[shard.index].group]
+            shard = replace(shard, state=_first_state(engine.inner, shard.tensor, group))
+        values = shard.state_with_master()
         if values:
-            spec = layout.params[owned.shard.param]
-            _check_types(values, names[spec.index])
-            state[names[spec.index]] = nested_tensors.map_tensors(values, functools.partial(_as_sharded, owned, spec))
+            _check_types(values, shard.name)
+            state[shard.name] = nested_tensors.map_tensors(values, functools.partial(_as_sharded, shard))
     return {"state": state, "param_groups": named_groups(groups, names)}
 
 
@@ -197,17 +190,17 @@ def _check_types(values: Mapping[Any, Any], name: str) -> None:
             )
 
 
-def _as_sharded(owned: OwnedShard, spec: ParamSpec, tensor: Tensor) -> Tensor:
+def _as_sharded(shard: StateShard, tensor: Tensor) -> Tensor:
     """Return a tensor of the state, as a :class:`ShardedState` if this rank has only a range of it."""
-    if not owned.is_cut or tensor.shape != owned.tensor.shape:
+    if not shard.is_cut or tensor.shape != shard.tensor.shape:
         return tensor.detach()
-    like = torch.empty_strided(spec.shape, spec.stride, dtype=tensor.dtype, device="meta")
-    return ShardedState(flat_view(tensor.detach()), owned.shard.start, like)
+    like = torch.empty_strided(shard.param.shape, shard.param.stride(), dtype=tensor.dtype, device="meta")
+    return ShardedState(flat_view(tensor.detach()), shard.start, like)
 
 
-def _first_state(local: InnerOptimizer, owned: OwnedShard, group: Group) -> dict[Any, Any]:
+def _first_state(local: InnerOptimizer, tensor: Tensor, group: Group) -> dict[Any, Any]:
     """Return the state that the class makes for a tensor, by a step of a second instance on zeros."""
-    scratch = torch.zeros_like(owned.tensor).requires_grad_()
+    scratch = torch.zeros_like(tensor).requires_grad_()
     options = nested_tensors.map_tensors(options_of(group), torch.clone)
     inner = local.optimizer_class([{**options, "params": [scratch]}], **local.defaults)
     scratch.grad = torch.zeros_like(scratch)
@@ -219,16 +212,6 @@ def _first_state(local: InnerOptimizer, owned: OwnedShard, group: Group) -> dict
     elif isinstance(count, (int, float)):
         state["step"] = type(count)(0)
     return state
-
-
-def local_values(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the state of one parameter with this rank's flat range in place of each :class:`ShardedState`."""
-
-    def local(tensor: Tensor) -> Tensor:
-        return tensor.flat if isinstance(tensor, ShardedState) else tensor
-
-    values: dict[str, Any] = nested_tensors.map_tensors(dict(state), local)
-    return values
 
 
 # The functions
@@ -251,33 +234,33 @@ def get_optimizer_state_dict(
     Args:
         model: the model.
         optimizers: its optimizers; torch's function handles the plain ones.
-        submodules: not supported.
-        options: torch's options; ``ignore_frozen_params`` is not supported.
+        submodules: not supported for sharded optimizers.
+        options: torch's options ``full_state_dict`` and ``cpu_offload``; others are not supported.
     """
     options = options or StateDictOptions()
     given = (optimizers,) if isinstance(optimizers, Optimizer) else tuple(optimizers)
-    with FailTogether(sharded_collectives(given), GET) as together:
-        if submodules or options.ignore_frozen_params:
-            raise ValueError("submodules and ignore_frozen_params are not supported for sharded optimizers")
+    collectives = sharded_collectives(given)
+    if collectives is None:
+        return torch_state_dict.get_optimizer_state_dict(model, given, submodules=submodules, options=options)
+    with FailTogether(collectives, GET) as together:
+        _check_supported(options, submodules)
         views = optimizer_views(model, given)
         for view in views:
             if view.engine is not None:
                 view.check_state_keys()
         together.facts = _facts(model, views, options)
     found: StateDict = {"state": {}, "param_groups": []}
-    failure = FirstFailure()
     for view in views:
-        with failure:  # this rank goes on, because it must take part in the communication for the other optimizers
-            part = _state_dict_of(model, view, options)
-            found["state"].update(part.get("state", {}))
-            found["param_groups"] += part.get("param_groups", [])
-    with FailTogether(sharded_collectives(given), GET):
-        failure.raise_if_any()
-        if options.full_state_dict and options.cpu_offload and not found["param_groups"]:
-            found = {}
-        elif options.flatten_optimizer_state_dict:
-            found = _flattened(found)
-    return found
+        part: Mapping[str, Any]
+        if view.engine is not None and options.full_state_dict:
+            part = _full(view, view.engine, on_rank_0_only=options.cpu_offload)
+        else:
+            with FailTogether(collectives, GET):
+                part = _local(model, view, options)
+        found["state"].update(part.get("state", {}))
+        found["param_groups"] += part.get("param_groups", [])
+    only_rank_0 = options.full_state_dict and options.cpu_offload
+    return {} if only_rank_0 and not found["param_groups"] else found
 
 
 def set_optimizer_state_dict(
@@ -295,62 +278,60 @@ def set_optimizer_state_dict(
     Args:
         model: the model.
         optimizers: its optimizers; torch's function handles the plain ones.
-        optim_state_dict: the full state (on every rank, or with ``broadcast_from_rank0`` on rank 0), or this
-            optimizer's shards.
-        options: torch's options.
+        optim_state_dict: this optimizer's shards, or with ``full_state_dict`` the full state, on every rank.
+        options: torch's options ``full_state_dict`` and ``cpu_offload``; others are not supported.
     """
     options = options or StateDictOptions()
     given = (optimizers,) if isinstance(optimizers, Optimizer) else tuple(optimizers)
     collectives = sharded_collectives(given)
-    with FailTogether(collectives, SET) as together:
-        views = optimizer_views(model, given)
-        if options.broadcast_from_rank0 and collectives is not None and collectives.world_size != dist.get_world_size():
-            raise ValueError("broadcast_from_rank0 needs an optimizer on all ranks; give the full state on every rank")
-        state_dict = dict(optim_state_dict)
-        if collectives is not None and not options.broadcast_from_rank0:
-            state_dict = _with_groups(state_dict, views)
-        together.facts = _facts(model, views, options)
     if collectives is None:
-        torch_state_dict.set_optimizer_state_dict(model, given, state_dict, options=options)
+        torch_state_dict.set_optimizer_state_dict(model, given, dict(optim_state_dict), options=options)
         return
-    if options.broadcast_from_rank0:
-        state_dict = _with_groups(_broadcast(Collectives(), state_dict), views)
+    with FailTogether(collectives, SET) as together:
+        _check_supported(options)
+        views = optimizer_views(model, given)
+        if not isinstance(optim_state_dict, Mapping) or not {"state", "param_groups"} <= set(optim_state_dict):
+            raise TypeError(f"a state dict with 'state' and 'param_groups' is needed, got {optim_state_dict!r:.80}")
+        state_dict = dict(optim_state_dict)
+        together.facts = _facts(model, views, options)
     for view in views:
         if view.engine is not None:
-            _load(view, view.engine, state_dict)
+            _load(view, view.engine, state_dict, options.full_state_dict)
             continue
         with FailTogether(collectives, SET):
             part = _restricted(state_dict, view)
             torch_state_dict.set_optimizer_state_dict(model, view.optimizer, part, options=StateDictOptions())
 
 
+def _check_supported(options: StateDictOptions, submodules: object = None) -> None:
+    unsupported = ("ignore_frozen_params", "flatten_optimizer_state_dict", "broadcast_from_rank0")
+    wanted = [name for name in unsupported if getattr(options, name)] + ["submodules"] * bool(submodules)
+    if wanted:
+        raise ValueError(
+            f"{wanted[0]} is not supported for sharded optimizers: use their shards, or with full_state_dict=True the "
+            "full state on every rank"
+        )
+
+
 def _facts(model: nn.Module | None, views: Sequence[OptimizerView], options: StateDictOptions) -> list[Fact]:
     """Return facts about the arguments that decide which messages are sent."""
-    names = ("full_state_dict", "cpu_offload", "broadcast_from_rank0", "flatten_optimizer_state_dict")
     facts = [Fact("model", "None" if model is None else "given"), Fact("optimizer", shown_kinds(views))]
-    return [*facts, *(Fact(name, str(bool(getattr(options, name)))) for name in names)]
+    return [*facts, *(Fact(name, str(bool(getattr(options, name)))) for name in ("full_state_dict", "cpu_offload"))]
 
 
-def _state_dict_of(model: nn.Module, view: OptimizerView, options: StateDictOptions) -> Mapping[str, Any]:
-    """Return the state of one optimizer by name."""
+def _local(model: nn.Module, view: OptimizerView, options: StateDictOptions) -> Mapping[str, Any]:
+    """Return the state of a plain optimizer, or this rank's shards, as copies on the CPU if asked for."""
     if view.engine is None:
         plain = StateDictOptions(full_state_dict=options.full_state_dict, cpu_offload=options.cpu_offload)
         return torch_state_dict.get_optimizer_state_dict(model, view.optimizer, options=plain)
-    if options.full_state_dict:
-        return _full(view, view.engine, on_rank_0_only=options.cpu_offload)
-    return _sharded(view, view.engine, options.cpu_offload)
-
-
-def _sharded(view: OptimizerView, engine: Engine, on_cpu: bool) -> StateDict:
-    """Return this rank's shards of the state, as copies on the CPU if asked for."""
-    found = sharded_state_dict(engine.inner, engine.layout, view.optimizer.param_groups, view.names, to_load=True)
+    found = sharded_state_dict(view.engine, view.optimizer.param_groups, view.names, to_load=True)
 
     def to_cpu(tensor: Tensor) -> Tensor:
         if isinstance(tensor, ShardedState):
             return ShardedState(tensor.flat.to("cpu", copy=True), tensor.start, tensor)
         return tensor.to("cpu", copy=True)
 
-    return nested_tensors.map_tensors(found, to_cpu) if on_cpu else found
+    return nested_tensors.map_tensors(found, to_cpu) if options.cpu_offload else found
 
 
 def _full(view: OptimizerView, engine: Engine, on_rank_0_only: bool) -> StateDict:
@@ -358,7 +339,7 @@ def _full(view: OptimizerView, engine: Engine, on_rank_0_only: bool) -> StateDic
     groups = view.optimizer.param_groups
     found: dict[int, dict[Any, Any]] | None = None
     for rank in range(1 if on_rank_0_only else engine.collectives.world_size):
-        state = consolidate(engine.collectives, engine.layout, engine.inner, groups, rank)
+        state = consolidate(engine, groups, rank)
         found = state if state is not None else found
     if found is None:
         return {}
@@ -366,42 +347,24 @@ def _full(view: OptimizerView, engine: Engine, on_rank_0_only: bool) -> StateDic
     return {"state": by_name, "param_groups": nested_tensors.copy_tree(named_groups(groups, view.names))}
 
 
-def _load(view: OptimizerView, engine: Engine, state_dict: StateDict) -> None:
-    """Load a full or sharded state dict into one sharded optimizer, on all ranks together."""
-    collectives = engine.collectives
-    with FailTogether(collectives, SET) as together:
+def _load(view: OptimizerView, engine: Engine, state_dict: StateDict, is_full: bool) -> None:
+    with FailTogether(engine.collectives, SET) as together:
         options = _options_for(view, state_dict["param_groups"])
         names = set(view.names)
         state = {name: values for name, values in state_dict["state"].items() if name in names}
-        together.flag = _is_full(state, view)
-    if together.any_flag:
-        with FailTogether(collectives, SET):
+        if is_full:
             members = view.split_by_group(view.names)
             groups = [{**values, "params": part} for values, part in zip(options, members, strict=True)]
             plain = plain_state_dict(state, groups)
+        else:
+            states, masters = _owned_states(view, state)
+            together.flag = bool(states)
+    if is_full:
         view.optimizer.load_state_dict(plain)
         return
-    with FailTogether(collectives, SET) as together:
-        states, masters = _owned_states(view, state)
-        together.flag = bool(states)
     with restored_on_failure(engine, SET):
-        load_owned_state(engine.inner, states, options)
+        load_inner(engine.inner, states, options, as_saved=True)
     finish_load(engine, view.optimizer.param_groups, options, masters, has_state=together.any_flag)
-
-
-def _is_full(state: Mapping[str, Any], view: OptimizerView) -> bool:
-    """Whether this is a full state: it has plain tensors of parameters of which this rank does not own everything."""
-    mine = {shard.name: shard for shard in view.state_shards()}
-    tensors: dict[str, list[Tensor]] = {name: [] for name in state}
-    for name, values in state.items():
-        nested_tensors.map_tensors(values, tensors[name].append)
-    if any(isinstance(tensor, ShardedState) for found in tensors.values() for tensor in found):
-        return False
-    cut = {name for name, shard in mine.items() if shard.is_cut}
-    return any(
-        name not in mine or (name in cut and any(tensor.dim() > 0 for tensor in found))
-        for name, found in tensors.items()
-    )
 
 
 def _options_for(view: OptimizerView, groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -427,112 +390,49 @@ def _owned_states(
 ) -> tuple[dict[int, dict[Any, Any]], dict[int, Tensor]]:
     """Return the state of this rank's shards and its master weights, by parameter; raise if the shards are others."""
     states, masters = {}, {}
-    foreign = set(state) - {shard.name for shard in view.state_shards()}
-    if foreign:
-        raise CheckpointMismatchError(
-            f"there is state of parameter {min(foreign)!r}, which has another range than this rank owns: load the "
-            "checkpoint into the state dict that get_optimizer_state_dict() returns for this optimizer"
-        )
-    for shard in view.state_shards():
-        name = shard.name
-        if name not in state:
-            continue
-        for key, value in state[name].items():
-            if isinstance(value, ShardedState) and (
-                (value.start, value.flat.numel(), value.shape) != (shard.start, shard.numel, shard.param.shape)
-            ):
-                raise CheckpointMismatchError(
-                    f"state {key!r} of parameter {name!r} is another range than this rank owns: load the checkpoint "
-                    "into the state dict that get_optimizer_state_dict() returns for this optimizer"
-                )
-        values = local_values(state[name])
-        _check_sizes(values, name, shard)
+    shards = {shard.name: shard for shard in view.state_shards()}
+    for name, saved in state.items():
+        if name not in shards:
+            raise _other_range(name)
+        values = _local_values(saved, shards[name])
         master = values.pop(master_weights.STATE_KEY, None)
         if master is not None:
-            masters[shard.index] = master.view(shard.tensor.shape)
+            masters[shards[name].index] = master.view(shards[name].tensor.shape)
         if values:
-            states[shard.index] = values
+            states[shards[name].index] = values
     return states, masters
 
 
-def _check_sizes(values: Mapping[str, Any], name: str, shard: StateShard) -> None:
-    """Raise if a tensor that must be per element has another number of elements than this rank's shard."""
+def _local_values(saved: Mapping[str, Any], shard: StateShard) -> dict[str, Any]:
+    """Return the state of one shard with this rank's flat range in place of each :class:`ShardedState`."""
+
+    def local(tensor: Tensor) -> Tensor:
+        if not isinstance(tensor, ShardedState):
+            return tensor
+        if (tensor.start, tensor.flat.numel(), tensor.shape) != (shard.start, shard.numel, shard.param.shape):
+            raise _other_range(shard.name)
+        return tensor.flat
+
+    values: dict[str, Any] = nested_tensors.map_tensors(dict(saved), local)
     for key, value in values.items():
-        if not isinstance(value, Tensor) or value.numel() == shard.numel:
-            continue
-        if key == master_weights.STATE_KEY or (shard.is_cut and value.dim() > 0):
-            raise CheckpointMismatchError(
-                f"state {key!r} of parameter {name!r} has {value.numel()} elements, but this rank owns {shard.numel}"
-            )
+        is_per_element = isinstance(value, Tensor) and (
+            key == master_weights.STATE_KEY or (shard.is_cut and value.dim() > 0)
+        )
+        if is_per_element and value.numel() != shard.numel:
+            raise _other_range(shard.name)
+    return values
+
+
+def _other_range(name: str) -> CheckpointMismatchError:
+    return CheckpointMismatchError(
+        f"there is state of parameter {name!r} in another range than this rank owns: load the checkpoint into what "
+        "get_optimizer_state_dict() returns for this optimizer, or pass the full state and full_state_dict=True"
+    )
 
 
 def _restricted(state_dict: StateDict, view: OptimizerView) -> StateDict:
-    """Return the part of a state dict that belongs to one optimizer."""
     names = set(view.names)
     return {
         "state": {name: values for name, values in state_dict["state"].items() if name in names},
         "param_groups": [group for group in state_dict["param_groups"] if names.intersection(group["params"])],
     }
-
-
-def _broadcast(collectives: Collectives, state_dict: StateDict) -> StateDict:
-    """Return rank 0's full state dict on every rank, with tensors on the CPU."""
-    tensors: list[Tensor] = []
-    tree: Any = None
-    text: bytes | None = None
-    call = f"{SET} from rank 0"
-    with FailTogether(collectives, call):
-        if collectives.group_rank == 0:
-            tree = tagged_json.encode(state_dict, tensors, "the state dict")
-            tensors = [tensor.detach().cpu().contiguous() for tensor in tensors]
-            text = tagged_json.dumps([tree, [tagged_json.describe_tensor(tensor) for tensor in tensors]])
-    received = collectives.broadcast_bytes(text, 0, call)
-    with FailTogether(collectives, call):  # every rank has memory for the tensors before one is sent
-        if collectives.group_rank != 0:
-            tree, described = tagged_json.loads(received)
-            tensors = [tagged_json.empty_from(description) for description in described]
-    for tensor in tensors:
-        buffer = tensor.to(collectives.control_device)
-        collectives.broadcast(buffer, 0, call).wait()
-        if buffer is not tensor:
-            tensor.copy_(buffer)
-    decoded: StateDict = tagged_json.decode(tree, tensors)
-    return decoded
-
-
-def _flattened(state_dict: StateDict) -> StateDict:
-    """Return one level of keys as torch does: ``state.<parameter>.<key>`` and ``param_groups.<parameter>.<option>``."""
-    flat: StateDict = {}
-    for name, values in state_dict["state"].items():
-        for key, value in values.items():
-            if not isinstance(key, str) or isinstance(value, (dict, list)):
-                raise ValueError(f"state {key!r} of parameter {name!r} cannot be flattened")
-            flat[f"state.{name}.{key}"] = value
-    for group in state_dict["param_groups"]:
-        options = {key: value for key, value in group.items() if key != "params"}
-        flat.update({f"param_groups.{name}.{key}": value for name in group["params"] for key, value in options.items()})
-    return flat
-
-
-def _with_groups(state_dict: StateDict, views: Sequence[OptimizerView]) -> StateDict:
-    """Return a state dict with ``state`` and ``param_groups``, also from a flattened one."""
-    return state_dict if "param_groups" in state_dict else _unflattened(state_dict, views)
-
-
-def _unflattened(flat: Mapping[str, Any], views: Sequence[OptimizerView]) -> StateDict:
-    """Invert :func:`_flattened`."""
-
-    def entries_under(prefix: str) -> dict[str, Any]:
-        return {key[len(prefix) :]: value for key, value in flat.items() if key.startswith(prefix)}
-
-    state: dict[str, dict[str, Any]] = {}
-    groups = []
-    for view in views:
-        for name in view.names:
-            values = entries_under(f"state.{name}.")
-            if values:
-                state[name] = values
-        for names in view.split_by_group(view.names):
-            options = entries_under(f"param_groups.{names[0]}.") if names else {}
-            groups.append({**options, "params": names})
-    return {"state": state, "param_groups": groups}

@@ -24,8 +24,8 @@ from onecopy.step import engine as step_engine
 from onecopy.step import master_weights
 from onecopy.step.consistency import group_facts
 from onecopy.step.engine import Engine
+from onecopy.step.gradients import OwnedShard
 from onecopy.step.inner_optimizer import InnerOptimizer
-from onecopy.step.owned_shards import OwnedShard
 from onecopy.step.parameter_groups import NOT_OPTIONS, Group, options_of
 
 StateDict = dict[str, Any]
@@ -51,11 +51,11 @@ def load(engine: Engine, optimizer: Optimizer, given: object, elementwise: bool)
             states.setdefault(index, {})[master_weights.STATE_KEY] = master
         _check_shapes(states, engine.layout, elementwise)
         together.facts = _load_facts(state_dict, states, others, engine.layout)
-        inner_state_dict, saved_masters = _inner_state_dict(state_dict, states, engine.layout, local)
-        inner_state_dict["state"] |= nested_tensors.map_tensors(others, _clone)
+        owned_states, saved_masters = _owned_states(states, engine.layout, local)
+        others = nested_tensors.map_tensors(others, _clone)
         saved_groups = deepcopy(state_dict["param_groups"])
     with restored_on_failure(engine, CALL):
-        _load_inner(local, inner_state_dict)
+        load_inner(local, owned_states, saved_groups, others)
     finish_load(engine, groups, saved_groups, saved_masters, has_state=bool(states or others))
     with FailTogether(engine.collectives, CALL):
         run_load_post_hooks(optimizer)
@@ -68,28 +68,39 @@ def restored_on_failure(engine: Engine, call: str) -> Iterator[None]:
         yield
 
 
-def load_owned_state(
-    local: InnerOptimizer, states: Mapping[int, dict[Any, Any]], options: Sequence[dict[str, Any]]
+def load_inner(
+    local: InnerOptimizer,
+    states: Mapping[int, dict[Any, Any]],
+    options: Sequence[Mapping[str, Any]],
+    others: Mapping[Any, Any] | None = None,
+    as_saved: bool = False,
 ) -> None:
-    """Load into the inner optimizer state of which this rank has exactly its shards, without copies.
+    """Load into the inner optimizer through its own method, because a class may upgrade old state there.
 
     Args:
         local: this rank's inner optimizer.
         states: the state of this rank's shards, by parameter.
         options: the options of every group.
+        others: state under keys that are not parameters.
+        as_saved: whether tensors keep their dtypes; torch's ``load_state_dict`` rounds them to the parameter's.
     """
-    positions = _positions(local)
-    state = {
-        positions[id(owned.tensor)]: states[owned.shard.param] for owned in local.owned if owned.shard.param in states
-    }
+    inner = local.optim
+    tensors = list(chain.from_iterable(group["params"] for group in inner.param_groups))
+    positions = {id(tensor): position for position, tensor in enumerate(tensors)}
+    owned_states = [(owned.tensor, states[owned.shard.param]) for owned in local.owned if owned.shard.param in states]
     param_groups = [
-        {**values, "params": [positions[id(tensor)] for tensor in group["params"]]}
-        for values, group in zip(options, local.optim.param_groups, strict=True)
+        {**options_of(dict(values)), "params": [positions[id(tensor)] for tensor in group["params"]]}
+        for values, group in zip(options, inner.param_groups, strict=True)
     ]
-    _load_inner(local, {"state": state, "param_groups": param_groups})
-    for owned in local.owned:
-        if owned.shard.param in states:
-            keep_as_saved(local.optim.state[owned.tensor], states[owned.shard.param])
+    state = {positions[id(tensor)]: values for tensor, values in owned_states}
+    inner.load_state_dict({"state": {**state, **(others or {})}, "param_groups": param_groups})
+    for tensor, values in owned_states:
+        if as_saved:
+            keep_as_saved(inner.state[tensor], values)
+        # torch's load_state_dict turns a string into a generator's name.
+        for key, value in values.items():
+            if _holds_text(value) and key in inner.state[tensor]:
+                inner.state[tensor][key] = value
 
 
 def finish_load(
@@ -110,7 +121,12 @@ def finish_load(
         has_state: whether any rank has loaded state.
         written_masters: parameters whose master weights are written already.
     """
-    _set_options(engine.inner, groups, saved_groups, has_state)
+    for group, saved in zip(groups, saved_groups, strict=True):
+        members = {key: group[key] for key in NOT_OPTIONS if key in group}
+        group.clear()
+        group.update({**members, **saved, "params": members["params"]})
+    engine.inner.pull_all_options(groups)
+    engine.inner.note_loaded(has_state)
     engine.allow_steps()
     for owned in engine.inner.owned:
         if owned.param_view is not None and owned.shard.param not in written_masters:
@@ -126,18 +142,6 @@ def keep_as_saved(state: dict[Any, Any], saved: Mapping[Any, Any]) -> None:
                 state[key] = value.to(current.device)
         elif key in state and not isinstance(value, Tensor):
             state[key] = value
-
-
-def _set_options(
-    local: InnerOptimizer, groups: Sequence[Group], saved_groups: Sequence[Mapping[str, Any]], has_state: bool
-) -> None:
-    """Give the user's groups and the inner optimizer's groups the saved options."""
-    for group, saved in zip(groups, saved_groups, strict=True):
-        members = {key: group[key] for key in NOT_OPTIONS if key in group}
-        group.clear()
-        group.update({**members, **saved, "params": members["params"]})
-    local.pull_all_options(groups)
-    local.note_loaded(has_state)
 
 
 def _shallow_copy(state_dict: object) -> StateDict:
@@ -182,7 +186,6 @@ def _state_by_index(state_dict: StateDict, groups: Sequence[Group]) -> tuple[dic
 
 
 def _check_shapes(states: Mapping[int, Mapping[Any, Any]], layout: Layout, elementwise: bool) -> None:
-    """Raise ``ValueError`` if a tensor has a shape that its parameter's state cannot have."""
     for index, state in states.items():
         spec = layout.params[index]
         for key, value in state.items():
@@ -208,15 +211,11 @@ def _load_facts(
     ]
 
 
-def _inner_state_dict(
-    state_dict: StateDict, states: Mapping[int, Mapping[Any, Any]], layout: Layout, local: InnerOptimizer
-) -> tuple[StateDict, dict[int, Tensor]]:
-    """Return a state dict for the inner optimizer, with copies of this rank's shards, and the master weights.
-
-    The state is by the inner optimizer's positions, the master weights are by parameter index.
-    """
-    positions = _positions(local)
-    state, saved_masters = {}, {}
+def _owned_states(
+    states: Mapping[int, Mapping[Any, Any]], layout: Layout, local: InnerOptimizer
+) -> tuple[dict[int, dict[Any, Any]], dict[int, Tensor]]:
+    """Return copies of the state of this rank's shards, and the saved master weights, by parameter index."""
+    found, saved_masters = {}, {}
     for owned in local.owned:
         index = owned.shard.param
         if index not in states:
@@ -227,40 +226,17 @@ def _inner_state_dict(
             _check_master(master, owned, layout.params[index])
             saved_masters[index] = master
         if values:
-            state[positions[id(owned.tensor)]] = values
-    param_groups = [
-        {**options_of(saved), "params": [positions[id(tensor)] for tensor in group["params"]]}
-        for saved, group in zip(state_dict["param_groups"], local.optim.param_groups, strict=True)
-    ]
-    return {"state": state, "param_groups": param_groups}, saved_masters
+            found[index] = values
+    return found, saved_masters
 
 
 def _check_master(master: object, owned: OwnedShard, spec: ParamSpec) -> None:
-    """Raise ``ValueError`` if a saved value cannot be copied into this rank's master weight."""
     if not isinstance(master, Tensor) or master.shape != owned.tensor.shape:
         found = f"shape {tuple(master.shape)}" if isinstance(master, Tensor) else f"type {type(master).__qualname__}"
         raise ValueError(
             f"the master weight of parameter {spec.name!r} in the state dict has {found}, but "
             f"the part of it that this rank owns has shape {tuple(owned.tensor.shape)}"
         )
-
-
-def _positions(local: InnerOptimizer) -> dict[int, int]:
-    """Return the positions of the inner optimizer's tensors by their ``id()``."""
-    tensors = chain.from_iterable(group["params"] for group in local.optim.param_groups)
-    return {id(tensor): position for position, tensor in enumerate(tensors)}
-
-
-def _load_inner(local: InnerOptimizer, state_dict: StateDict) -> None:
-    """Load into the inner optimizer through its own method, because a class may upgrade old state there."""
-    inner = local.optim
-    inner.load_state_dict(state_dict)
-    tensors = list(chain.from_iterable(group["params"] for group in inner.param_groups))
-    for position, saved in state_dict["state"].items():
-        # torch's load_state_dict turns a string into a generator's name.
-        for key, value in saved.items() if isinstance(position, int) else ():
-            if _holds_text(value) and key in inner.state[tensors[position]]:
-                inner.state[tensors[position]][key] = value
 
 
 def _owned_state(state: Mapping[Any, Any], owned: OwnedShard, spec: ParamSpec) -> dict[Any, Any]:

@@ -1,7 +1,8 @@
 """The optimizer state that this rank has: one iterator and one writer, for optimizers of any class.
 
-``OptimizerView.state_shards`` is the iterator: for each parameter of which this rank has state, its range and the state
-itself. ``written_states`` turns that into plain data and dense tensors.
+``owned_state`` is the iterator: for each parameter of which this rank has state, its range and the state itself.
+``written_states`` turns that into plain data and dense tensors. Consolidation, torch.distributed.checkpoint and
+checkpoints all use these two.
 """
 
 from __future__ import annotations
@@ -21,13 +22,11 @@ from onecopy.common import tagged_json
 from onecopy.common.flat_views import dense_copy, to_bytes
 from onecopy.common.tensor_subclasses import check_not_cut
 from onecopy.common.torch_private import uncompiled
-from onecopy.state_dict.load import finish_load, keep_as_saved, load_owned_state
+from onecopy.state_dict.load import finish_load, keep_as_saved, load_inner
 from onecopy.step import master_weights
 from onecopy.step.engine import Engine
+from onecopy.step.inner_optimizer import InnerOptimizer
 from onecopy.step.parameter_groups import Group, first_places, options_of
-
-POSITION_NAME = "group{}[{}]"
-"""The name of a parameter without a model: the number of its group, and its position in the group."""
 
 Optimizers = Optimizer | Sequence[Optimizer] | None
 
@@ -54,27 +53,16 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 @dataclass(frozen=True, slots=True)
 class StateShard:
-    """The optimizer state that this rank has of one parameter.
+    """The optimizer state that this rank has of one parameter: of its elements ``[start, stop)`` in memory order."""
 
-    Attributes:
-        index: the position of the parameter in the optimizer.
-        name: its name.
-        param: the parameter.
-        start: where this rank's range of the parameter begins, in memory order.
-        stop: where it ends.
-        tensor: the tensor that the optimizer steps: the parameter, a range of it, or a master weight.
-        param_view: the parameter's own memory of the range if ``tensor`` is a master weight, else None.
-        state: the state of ``tensor`` in the optimizer, without its master weight.
-    """
-
-    index: int
+    index: int  # the position of the parameter in the optimizer
     name: str
     param: Tensor
     start: int
     stop: int
-    tensor: Tensor
-    param_view: Tensor | None
-    state: Mapping[Any, Any]
+    tensor: Tensor  # what the optimizer steps: the parameter, a range of it, or a master weight
+    param_view: Tensor | None  # the parameter's own memory of the range if ``tensor`` is a master weight
+    state: Mapping[Any, Any]  # of ``tensor`` in the optimizer, without its master weight
 
     @property
     def numel(self) -> int:
@@ -86,24 +74,21 @@ class StateShard:
         """Whether this rank has only a range of the parameter."""
         return self.numel != self.param.numel()
 
+    def state_with_master(self) -> dict[Any, Any]:
+        """Return the state, with the master weight as one more entry if there is one."""
+        master = {master_weights.STATE_KEY: self.tensor.detach()} if self.param_view is not None else {}
+        return {**self.state, **master}
+
 
 @dataclass(frozen=True, slots=True)
 class WrittenState:
-    """The state of one shard as plain data and tensors.
-
-    Attributes:
-        shard: the shard.
-        tree: the state with its master weight, as tagged JSON.
-        tensors: the tensors of the tree, dense.
-        per_element: for each tensor, whether it has an element for each element of the shard's range alone.
-        checksum: a checksum of the other tensors of a cut parameter, of which all owners have equal copies.
-    """
+    """The state of one shard as plain data and tensors."""
 
     shard: StateShard
-    tree: Any
-    tensors: list[Tensor]
-    per_element: list[bool]
-    checksum: int
+    tree: Any  # the state with its master weight, as tagged JSON
+    tensors: list[Tensor]  # of the tree, dense
+    per_element: list[bool]  # for each tensor, whether it has an element for each element of the shard's range alone
+    checksum: int  # of the other tensors of a cut parameter, of which all owners must have equal copies
 
 
 def checksum(tensors: Sequence[Tensor]) -> int:
@@ -123,13 +108,21 @@ def owners_differ(name: str, owners: str, values: str = "") -> str:
     )
 
 
+def owned_state(inner: InnerOptimizer, names: Sequence[str]) -> list[StateShard]:
+    """Return the shards of a sharded optimizer that this rank owns, in the order of the layout."""
+    found = []
+    for owned in inner.owned:
+        shard, tensor = owned.shard, owned.tensor
+        position = (shard.param, names[shard.param], owned.param, shard.start, shard.stop)
+        found.append(StateShard(*position, tensor, owned.param_view, inner.optim.state.get(tensor, {})))
+    return found
+
+
 def written_states(shards: Sequence[StateShard]) -> list[WrittenState]:
-    """Return the state of each shard that has any; raise ``TypeError`` if it cannot be written."""
+    """Return the state of each shard; raise ``TypeError`` if it cannot be written."""
     found = []
     for shard in shards:
-        values = state_with_master(shard.state, shard.tensor, shard.param_view)
-        if not values:
-            continue
+        values = shard.state_with_master()
         is_cut, shape = shard.is_cut, shard.tensor.shape
         if is_cut and any(type(value) is not Tensor for value in values.values()):
             check_not_cut(values, shard.name)
@@ -137,7 +130,10 @@ def written_states(shards: Sequence[StateShard]) -> list[WrittenState]:
         tree = tagged_json.encode(values, tensors, f"state of parameter {shard.name!r}")
         for place, tensor in enumerate(tensors):
             if tensor.layout is not torch.strided:
-                raise TypeError(f"state of parameter {shard.name!r} has a tensor of layout {tensor.layout}")
+                raise TypeError(
+                    f"state of parameter {shard.name!r} has a tensor of layout {tensor.layout}, which cannot be "
+                    "gathered or saved"
+                )
             if not tensor.is_contiguous():
                 tensors[place] = dense_copy(tensor)
         per_element = [is_cut and tensor.shape == shape for tensor in tensors]
@@ -180,9 +176,9 @@ class OptimizerView:
 
     @property
     def positions(self) -> list[str]:
-        """Names made of the group and the position in it, for optimizers without a model."""
+        """Names made of the number of the group and the position in it, for optimizers without a model."""
         return [
-            POSITION_NAME.format(number, place)
+            f"group{number}[{place}]"
             for number, group in enumerate(self.optimizer.param_groups)
             for place in range(len(group["params"]))
         ]
@@ -199,18 +195,13 @@ class OptimizerView:
 
     def state_shards(self) -> list[StateShard]:
         """Return this rank's state: the owned shards of a ZeroRedundancyOptimizer, else all parameters."""
+        if self.engine is not None:
+            return owned_state(self.engine.inner, self.names)
         state, names = self.optim.state, self.names
-        if self.engine is None:
-            return [
-                StateShard(index, names[index], param, 0, param.numel(), param, None, state.get(param, {}))
-                for index, param in enumerate(self.params)
-            ]
-        found = []
-        for owned in self.engine.inner.owned:
-            shard, tensor = owned.shard, owned.tensor
-            position = (shard.param, names[shard.param], owned.param, shard.start, shard.stop)
-            found.append(StateShard(*position, tensor, owned.param_view, state.get(tensor, {})))
-        return found
+        return [
+            StateShard(index, names[index], param, 0, param.numel(), param, None, state.get(param, {}))
+            for index, param in enumerate(self.params)
+        ]
 
     def check_state_keys(self) -> None:
         """Raise ``TypeError`` if the optimizer has state under a key that is not a parameter."""
@@ -246,7 +237,7 @@ class OptimizerView:
             has_state: whether any rank loads state.
         """
         if self.engine is not None:
-            load_owned_state(self.engine.inner, states, options)
+            load_inner(self.engine.inner, states, options, as_saved=True)
             groups = self.optimizer.param_groups
             finish_load(self.engine, groups, options, {}, has_state, loaded_masters)
             return
@@ -315,14 +306,3 @@ def plain_state_dict(state: Mapping[str, Mapping[Any, Any]], groups: Sequence[Gr
     numbered = [{**group, "params": [position_of[name] for name in group["params"]]} for group in groups]
     form: dict[str, Any] = {"state": by_position, "param_groups": numbered}
     return {**form, master_weights.STATE_DICT_KEY: masters} if masters else form
-
-
-def state_with_master(state: Mapping[Any, Any], tensor: Tensor, param_view: Tensor | None) -> dict[Any, Any]:
-    """Return the state of one parameter, with its master weight as one more entry if it has one.
-
-    Args:
-        state: the inner optimizer's state of the parameter.
-        tensor: the tensor that the inner optimizer steps.
-        param_view: the parameter's own memory if ``tensor`` is a master weight, else None.
-    """
-    return {**state, master_weights.STATE_KEY: tensor.detach()} if param_view is not None else dict(state)

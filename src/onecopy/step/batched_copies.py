@@ -37,9 +37,7 @@ def batches(flats: Sequence[Tensor]) -> list[list[Tensor]]:
 def converted_together(tensors: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
     """Copy tensors into one new buffer in the data type, on the device and with the strides of ``like``, in one call.
 
-    Args:
-        tensors: tensors of one data type, on one device.
-        like: as many dense tensors of the same shapes, of one data type, on one device.
+    The tensors have one data type and one device, and so have those of ``like``, which are dense.
     """
     offsets, total = [], 0
     for tensor in like:

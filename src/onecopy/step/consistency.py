@@ -55,13 +55,9 @@ class StepStatus:
     On an accelerator it is read one step later, so that the host does not wait. A rank that failed raises at once,
     after it has taken part in the step's collectives; the other ranks raise in their next step, before they send.
 
-    Args:
-        collectives: the ranks that share the state.
+    Attributes:
         queue: votes that are read later, in the order of their exchange.
         replicas: with a mesh, the ranks that have the same shards in other replicas.
-
-    Attributes:
-        queue, replicas: as given.
         is_deferred: whether votes are read later unless a call says at once.
     """
 
@@ -93,13 +89,7 @@ class StepStatus:
     ) -> None:
         """Vote, and raise on every rank if a rank failed or if the ranks differ.
 
-        Args:
-            facts: what must be equal on all ranks; None if it was compared before in this step.
-            failure: this rank's exception.
-            call: the name of the call that all ranks are in, for errors.
-            probe: compares gradients in the first steps.
-            guard: knows whether this rank's gradients are finite.
-            at_once: read the vote at once; by default unless this status is deferred.
+        ``facts`` is None if they were compared before in this step. By default ``is_deferred`` says when it is read.
         """
         collectives = self._collectives
         at_once = not self.is_deferred if at_once is None else at_once

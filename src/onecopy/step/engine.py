@@ -8,7 +8,6 @@ inside the backward pass, ``data_parallel/step.py`` bucket by bucket.
 from __future__ import annotations
 
 import contextlib
-import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -24,15 +23,13 @@ from onecopy.comm.agreement import FirstFailure
 from onecopy.comm.collectives import Collectives
 from onecopy.comm.status_flags import DeferredFlags
 from onecopy.common.flat_views import is_dense
-from onecopy.common.profiler_ranges import profiled
-from onecopy.common.torch_private import debug_enabled
+from onecopy.common.torch_private import profiled
 from onecopy.layout import Layout, ParamSpec
 from onecopy.step.checks import GradientProbe, compare_replicas
 from onecopy.step.consistency import StepFacts, StepStatus
-from onecopy.step.gradients import Gradients
+from onecopy.step.gradients import Gradients, gradient_range
 from onecopy.step.inner_optimizer import InnerOptimizer
 from onecopy.step.nonfinite import NonfiniteGuard
-from onecopy.step.owned_shards import gradient_range
 from onecopy.step.parameter_groups import Group
 from onecopy.step.storage import Storage
 
@@ -40,7 +37,6 @@ StepSchedule = Callable[["Engine", Sequence[Group], Callable[[], Any] | None, di
 """Makes one step with an engine, parameter groups, a closure and further arguments, and returns the closure's loss."""
 
 StorageClass = Callable[[Sequence[Tensor], Layout], Storage]
-"""Constructs the storage of some parameters in a layout."""
 
 _numbers: weakref.WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = weakref.WeakKeyDictionary()
 """The number of the next engine, by process group."""
@@ -171,11 +167,7 @@ class Engine:
     ) -> Any:
         """Step the inner optimizer over the owned shards, and return the closure's loss.
 
-        Args:
-            groups: the user's parameter groups.
-            closure: re-evaluates the model and returns the loss.
-            kwargs: further arguments of the inner optimizer's ``step``.
-            gradient_shards: gradients of the owned shards to use in place of ``param.grad``.
+        The gradients are those in ``gradient_shards``, by parameter, or by default those in ``param.grad``.
         """
         self.check_groups(groups)
         self.inner.push_options(groups)
@@ -230,10 +222,7 @@ class Engine:
     ) -> None:
         """Confirm, share, and take over options that the inner optimizer wrote. Ends most step schedules.
 
-        Args:
-            groups: the user's parameter groups.
-            has_gradient: which parameters have a gradient; None if all parameters may have changed.
-            failure: this rank's exception in the update.
+        ``has_gradient`` is None if all parameters may have changed; ``failure`` is this rank's exception in the update.
         """
         self.confirm(groups, [True] * len(self.params) if has_gradient is None else has_gradient, failure)
         self.share(has_gradient)
@@ -245,12 +234,9 @@ class Engine:
     def confirm(
         self, groups: Sequence[Group], has_gradient: Sequence[bool], failure: Exception | None, at_once: bool = False
     ) -> bool:
-        """Vote, and raise on all ranks if one has failed or if the ranks differ.
+        """Vote, and raise on all ranks if one has failed or if the ranks differ; return whether all skip this step.
 
         On an accelerator the other ranks raise in the next step, unless the vote is read at once.
-
-        Returns:
-            Whether all ranks skip the step, because a gradient is not finite.
         """
         self.status.exchange(
             self.facts(groups, has_gradient),
@@ -284,11 +270,7 @@ class Engine:
 
     @profiled("onecopy.share")
     def share(self, has_gradient: Sequence[bool] | None = None) -> None:
-        """Send the updated parameters from their owners to all ranks.
-
-        Args:
-            has_gradient: which parameters have a gradient, where only these can have changed.
-        """
+        """Send updated parameters from their owners to all ranks; only those with a gradient, if that is given."""
         # Which messages are sent may depend on the gradients only if the ranks have compared them.
         everything = (
             has_gradient is None or self.inner.updates_without_gradient or self.status.is_deferred or all(has_gradient)
@@ -378,11 +360,8 @@ def restored_on_failure(
 ) -> Iterator[None]:
     """If the block raises, put back what it may have changed, without allocating memory.
 
-    Args:
-        engines: engines, with their inner optimizers, groups and layouts. The values of state are not copied.
-        params: parameters, with their memory and gradients.
-        others: objects whose attributes are put back.
-        lists: lists whose content is put back.
+    Engines are put back with their inner optimizers, groups and layouts, parameters with their memory and gradients,
+    and others by their attributes. The values of state are not copied.
     """
     tensors = [(param, param.data, param.grad) for param in params]
     inner = [engine.inner for engine in engines]
@@ -415,23 +394,3 @@ def sharded_collectives(optimizers: Sequence[object]) -> Collectives | None:
 def collectives_of(optimizers: Sequence[object]) -> Collectives:
     """The ranks of the first sharded optimizer, or all ranks if there is none. Raises nothing for wrong arguments."""
     return sharded_collectives(optimizers) or Collectives()
-
-
-logger = logging.getLogger(__name__)
-
-
-def log_layout(engine: Engine) -> None:
-    """Log the shards and messages of this rank, and on rank 0 the whole layout."""
-    if not debug_enabled():
-        return
-    layout, group_rank = engine.layout, engine.collectives.group_rank
-    logger.info(
-        "rank %d owns %d of %d elements in %d shards; %d messages a step",
-        group_rank,
-        layout.elements_per_rank[group_rank],
-        sum(layout.elements_per_rank),
-        len(layout.owned_by(group_rank)),
-        engine.sharing.messages,
-    )
-    if group_rank == 0:
-        logger.info("%s", layout)

@@ -13,14 +13,7 @@ from torch.optim import Optimizer
 
 from onecopy.common.torch_private import bare_step
 from onecopy.layout import Layout, Shard
-from onecopy.step.master_weights import MasterWeight, MasterWeightPolicy, MasterWeights
-from onecopy.step.optimizer_classes import (
-    REFUSES_SPARSE_GRADIENTS,
-    SKIPS_MISSING_GRADIENTS,
-    check_dtypes,
-    check_options,
-)
-from onecopy.step.owned_shards import (
+from onecopy.step.gradients import (
     MakeSteppedTensor,
     OwnedShard,
     gradient_range,
@@ -29,22 +22,18 @@ from onecopy.step.owned_shards import (
     set_flat_gradients,
     set_gradients,
 )
+from onecopy.step.master_weights import MasterWeight, MasterWeightPolicy, MasterWeights
+from onecopy.step.optimizer_classes import (
+    REFUSES_SPARSE_GRADIENTS,
+    SKIPS_MISSING_GRADIENTS,
+    check_dtypes,
+    check_options,
+)
 from onecopy.step.parameter_groups import Group, apply_changes, first_places, options_of, replace_options
 
 
 class InnerOptimizer:
     """Constructs and steps the inner optimizer, and gives it options and gradients.
-
-    Args:
-        optimizer_class: the user's class.
-        defaults: the options of the class.
-        groups: the user's parameter groups.
-        layout: the owner of each shard of the parameters.
-        params: all parameters.
-        flats: the flat memory of all parameters.
-        group_rank: this rank.
-        make_tensor: makes the tensor that is stepped for a shard.
-        master_policy: which parameters are stepped through a copy.
 
     Attributes:
         optim: the inner optimizer.

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -34,7 +33,7 @@ from onecopy.common.torch_private import accumulates
 from onecopy.errors import PeerFailedError, RanksDisagreeError
 from onecopy.layout import Shard
 from onecopy.step.engine import Engine
-from onecopy.step.owned_shards import gradient_range
+from onecopy.step.gradients import gradient_range
 from onecopy.step.parameter_groups import Group, options_of, replace_options
 
 CALL = "step() in a join context"
@@ -65,14 +64,7 @@ def with_join_rule() -> Iterator[None]:
 
 
 class ZeROJoinHook(JoinHook):
-    """The hook of a joined rank: it takes part in the steps of the active ranks.
-
-    Args:
-        step: makes one step.
-        engine: the engine of the optimizer.
-        groups: returns the user's parameter groups.
-        model: the DDP model whose passes the steps follow; None if every pass synchronises.
-    """
+    """The hook of a joined rank: it takes part in the steps of the active ranks, after passes of ``model``."""
 
     def __init__(
         self, step: Callable[[], None], engine: Engine, groups: Callable[[], Sequence[Group]], model: object
@@ -111,12 +103,12 @@ class ZeROJoinHook(JoinHook):
         call = "leaving the join context"
         collectives, groups = self._engine.collectives, self._groups()
         with FailTogether(collectives, call):
-            header = write_handover(groups, [], False) if is_last_joiner else b""
+            header = _header(groups) if is_last_joiner else b""
         flags = [row[0] for row in collectives.all_gather_flags([int(is_last_joiner)], call)]
         header = collectives.broadcast_bytes(header, flags.index(1), call)
         with FailTogether(collectives, call):
             if not is_last_joiner:
-                read_handover(header).apply_options(groups)
+                _apply_options(groups, _read_header(header)[0])
 
 
 def active_step(
@@ -173,7 +165,7 @@ def _share_header(
     ranges: dict[int, list[Tensor]] = {}
     with FailTogether(collectives, CALL):
         if collectives.group_rank == source:
-            header = write_handover(groups, has_gradient, engine.gradients.is_reduce_scattered)
+            header = _header(groups, has_gradient, engine.gradients.is_reduce_scattered)
             if not engine.gradients.is_reduce_scattered:
                 for group_rank, is_active in enumerate(flags):
                     shards = [] if is_active else _with_gradient(engine, group_rank, has_gradient)
@@ -204,10 +196,9 @@ def _receive_from_active(
     The gradients are received into ``room`` before anything that may fail, because their sender waits.
     """
     collectives = engine.collectives
-    handover = read_handover(header)
-    has_gradient = list(handover.has_gradient)
+    options, has_gradient, is_reduce_scattered = _read_header(header)
     shards = _with_gradient(engine, collectives.group_rank, has_gradient)
-    if handover.is_reduce_scattered:
+    if is_reduce_scattered:
         # Gradients are reduced to joined ranks, too: this rank has its shards already.
         reduced = engine.gradients.without_inputs
         missing = [engine.layout.params[shard.param].name for shard in shards if shard.param not in reduced]
@@ -219,7 +210,7 @@ def _receive_from_active(
         gradient_shards = {shard.param: room[shard.param] for shard in shards}
         start = partial(collectives.receive, source=source, call=CALL)
         receive_ranges([as_bytes(flat) for flat in gradient_shards.values()], start, collectives.control_device)
-    handover.apply_options(groups)
+    _apply_options(groups, options)
     return has_gradient, gradient_shards
 
 
@@ -233,32 +224,17 @@ def _gradient_shard(engine: Engine, shard: Shard) -> Tensor:
     return gradient
 
 
-@dataclass(frozen=True, slots=True)
-class Handover:
-    """The content of a header.
-
-    Attributes:
-        options: the options of every group.
-        has_gradient: whether each parameter has a gradient.
-        is_reduce_scattered: whether the owners have their reduced gradients already.
-    """
-
-    options: tuple[Group, ...]
-    has_gradient: tuple[bool, ...]
-    is_reduce_scattered: bool
-
-    def apply_options(self, groups: Sequence[Group]) -> None:
-        """Set the options of the joined rank's groups."""
-        for group, options in zip(groups, self.options, strict=True):
-            # A tensor is written in place: the user may hold on to it, and it may be on an accelerator.
-            kept = {key: value for key, value in group.items() if _both_tensors(value, options.get(key))}
-            for key, tensor in kept.items():
-                tensor.copy_(options[key])
-            replace_options(group, {**options, **kept})
+def _apply_options(groups: Sequence[Group], new: Sequence[Group]) -> None:
+    for group, options in zip(groups, new, strict=True):
+        # A tensor is written in place: the user may hold on to it, and it may be on an accelerator.
+        kept = {key: value for key, value in group.items() if _both_tensors(value, options.get(key))}
+        for key, tensor in kept.items():
+            tensor.copy_(options[key])
+        replace_options(group, {**options, **kept})
 
 
-def write_handover(groups: Sequence[Group], has_gradient: Sequence[bool], is_reduce_scattered: bool) -> bytes:
-    """Write a header as JSON. Tensors among the options, such as a learning rate, are written as values."""
+def _header(groups: Sequence[Group], has_gradient: Sequence[bool] = (), is_reduce_scattered: bool = False) -> bytes:
+    """The arguments as JSON. Tensors among the options, such as a learning rate, are written as values."""
     described = []
     for group in groups:
         tensors: list[Tensor] = []
@@ -267,14 +243,13 @@ def write_handover(groups: Sequence[Group], has_gradient: Sequence[bool], is_red
     return tagged_json.dumps([described, [int(has) for has in has_gradient], is_reduce_scattered])
 
 
-def read_handover(text: bytes) -> Handover:
-    """Read a header that :func:`write_handover` wrote."""
+def _read_header(text: bytes) -> tuple[list[Group], list[bool], bool]:
     described, mask, is_reduce_scattered = tagged_json.loads(text)
-    options = tuple(
+    options = [
         tagged_json.decode(tree, [torch.tensor(value, dtype=getattr(torch, name)) for name, value in values])
         for tree, values in described
-    )
-    return Handover(options, tuple(bool(has) for has in mask), is_reduce_scattered)
+    ]
+    return options, [bool(has) for has in mask], is_reduce_scattered
 
 
 def _both_tensors(current: object, new: object) -> bool:

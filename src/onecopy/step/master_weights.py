@@ -130,10 +130,7 @@ class MasterWeights:
         """Copy values that the user has written into the parameters since the last step into the copies.
 
         An element whose parameter still is the rounded copy keeps the copy's precision. To compare all values takes too
-        long, so only parameters are compared whose version counter tells of a write.
-
-        Args:
-            everything: compare all parameters.
+        long, so only parameters are compared whose version counter tells of a write, unless ``everything`` is.
         """
         for kind in self._kinds:
             written = [each for each in kind if everything or self._versions[id(each.param)] != version_of(each.param)]

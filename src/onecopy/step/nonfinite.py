@@ -56,10 +56,6 @@ class NonfiniteGuard:
     The flag of a rank is 0 if its gradients are finite. Otherwise it is larger the earlier the parameter is, and among
     the owners of one parameter the lower the rank. So the largest flag of all ranks names both.
 
-    Args:
-        skips: skip the step instead of raising.
-        collectives: the ranks that share the state.
-
     Attributes:
         agrees_first: whether the ranks read the flags before the update. Otherwise the flags are on an accelerator,
             and are read in the next step with the others.
@@ -75,12 +71,7 @@ class NonfiniteGuard:
         self._skips_now = False
 
     def look(self, gradients: Mapping[int, Tensor], layout: Layout) -> None:
-        """Compute the flag of this step, on the device of the flags.
-
-        Args:
-            gradients: the gradients of this rank's shards, by parameter.
-            layout: the parameters.
-        """
+        """Compute the flag of this step from the gradients of this rank's shards, on the device of the flags."""
         device, count = self._collectives.control_device, len(layout.params)
         if self._flags_by_param is None or len(self._flags_by_param) != count:
             last = PLACES - 1 - self._collectives.global_rank

@@ -56,36 +56,36 @@ def _engines_of(given: Sequence[object]) -> list[Engine]:
     return [each if isinstance(each, Engine) else engine_of(each) for each in given]
 
 
-def total_norm(given: Sequence[object], norm_type: float) -> Tensor:
-    """The norm of the gradients of optimizers or engines, equal on all ranks. All ranks make this call together."""
+def total_norm(given: Sequence[object], norm_type: float, **compared: float) -> Tensor:
+    """The norm of the gradients of optimizers or engines, equal on all ranks, as ``compared`` must be.
+
+    All ranks make this call together.
+    """
     with _failing_together(given) as facts:
         engines = _engines_of(given)
         norm_type = float(norm_type)
-        facts += [Fact("norm_type", str(norm_type)), *_engine_facts(engines)]
+        numbers = {"norm_type": norm_type, **compared}
+        facts += [Fact(name, str(float(number))) for name, number in numbers.items()]
+        facts += _engine_facts(engines)
         local = _local_norms(engines, norm_type)
-    return _total_norm(engines, local, norm_type)
+    norms = combined_norms(engines[0].collectives, local, norm_type)
+    double = any(spec.dtype.itemsize >= 8 for engine in engines for spec in engine.layout.params)
+    total: Tensor = torch.linalg.vector_norm(norms, norm_type)
+    if norm_type < 0 and not any(any(engine.gradients.has_gradient()) for engine in engines):
+        total = torch.zeros_like(total)  # the norm of no gradients is zero in torch, too
+    return total.to(torch.float64 if double else torch.float32)
 
 
 def clip(given: Sequence[object], max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
     """Scale the gradients so that their norm is at most ``max_norm``; return the norm that they had."""
-    with _failing_together(given) as facts:
-        engines = _engines_of(given)
-        norm_type, max_norm = float(norm_type), float(max_norm)
-        facts += [
-            Fact("norm_type", str(norm_type)),
-            Fact("max_norm", str(max_norm)),
-            Fact("error_if_nonfinite", str(bool(error_if_nonfinite))),
-            *_engine_facts(engines),
-        ]
-        local = _local_norms(engines, norm_type)
-        gradients = [param.grad for engine in engines for param in engine.params if param.grad is not None]
-    norm = _total_norm(engines, local, norm_type)
+    norm = total_norm(given, norm_type, max_norm=max_norm, error_if_nonfinite=error_if_nonfinite)
     if error_if_nonfinite and not torch.isfinite(norm):
         raise RuntimeError(f"the total norm of order {norm_type} of the gradients is {norm.item()}, not finite")
-    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    factor = torch.clamp(float(max_norm) / (norm + 1e-6), max=1.0)
     by_type: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for gradient in gradients:
-        by_type.setdefault((gradient.device, gradient.dtype), []).append(gradient)
+    for gradient in [param.grad for engine in _engines_of(given) for param in engine.params]:
+        if gradient is not None:
+            by_type.setdefault((gradient.device, gradient.dtype), []).append(gradient)
     for (device, _), same in by_type.items():
         multiply_each(same, factor.to(device))  # not rounded to the type of the gradients
     return norm
@@ -119,13 +119,3 @@ def _local_norms(engines: Sequence[Engine], order: float) -> Tensor:
         mine = engine.gradients.owned(engine.inner.owned)
         parts += [mine.get(index) for index in range(len(engine.params))]
     return local_norms(parts, order, engines[0].params[0].device)
-
-
-def _total_norm(engines: Sequence[Engine], local: Tensor, order: float) -> Tensor:
-    """The norm of all gradients from the norms of this rank's parts."""
-    norms = combined_norms(engines[0].collectives, local, order)
-    double = any(spec.dtype.itemsize >= 8 for engine in engines for spec in engine.layout.params)
-    total: Tensor = torch.linalg.vector_norm(norms, order)
-    if order < 0 and not any(any(engine.gradients.has_gradient()) for engine in engines):
-        total = torch.zeros_like(total)  # the norm of no gradients is zero in torch, too
-    return total.to(torch.float64 if double else torch.float32)

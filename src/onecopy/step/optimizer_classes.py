@@ -109,16 +109,16 @@ def check_options(optimizer: Optimizer) -> None:
 
 
 def check_dtypes(optimizer: Optimizer, dtypes: Iterable[tuple[int, torch.dtype]]) -> None:
-    """Raise if the update of one parameter depends on the dtype of another parameter.
+    """Raise if the update of one parameter depends on the dtype of another, which may be on another rank.
 
-    Args:
-        optimizer: the constructed optimizer, which may have only some of the parameters.
-        dtypes: the group and the dtype of every parameter of all ranks, as the optimizers of their owners see it.
+    ``dtypes`` has the group and the dtype of every parameter of all ranks, as the optimizers of their owners see it.
     """
     if not isinstance(optimizer, torch.optim.Adafactor):
         return
     dtypes_of: dict[int, set[str]] = {}
     for position, dtype in dtypes:
+        if not dtype.is_floating_point:
+            continue  # it can only be frozen
         dtypes_of.setdefault(position, set()).add(str(dtype))
     for position, names in dtypes_of.items():
         if len(names) > 1 and optimizer.param_groups[position]["eps"][0] is None:
@@ -131,11 +131,7 @@ def check_dtypes(optimizer: Optimizer, dtypes: Iterable[tuple[int, torch.dtype]]
 
 
 def is_elementwise(optimizer_class: type[Optimizer], declared: bool | None) -> bool:
-    """Whether a parameter may be cut: as the user declared, or as the class is known, and otherwise not.
-
-    Raises:
-        ValueError: if the state of a class that was declared to be elementwise is quantised in blocks.
-    """
+    """Whether a parameter may be cut: as the user declared, or as the class is known, and otherwise not."""
     if declared and any(QUANTISED_STATE.search(base.__name__) for base in optimizer_class.__mro__):
         raise ValueError(
             f"{optimizer_class.__qualname__} is not elementwise: it quantises its state in blocks of a parameter, and "

@@ -137,7 +137,7 @@ class OwnedStateOptimizer(Optimizer):
         self.engine.inner.refresh_master_weights()
 
     def memory_report(self) -> MemoryReport:
-        """Return the predicted and the measured bytes of this rank's tensors, by kind. Print it for a table.
+        """Return the bytes of this rank's tensors by kind, beside those of plain DDP. Print it for a table.
 
         Call it after the first step and before ``zero_grad()``, on any rank: it does not communicate. Only the
         parameters of this optimizer are counted. The buckets of gradients that DDP has without

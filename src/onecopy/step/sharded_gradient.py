@@ -27,6 +27,7 @@ from onecopy.common.torch_private import (
     COPYING,
     FOREACH_NORM,
     NORM,
+    SCALING,
     UNSCALING,
     ZEROING,
     in_backward,
@@ -69,11 +70,7 @@ class ShardGrad(Tensor):
         return f"ShardGrad({self.local.numel()} of {self.numel()} elements, {self.local})"
 
     def reduced(self, name: str = "") -> Tensor:
-        """The local range; raise if a backward pass under ``no_sync()`` has added to the gradient after its reduction.
-
-        Args:
-            name: the name of the parameter, for the error.
-        """
+        """The local range; raise if a backward pass under ``no_sync()`` has added to the gradient since."""
         if self.unreduced is not None:
             raise RuntimeError(
                 f"the gradient of {f'parameter {name!r}' if name else 'a parameter'} was not reduced: the last "
@@ -118,11 +115,8 @@ class _Norm:
 class GradientGroup:
     """The sharded gradients of some parameters. All their norms are computed at once, and kept until a write.
 
-    Args:
-        collectives: the ranks that own the ranges.
-        params: the parameters. They are not kept alive.
-        may_lack_ranks: whether some ranks may have run out of inputs (a join context). They take no norms, so the ranks
-            meet first, and raise if one does not come.
+    The parameters are not kept alive. ``may_lack_ranks`` tells whether some ranks may have run out of inputs (a join
+    context). They take no norms, so the ranks meet first, and raise if one does not come.
 
     Attributes:
         ddp_may_rebuild: whether DDP may rebuild its buckets in the next forward pass. Then it copies the gradients.
@@ -200,7 +194,15 @@ def _change_each_element(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
         if func in ZEROING:
             gradient.unreduced = None
         gradient.group.forget_norms()
-    func(_local(args[0]), *args[1:], **kwargs)
+    if func in SCALING and not is_list and in_backward() and args[0].unreduced is not None:
+        # A hook of the user's, on a gradient that is kept from an earlier pass: both parts of the sum are scaled (the
+        # kept one where the owner's hook runs). What autograd has added is copied first, because another parameter may
+        # have the same memory.
+        args[0].unreduced = args[0].unreduced.clone()
+        func(args[0].unreduced, *args[1:], **kwargs)
+        func(args[0].local, *args[1:], **kwargs)
+    else:
+        func(_local(args[0]), *args[1:], **kwargs)
     return None if is_list else args[0]
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -25,28 +24,14 @@ ALIGNMENT = 64
 """Bytes to which a parameter's start in a bucket is aligned, for vectorised kernels."""
 
 
-class Storage(Protocol):
-    """The memory of an optimizer's parameters.
+class Storage:
+    """Every parameter stays in place. There is one memory range per shard; small ranges are packed to be sent.
 
     Attributes:
         flats: the flat memory of each parameter.
         ranges: the memory that each owner sends.
         convertible: whether parameters may get another dtype or device while there is no state.
     """
-
-    flats: list[Tensor]
-    ranges: tuple[OwnedMemory, ...]
-    convertible: bool
-
-    def moved(self) -> list[int]:
-        """The indices of parameters that were moved."""
-
-    def plan_sharing(self, collectives: Collectives) -> Sharing:
-        """Plan the messages that share all parameters."""
-
-
-class InPlaceStorage:
-    """Every parameter stays in place. There is one memory range per shard; small ranges are packed to be sent."""
 
     convertible = True
 
@@ -84,7 +69,7 @@ class InPlaceStorage:
         return Sharing(collectives, self.ranges)
 
 
-class BucketStorage(InPlaceStorage):
+class BucketStorage(Storage):
     """Whole parameters are in flat buckets with one owner each, so that nothing is packed to be sent.
 
     A parameter that is cut needs no bucket: its shards are contiguous. A bucket has at most ``limits.MESSAGE_BYTES``,
@@ -102,11 +87,11 @@ class BucketStorage(InPlaceStorage):
         )
 
 
-def storage_class_for(parameters_as_bucket_view: bool, overlap_with_ddp: bool) -> type[InPlaceStorage]:
+def storage_class_for(parameters_as_bucket_view: bool, overlap_with_ddp: bool) -> type[Storage]:
     """Return the storage class for an optimizer's arguments."""
     if parameters_as_bucket_view and overlap_with_ddp:
         logger.warning("parameters_as_bucket_view=True is ignored: overlap_with_ddp=True sends DDP's buckets")
-    return BucketStorage if parameters_as_bucket_view and not overlap_with_ddp else InPlaceStorage
+    return BucketStorage if parameters_as_bucket_view and not overlap_with_ddp else Storage
 
 
 def _plan_buckets(layout: Layout) -> list[tuple[int, ...]]:

@@ -68,7 +68,7 @@ def test_an_example_learns(world_size: int, name: str) -> None:
 
 def test_every_example_that_uses_the_common_parts_is_tested() -> None:
     using = {file.stem for file in EXAMPLES.glob("*.py") if "from shared_parts import" in file.read_text()}
-    assert using == {*EQUAL_TO_DDP, *LEARNING}
+    assert using == {*EQUAL_TO_DDP, *LEARNING, "zero_in_100_lines"}  # which has a test of its own
 
 
 @pytest.mark.parametrize("name", (*EQUAL_TO_DDP, *LEARNING) if EVERYTHING else ["level_1"])

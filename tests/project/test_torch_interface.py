@@ -213,7 +213,7 @@ def test_every_public_name_of_torchs_class_and_stub_exists(world_size: int) -> N
         "global_rank",
         "initialized",
     } <= names & stub_signatures().keys()
-    assert stub_signatures().keys() - names == STUB_ONLY
+    assert stub_signatures().keys() - names - {"__init__"} == STUB_ONLY
     assert sorted(name for name in names if not hasattr(ours, name)) == []
     assert isinstance(ours._all_params, list)
 

@@ -1,0 +1,5 @@
+"""Optimizer classes made for sharded training. Each works as a plain optimizer, too."""
+
+from onecopy.optim.muon import Muon
+
+__all__ = ["Muon"]

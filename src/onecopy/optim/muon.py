@@ -101,7 +101,7 @@ class Muon(Optimizer):
                 group.setdefault(name, value)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update all parameters that have a gradient.
 
         Args:
@@ -152,7 +152,9 @@ def _check_group(group: dict[str, Any], position: int) -> None:
         if not group[name] >= 0.0:
             raise ValueError(f"{name} of group {position} must be at least 0, got {group[name]}")
     if group["adjust_lr_fn"] not in ADJUSTMENTS:
-        raise ValueError(f"adjust_lr_fn of group {position} must be one of {ADJUSTMENTS}, got {group['adjust_lr_fn']!r}")
+        raise ValueError(
+            f"adjust_lr_fn of group {position} must be one of {ADJUSTMENTS}, got {group['adjust_lr_fn']!r}"
+        )
     if len(group["ns_coefficients"]) != 3:
         raise ValueError(f"ns_coefficients of group {position} must be three numbers, got {group['ns_coefficients']}")
     for name, most in (("ns_steps", 99), ("split", math.inf), ("stack_bytes", math.inf)):
@@ -162,8 +164,8 @@ def _check_group(group: dict[str, Any], position: int) -> None:
         name = repr(group["param_names"][place]) if "param_names" in group else f"{place} of group {position}"
         if param.ndim < 2 or param.is_complex():
             raise ValueError(
-                f"Muon is for matrices, but parameter {name} has shape {tuple(param.shape)} and type {param.dtype}: give "
-                "it to another optimizer, such as AdamW"
+                f"Muon is for matrices, but parameter {name} has shape {tuple(param.shape)} and type {param.dtype}: "
+                "give it to another optimizer, such as AdamW"
             )
         if param.shape[0] % group["split"]:
             raise ValueError(

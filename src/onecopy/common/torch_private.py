@@ -6,7 +6,7 @@ import contextlib
 import functools
 import importlib
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any, ParamSpec, TypeVar
 
@@ -95,9 +95,24 @@ def zero_each(tensors: list[Tensor]) -> None:
     torch._foreach_zero_(tensors)
 
 
-def multiply_each(tensors: list[Tensor], factor: Tensor) -> None:
+def multiply_each(tensors: list[Tensor], factor: Tensor | float) -> None:
     """Multiply several tensors in place by one factor, in one call."""
     torch._foreach_mul_(tensors, factor)
+
+
+def add_to_each(tensors: list[Tensor], others: Sequence[Tensor], factor: float) -> None:
+    """Add ``factor`` times another tensor to each of several tensors, in one call."""
+    torch._foreach_add_(tensors, list(others), alpha=factor)
+
+
+def interpolate_each(tensors: list[Tensor], ends: list[Tensor], weight: float) -> None:
+    """Interpolate each of several tensors in place towards another one, in one call."""
+    torch._foreach_lerp_(tensors, ends, weight)
+
+
+def interpolated(tensors: list[Tensor], ends: list[Tensor], weight: float) -> list[Tensor]:
+    """The interpolation of each of several tensors towards another one, in one call."""
+    return list(torch._foreach_lerp(tensors, ends, weight))
 
 
 def norms_of_each(tensors: list[Tensor], order: float, dtype: torch.dtype | None) -> list[Tensor]:

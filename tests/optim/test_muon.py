@@ -14,7 +14,7 @@ from onecopy.optim import Muon, muon
 ROUNDING = 2e-2
 """Of an orthogonalised matrix in bfloat16, relative to its largest value."""
 
-SHAPES = {
+SHAPES: dict[str, list[tuple[int, ...]]] = {
     "alone": [(40, 70)],
     "tall": [(70, 40)],
     "stacked": [(24, 40)] * 5,

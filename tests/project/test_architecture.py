@@ -25,6 +25,7 @@ ORDER = (
     "state_dict",
     "step",
     "planning",
+    "optim",
     "comm",
     "layout",
     "common",

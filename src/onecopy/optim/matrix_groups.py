@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
@@ -73,7 +74,7 @@ def matrix_groups(
         if members[is_matrix]
     ]
     if verbose and (not dist.is_initialized() or dist.get_rank() == 0):
-        print(_table(rows, matrix, other or {}))  # noqa: T201
+        sys.stdout.write(_table(rows, matrix, other or {}) + "\n")
     return groups
 
 

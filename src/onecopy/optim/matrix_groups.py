@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor, nn
 
 HEAD_NAMES = frozenset(
@@ -19,6 +17,19 @@ EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 Choose = Callable[[str, Tensor], bool | None]
 
 
+class ParameterGroups(list[dict[str, Any]]):
+    """Parameter groups for an optimizer, which print as a table.
+
+    Attributes:
+        table: the table.
+    """
+
+    table: str = ""
+
+    def __str__(self) -> str:
+        return self.table
+
+
 def matrix_groups(
     model: nn.Module,
     matrix: dict[str, Any],
@@ -27,8 +38,7 @@ def matrix_groups(
     head: str | None = "auto",
     convolutions: bool = False,
     choose: Collection[str] | Choose | None = None,
-    verbose: bool = False,
-) -> list[dict[str, Any]]:
+) -> ParameterGroups:
     """Divide a model's trainable parameters into a group for a matrix optimizer and a group for all others.
 
     Hidden weight matrices go to the first group. Embeddings, the output head (tied to the embedding or not), norms,
@@ -52,10 +62,9 @@ def matrix_groups(
             flattened into one. The class of the first group must do that, as :class:`onecopy.optim.Muon` does.
         choose: names of further parameters of the second group, or a function of a name and a parameter that returns
             True for the first group, False for the second, and None to leave it to the rules.
-        verbose: print a table of all parameters on global rank 0, with the reason for each.
 
     Returns:
-        The groups, with named parameters.
+        The groups, with named parameters. They print as a table of all parameters, with the reason for each.
     """
     owners = _owners(model)
     heads = _heads(model, owners, head)
@@ -68,13 +77,12 @@ def matrix_groups(
         is_matrix, reason = (chosen, "chosen") if chosen is not None else _by_rule(param, owners, heads, convolutions)
         members[is_matrix].append((name, param))
         rows.append((name, str(tuple(param.shape)), is_matrix, reason))
-    groups = [
+    groups = ParameterGroups(
         {**options, "params": members[is_matrix]}
         for is_matrix, options in ((True, matrix), (False, other or {}))
         if members[is_matrix]
-    ]
-    if verbose and (not dist.is_initialized() or dist.get_rank() == 0):
-        sys.stdout.write(_table(rows, matrix, other or {}) + "\n")
+    )
+    groups.table = _table(rows, matrix, other or {})
     return groups
 
 

@@ -101,7 +101,7 @@ class Vote:
 
     @property
     def rest(self) -> Sequence[int]:
-        """What follows the row of a vote in the exchange at the end of a backward pass."""
+        """The integers after the row of a vote, in the exchange at the end of a backward pass."""
         return self.row[_FIRST_NUMBER + _NUMBERS :]
 
     def different(self, place: int) -> tuple[int, int] | None:

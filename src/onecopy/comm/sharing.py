@@ -184,7 +184,7 @@ class Sharing:
         return in_flight
 
     def start_in_place(self, changed: Sequence[bool] | None = None, call: str = "step()") -> list[Work]:
-        """Start sending what needs no copies: buckets, and large ranges between pairs of ranks."""
+        """Start sending the memory that needs no copies: buckets, and large ranges between pairs of ranks."""
         works = [
             self._collectives.all_gather(each.memory, each.lengths, call)
             for each in self._buckets
@@ -214,7 +214,7 @@ class Sharing:
         in_flight.add(work, partial(self._end_round, buffer, targets, theirs), staged=True)
 
     def _end_round(self, buffer: Tensor, targets: list[Tensor], theirs: list[Tensor]) -> None:
-        """Write what has arrived."""
+        """Write the values that have arrived."""
         if targets:
             torch._foreach_copy_(targets, theirs)
         self._pool.give_back(buffer)

@@ -232,7 +232,7 @@ def plan_optimizer(
 def construction_facts(
     arguments: Mapping[str, object], module: nn.Module, plans: Sequence[OptimizerPlan]
 ) -> list[Fact]:
-    """What must be equal on all ranks before optimizers are attached: arguments, parameters, buffers and buckets."""
+    """The values that must be equal on all ranks before optimizers are attached."""
     return [
         *(Fact(name, str(value)) for name, value in arguments.items()),
         *(

@@ -1,4 +1,4 @@
-"""The arguments of the hooks: what cannot work is an error before anything is sent."""
+"""Checks of the hooks' arguments, before anything is sent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What must be equal on all ranks: layouts and options, when an optimizer is made and in the vote of every step."""
+"""Values that must be equal on all ranks: layouts and options, in a construction and in the vote of every step."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ COMPARED = ("layouts", "parameters with a gradient", "options in param_groups")
 
 @dataclass(frozen=True, slots=True)
 class StepFacts:
-    """What must be equal on all ranks in a step."""
+    """The values that must be equal on all ranks in a step."""
 
     layout: Layout
     layout_digest: int

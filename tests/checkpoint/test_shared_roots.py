@@ -13,18 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-from onecopy.checkpoint import directories, latest, load, save, storage, verify
+from onecopy.checkpoint import latest, load, save, storage, verify
 from onecopy.errors import CheckpointError, CorruptCheckpointError
 from tests.support.crowded import disk_faults_of_loads
-from tests.support.hostile import Pair
+from tests.support.hostile import Pair, trained
 
 LOADS = 40
-
-
-def trained() -> Pair:
-    pair = Pair()
-    pair.step()
-    return pair
 
 
 def at_call(
@@ -43,29 +37,39 @@ def at_call(
     return calls
 
 
+def raising(number: int) -> Callable[[], object]:
+    """Something that raises this error of the system."""
+
+    def act() -> None:
+        raise OSError(number, os.strerror(number))
+
+    return act
+
+
 def names_in(root: Path) -> list[str]:
     return sorted(path.name for path in root.iterdir())
+
+
+def fingerprint(path: Path) -> list[Any]:
+    return [(file.name, file.stat().st_mtime_ns, file.read_bytes()) for file in sorted(path.iterdir())]
 
 
 # A reader beside a writer
 
 
-READS: list[tuple[Any, str, int]] = [
-    (directories, "has_manifest", 1),
-    (directories, "has_manifest", 3),
-    (storage, "size_of", 0),
-    (storage, "size_of", 1),
-    (storage, "open_descriptor", 0),
-    (storage, "open_descriptor", 1),
-]
-"""Calls of a load before which a checkpoint may be pruned; after the last one its files are open."""
-
-
-@pytest.mark.parametrize("point", READS, ids=lambda point: f"{point[1]} {point[2]}")
-def test_a_checkpoint_that_a_save_removes_is_replaced_by_the_new_one(
-    point: tuple[Any, str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("name", "number", "step"),
+    [
+        *(("exists", number, 2) for number in (1, 3)),
+        *(("size_of", number, 2) for number in (0, 1)),
+        *(("open_descriptor", number, 2) for number in (0, 1)),
+        ("read_into", 4, 1),  # files that are open can be read after they were removed
+    ],
+)
+def test_a_load_whose_checkpoint_a_save_removes_takes_the_new_one_or_ends(
+    name: str, number: int, step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pair = trained()
+    pair, other = trained(), Pair(1)
     pair.save(tmp_path, 1)
 
     def save_and_prune() -> None:
@@ -73,20 +77,9 @@ def test_a_checkpoint_that_a_save_removes_is_replaced_by_the_new_one(
         pair.save(tmp_path, 2, keep=1)
         assert names_in(tmp_path) == ["step-00000002"]
 
-    calls = at_call(monkeypatch, *point, save_and_prune)
-    assert Pair(1).load(tmp_path).step == 2
-    assert len(calls) == point[2] + 1
-
-
-def test_files_that_are_open_can_be_read_after_a_save_has_removed_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pair, other = trained(), Pair(1)
-    pair.save(tmp_path, 1)
-    calls = at_call(monkeypatch, storage, "read_into", 4, lambda: pair.save(tmp_path, 2, keep=1))
-    assert other.load(tmp_path).step == 1
-    assert len(calls) > 5
-    assert names_in(tmp_path) == ["step-00000002"]
+    calls = at_call(monkeypatch, storage, name, number, save_and_prune)
+    assert other.load(tmp_path).step == step
+    assert len(calls) == number + 1
     assert all(torch.equal(value, pair.tensors()[key]) for key, value in other.tensors().items())
 
 
@@ -160,10 +153,6 @@ def test_a_step_that_another_process_saves_first_is_not_overwritten(
 # A disk that fails
 
 
-def fail() -> None:
-    raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-
 def test_every_operation_of_a_load_may_fail(tmp_path: Path) -> None:
     seen = disk_faults_of_loads(tmp_path)
     assert seen.problems == []
@@ -172,24 +161,35 @@ def test_every_operation_of_a_load_may_fail(tmp_path: Path) -> None:
     assert seen.refused > 10
 
 
-def test_the_error_of_the_only_checkpoint_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_of_the_only_checkpoint_and_missing_rights_are_raised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = save(tmp_path, 1, extra={"a": torch.ones(3)})
-    at_call(monkeypatch, storage, "read_into", 1, fail)
-    with pytest.raises(CorruptCheckpointError, match=r"rank-00000\.safetensors cannot be read: .*Input/output error"):
-        load(path)
-
-
-def test_a_missing_right_is_not_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save(tmp_path, 1)
+    with monkeypatch.context() as patch:
+        at_call(patch, storage, "read_into", 1, raising(errno.EIO))
+        text = r"rank-00000\.safetensors cannot be read: .*Input/output error"
+        with pytest.raises(CorruptCheckpointError, match=text):
+            load(path)
     save(tmp_path, 2)
-
-    def refuse() -> None:
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-
-    at_call(monkeypatch, storage, "open_descriptor", 0, refuse)
+    at_call(monkeypatch, storage, "open_descriptor", 0, raising(errno.EACCES))
     with pytest.raises(CheckpointError, match="Permission denied") as caught:
         load(tmp_path)
-    assert not isinstance(caught.value, CorruptCheckpointError)
+    assert not isinstance(caught.value, CorruptCheckpointError), "it is not damage, so that step 1 is not loaded"
+
+
+def test_an_old_checkpoint_that_cannot_be_removed_fails_no_save_and_goes_with_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, 1)
+    with monkeypatch.context() as patch:
+        at_call(patch, storage, "remove", 0, raising(errno.EIO))
+        second = save(tmp_path, 2, keep=1)
+    assert latest(tmp_path) == second
+    (hidden,) = tmp_path.glob(".pruned.*.tmp")
+    for each in (*hidden.iterdir(), hidden):
+        os.utime(each, (0, 0))  # as a day later
+    save(tmp_path, 3, keep=1)
+    assert names_in(tmp_path) == ["step-00000003"]
 
 
 # Files of others
@@ -222,7 +222,3 @@ def test_what_others_have_left_in_the_directory_stays(tmp_path: Path) -> None:
     assert all(path.is_symlink() for path in links)
     assert file.read_text() == "a file"
     assert fingerprint(first) == before
-
-
-def fingerprint(path: Path) -> list[Any]:
-    return [(file.name, file.stat().st_mtime_ns, file.read_bytes()) for file in sorted(path.iterdir())]

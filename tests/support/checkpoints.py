@@ -75,15 +75,12 @@ KINDS: dict[str, dict[str, Any]] = {
     "overlapped": {},
 }
 
-
-WHOLE = ("plain", "parameter", "view", "overlapped")
-"""Those that Muon, which does not work element by element, can do."""
-
-
-def half(module: nn.Module) -> None:
-    """Parameters in bf16; buffers stay as they are."""
-    for param in module.parameters():
-        param.data = param.data.to(torch.bfloat16)
+STORABLE = (
+    *(torch.bool, torch.uint8, torch.int8, torch.uint16, torch.int16, torch.uint32, torch.int32, torch.uint64),
+    *(torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64),
+    *(torch.float8_e4m3fn, torch.float8_e5m2),
+)
+"""The dtypes that a checkpoint can have."""
 
 
 def make(
@@ -102,8 +99,8 @@ def make(
     """
     torch.manual_seed(seed)
     module = Tiny()
-    if bf16:
-        half(module)
+    for param in module.parameters() if bf16 else ():  # buffers stay as they are
+        param.data = param.data.to(torch.bfloat16)
     if adapters:
         module.requires_grad_(False).body.requires_grad_(True)
     order = -1 if reverse else 1

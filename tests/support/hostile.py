@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import json
 import os
 import random
@@ -63,6 +64,12 @@ class Pair:
         return found
 
 
+def trained() -> Pair:
+    pair = Pair()
+    pair.step()
+    return pair
+
+
 FRONT = b'{"crc32":"00000000",'
 
 
@@ -79,24 +86,25 @@ def content_of(folder: Path) -> dict[str, Any]:
     return content
 
 
-def sealed(content: Any) -> bytes:
-    """A manifest of JSON data, with the checksum that fits."""
-    return seal(FRONT + json.dumps(content, separators=(",", ":")).encode()[1:])
+def put_content(folder: Path, content: Any) -> None:
+    """Write the manifest of a checkpoint from JSON data, with the checksum that fits."""
+    (folder / "manifest.json").write_bytes(seal(FRONT + json.dumps(content, separators=(",", ":")).encode()[1:]))
 
 
 def reseal(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
     """Change the manifest of a checkpoint as JSON data, and give it the right checksum."""
     content = content_of(folder)
     change(content)
-    (folder / "manifest.json").write_bytes(sealed(content))
+    put_content(folder, content)
+
+
+def reseal_text(folder: Path, change: Callable[[bytes], bytes]) -> None:
+    """Change the text of a manifest, and give it the right checksum."""
+    path = folder / "manifest.json"
+    path.write_bytes(seal(change(path.read_bytes())))
 
 
 # Attacks that are known
-
-
-def first_tensor(content: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = content["tensors"]["model/0.weight"]
-    return found
 
 
 def rename_file(name: str) -> Callable[[dict[str, Any]], object]:
@@ -114,9 +122,8 @@ def rename_file(name: str) -> Callable[[dict[str, Any]], object]:
 
 def everything_in_one_place(content: dict[str, Any]) -> None:
     """Many tensors of the same bytes, so that a small file needs much memory."""
-    entry = first_tensor(content)
     for number in range(1000):
-        content["tensors"][f"rank0/{number}"] = entry
+        content["tensors"][f"rank0/{number}"] = content["tensors"]["model/0.weight"]
     content["per_rank"][0] = ["dict", [["all", ["list", [["tensor", f"rank0/{n}"] for n in range(1000)]]]]]
 
 
@@ -159,6 +166,7 @@ ATTACKS: dict[str, Callable[[dict[str, Any]], object]] = {
     "a header of a terabyte": update("files", NAME, "header", value=1 << 40),
     "a piece beyond the file": update(*PIECE, "offset", value=1 << 40),
     "a piece before the file": update(*PIECE, "offset", value=-8),
+    "a piece that begins later": update(*PIECE, "start", value=64),
     "a piece in the header": update(*PIECE, "offset", value=0),
     "a tensor of a terabyte": update(*WEIGHT, "shape", value=[1 << 20, 1 << 18]),
     "a tensor of too many elements": update(*WEIGHT, "shape", value=[1 << 62] * 9),
@@ -227,11 +235,6 @@ TEXTS: dict[str, Callable[[bytes], bytes]] = {
 """Changes of a manifest's text, each of which must be refused."""
 
 
-def reseal_text(folder: Path, change: Callable[[bytes], bytes]) -> None:
-    path = folder / "manifest.json"
-    path.write_bytes(seal(change(path.read_bytes())))
-
-
 def zeros(path: Path, size: int) -> None:
     path.touch()
     os.truncate(path, size)
@@ -246,22 +249,10 @@ SUBSTITUTES: dict[str, Callable[[Path], object]] = {
 }
 
 
-def replace_file(name: str, make: Callable[[Path], object]) -> Callable[[Path], object]:
+def substitute(folder: Path, what: str, name: str) -> None:
     """Put something else in the place of a file of the checkpoint."""
-
-    def change(folder: Path) -> None:
-        shutil.move(folder / name, folder.parent / "away")
-        make(folder / name)
-
-    return change
-
-
-PLACES: dict[str, Callable[[Path], object]] = {
-    f"{what} in the place of {name}": replace_file(name, make)
-    for name in (NAME, "manifest.json")
-    for what, make in SUBSTITUTES.items()
-}
-"""Changes of the files themselves."""
+    shutil.move(folder / name, folder.parent / "away")
+    SUBSTITUTES[what](folder / name)
 
 
 # Random attacks
@@ -320,10 +311,7 @@ def mutate(content: Any, generator: random.Random) -> Any:
 
 @dataclass
 class Seen:
-    """What came of attacks: how many, refused, loaded, and everything that should not have happened.
-
-    ``peak`` is the most memory that a load took beyond the memory before it, in bytes.
-    """
+    """What came of attacks; ``peak`` is the most memory in bytes that a load took beyond the memory before it."""
 
     tried: int = 0
     refused: int = 0
@@ -333,29 +321,27 @@ class Seen:
     problems: list[str] = field(default_factory=list)
 
 
-_opened: list[str] | None = None
+_opened: list[list[str]] = []
 
 
-def _audit(event: str, arguments: tuple[Any, ...]) -> None:
-    if _opened is not None and event == "open" and isinstance(arguments[0], (str, bytes, os.PathLike)):
-        _opened.append(os.fsdecode(arguments[0]))
+@functools.cache  # once, because it cannot be removed
+def _add_hook() -> None:
+    def audit(event: str, arguments: tuple[Any, ...]) -> None:
+        if _opened and event == "open" and isinstance(arguments[0], (str, bytes, os.PathLike)):
+            _opened[-1].append(os.fsdecode(arguments[0]))
 
-
-_installed: list[bool] = []
+    sys.addaudithook(audit)
 
 
 @contextlib.contextmanager
 def opened_files() -> Iterator[list[str]]:
     """The paths of all files that this process opens in the meantime."""
-    global _opened
-    if not _installed:
-        sys.addaudithook(_audit)  # cannot be removed, so once
-        _installed.append(True)
-    _opened = []
+    _add_hook()
+    _opened.append([])
     try:
-        yield _opened
+        yield _opened[-1]
     finally:
-        _opened = None
+        _opened.pop()
 
 
 @contextlib.contextmanager
@@ -392,10 +378,6 @@ def memory(name: str) -> int:
     return int(line.split()[1]) << 10
 
 
-def reset_peak() -> None:
-    Path("/proc/self/clear_refs").write_text("5")
-
-
 def held_by_files(folder: Path) -> dict[str, Tensor]:
     """Read the tensors of a checkpoint in the plainest way, without any check."""
     content = json.loads((folder / "manifest.json").read_bytes())
@@ -410,37 +392,37 @@ def held_by_files(folder: Path) -> dict[str, Tensor]:
     return found
 
 
-def attempt(folder: Path, pair: Pair, seen: Seen, what: str) -> None:
-    """Load a checkpoint of an attacker; note whether it was refused, and what must not happen."""
+def attempt(folder: Path, pair: Pair, seen: Seen, what: str) -> CheckpointError | None:
+    """Load a checkpoint of an attacker; note whether it was refused, and what must not happen. Return the refusal."""
     seen.tried += 1
-    reset_peak()
+    Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
     before, begun = memory("VmRSS"), time.monotonic()
-    problem = ""
+    problem, refusal = "", None
     with opened_files() as opened:
         try:
             with time_limit():
                 pair.load(folder)
             seen.loaded += 1
-            loaded = True
-        except CheckpointError:
+            problem = difference(folder, pair)
+        except CheckpointError as error:
             seen.refused += 1
-            loaded = False
-        except BaseException as error:
-            if isinstance(error, KeyboardInterrupt):
-                raise
-            problem, loaded = f"{type(error).__name__}: {error}", False
+            refusal = error
+        except Exception as error:
+            problem = f"{type(error).__name__}: {error}"
     seen.slowest = max(seen.slowest, time.monotonic() - begun)
     seen.peak = max(seen.peak, memory("VmHWM") - before)
-    outside = [path for path in opened if not os.path.abspath(path).startswith(f"{folder}{os.sep}")]
     outside = [
-        path for path in outside if not path.endswith((".py", ".pyc")) and Path(path) not in (folder, folder.parent)
+        path
+        for path in opened
+        if not os.path.abspath(path).startswith(f"{folder}{os.sep}")
+        and not path.endswith((".py", ".pyc"))
+        and Path(path) not in (folder, folder.parent)
     ]
     if outside:
         problem += f" opened {outside[:3]}"
-    if loaded:
-        problem += difference(folder, pair)
     if problem:
         seen.problems.append(f"{what}: {problem}")
+    return refusal
 
 
 def difference(folder: Path, pair: Pair) -> str:
@@ -460,13 +442,11 @@ def difference(folder: Path, pair: Pair) -> str:
 
 def attack_at_random(folder: Path, count: int, seed: int, seen: Seen) -> None:
     """Load a checkpoint with this many random changes of its manifest, each with the right checksum."""
-    path = folder / "manifest.json"
-    text, content = path.read_bytes(), content_of(folder)
-    generator = random.Random(seed)
+    content, generator = content_of(folder), random.Random(seed)
     try:
         for number in range(count):
             pair = Pair(1, width=content["tensors"]["model/0.weight"]["shape"][0])
-            path.write_bytes(sealed(mutate(content, generator)))
+            put_content(folder, mutate(content, generator))
             attempt(folder, pair, seen, f"seed {seed}, number {number}")
     finally:
-        path.write_bytes(text)
+        put_content(folder, content)

@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from fsspec.implementations.local import LocalFileSystem
 
-from onecopy.checkpoint import PerRank, latest, storage, verify
+from onecopy.checkpoint import PerRank, latest, storage, verify, wait
 from onecopy.errors import CheckpointError, CorruptCheckpointError
 from tests.support.checkpoints import contents_of, load_side, make, save_side, train
-from tests.support.hostile import NAME, Pair
+from tests.support.hostile import NAME, Pair, trained
 from tests.support.logs import logged
 from tests.support.models import assert_same_tree
 
@@ -57,12 +57,6 @@ class SharedFileSystem(LocalFileSystem):
 fsspec.register_implementation("shared", SharedFileSystem)
 
 
-def trained() -> Pair:
-    pair = Pair()
-    pair.step()
-    return pair
-
-
 def objects(root: str) -> dict[str, bytes]:
     """Everything under a URL, by its name below it."""
     fs, path = fsspec.url_to_fs(root)
@@ -89,14 +83,6 @@ def put(url: str, content: bytes) -> None:
     fs.pipe_file(path, content)
 
 
-def flip(url: str, position: int) -> None:
-    """Change one bit of an object."""
-    root, _, name = url.rpartition("/")
-    content = bytearray(objects(root)[name])
-    content[position] ^= 1
-    put(url, bytes(content))
-
-
 def check_round_trip(root: str) -> None:
     """A checkpoint is found and loaded by the URL of the root and by its own."""
     pair = trained()
@@ -119,7 +105,8 @@ def check_keep(root: str) -> None:
     pair = trained()
     put(f"{root}/step-00000001-notes/{NAME}", b"mine")
     for step in (1, 2, 3, 10):
-        pair.save(root, step, keep=2)
+        pair.save(root, step, keep=2, blocking=False)
+        wait()
     assert steps_of(root) == {3, 10}
     pair.save(root, 4, keep=1)
     assert steps_of(root) == {4, 10}
@@ -141,17 +128,23 @@ def check_existing(root: str) -> None:
     assert all(torch.equal(value, pair.tensors()[key]) for key, value in other.tensors().items())
 
 
-def check_damage(root: str, name: str, position: int) -> None:
-    """One bit that changed is noticed where it is read; an older checkpoint is loaded, and the step saved again."""
+def check_damage(root: str, name: str, position: int | None) -> None:
+    """An object with another bit, or none, is noticed; an older checkpoint is loaded, and the step saved again."""
     pair = trained()
     pair.save(root, 1)
     path = pair.save(root, 2)
     name = file_in(path) if name == NAME else name
-    flip(f"{path}/{name}", position)
-    with pytest.raises(CorruptCheckpointError, match=re.escape(f"{path}/{name}")):
-        Pair(1).load(path)
-    with pytest.raises(CorruptCheckpointError, match=re.escape(f"{path}/{name}")):
-        verify(path)
+    if position is None:
+        fs, key = fsspec.url_to_fs(f"{path}/{name}")
+        fs.rm(key)
+    else:
+        content = bytearray(objects(str(path))[name])
+        content[position] ^= 1
+        put(f"{path}/{name}", bytes(content))
+    text = re.escape(f"{path}/{name} is {'missing' if position is None else 'damaged'}")
+    for call in (Pair(1).load, verify):
+        with pytest.raises(CorruptCheckpointError, match=text):
+            call(path)
     put(f"{path}/notes", b"mine")
     with logged(logging.WARNING) as lines:
         assert Pair(1).load(root).step == 1
@@ -181,6 +174,9 @@ def check_leftovers(root: str) -> None:
     assert steps_of(root) == {1, 3, 4, 7}
     pair.save(root, 7)
     assert {name for name, content in objects(root).items() if content == b"mine"} == {"notes", "step-00000007/notes"}
+
+
+CHECKS = [check_round_trip, check_keep, check_existing, check_leftovers]
 
 
 def check_ranks(root: str) -> None:

@@ -79,7 +79,7 @@ def test_a_load_whose_checkpoint_a_save_removes_takes_the_new_one_or_ends(
 
     calls = at_call(monkeypatch, storage, name, number, save_and_prune)
     assert other.load(tmp_path).step == step
-    assert len(calls) == number + 1
+    assert len(calls) > number
     assert all(torch.equal(value, pair.tensors()[key]) for key, value in other.tensors().items())
 
 

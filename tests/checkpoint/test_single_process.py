@@ -1,131 +1,123 @@
-"""Checkpoints of one process without a process group: odd models and optimizers, and runs that were taken back."""
+"""Checkpoints of one process without a process group: values, odd models and optimizers, runs that were taken back."""
 
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from pathlib import Path
 from typing import Any
 
 import numpy
 import pytest
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
+from torch.optim import AdamW, NAdam
 
 from onecopy import CheckpointError
-from onecopy.checkpoint import capture, latest, load, restore, save, storage, verify
+from onecopy.checkpoint import capture, latest, load, restore, save, storage, verify, wait
+from tests.support.checkpoints import STORABLE
+from tests.support.state_dicts import expect_same
 
 
-def flip(path: Path) -> None:
-    """Damage the last byte of a file."""
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
+def names_in(root: Path) -> list[str]:
+    return sorted(path.name for path in root.iterdir())
 
 
-def steps_in(root: Path) -> list[int]:
-    return sorted(int(path.name.removeprefix("step-")) for path in root.glob("step-*"))
+# Values
 
 
-def test_keeping_a_few_never_removes_the_one_just_saved(tmp_path: Path) -> None:
-    """A run was taken back from step 30: later steps are of the past, and count for nothing."""
-    model = nn.Linear(2, 2)
-    for step in (10, 20, 30):
-        save(tmp_path, step, model=model)
-    assert save(tmp_path, 15, model=model, keep=1).is_dir()
-    assert steps_in(tmp_path) == [15, 20, 30]
-    save(tmp_path, 40, model=model, keep=2)
-    assert steps_in(tmp_path) == [30, 40]
+def test_plain_data_and_tensors_of_every_type_come_back_as_they_were(tmp_path: Path) -> None:
+    tensors = {str(dtype): torch.tensor([[0, 1, 1], [1, 0, 1]]).to(dtype) for dtype in STORABLE}
+    extra: dict[str, Any] = {
+        "tensors": tensors,
+        "numbers": [0, -1, 2**80, 1.5, -0.0, float("nan"), float("inf"), -float("inf")],
+        "none": None,
+        "flags": (True, False, (), [], {}, ("nested", [("deep", {"x": (1,)})])),
+        "keys": {1: "one", -2: 2.5, (1, "a"): None, False: 0, None: 1, 2.5: 3},
+        "counter": Counter({3: 2, 7: 1}),
+        "strides": [torch.randn(4, 5).t(), torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)],
+        "odd": [torch.tensor(2.5), torch.empty(0, 3), torch.tensor([float("nan"), float("inf")]).bfloat16()],
+    }
+    path = save(tmp_path, 1, extra=extra)
+    loaded = load(path)
+    step, found = loaded
+    assert (step, loaded.path, loaded.per_rank, loaded.missing, loaded.unexpected) == (1, path, [{}], [], [])
+    expect_same(found, extra)
+    with safe_open(path / "rank-00000.safetensors", framework="pt") as file:  # the library reads them, too
+        for number, value in enumerate(tensors.values()):
+            expect_same(file.get_tensor(f"extra/{number}").view(2, 3), value)
 
 
-def test_a_run_that_went_back_past_a_damaged_checkpoint_can_save_its_step_again(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+class Name(str):
+    """A string that is more than a string."""
+
+
+@pytest.mark.parametrize(
+    ("value", "where"),
+    [
+        ({"a": [1, {2: object()}]}, r"extra\['it'\]\['a'\]\[1\]\[2\] is of type builtins.object"),
+        (b"bytes", r"extra\['it'\] is of type builtins.bytes"),
+        ((1, Name("x")), r"extra\['it'\]\[1\] is of type .*Name"),
+        ({1, 2}, r"extra\['it'\] is of type builtins.set"),
+        (numpy.datetime64("2026-01-01"), r"extra\['it'\] is of type numpy.datetime64"),
+        (torch.ones(2, dtype=torch.complex128), r"extra.*complex128"),
+        (torch.eye(2).to_sparse(), r"extra.*sparse"),
+    ],
+)
+def test_a_value_that_cannot_be_saved_is_refused_with_its_place(value: Any, where: str, tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=where):
+        save(tmp_path, 1, extra={"it": value})
+    assert latest(tmp_path) is None
+
+
+# Models and optimizers
+
+
+class Odd(AdamW):
+    """Keeps text and nested data in its state."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for param in group["params"]:
+                self.state[param].update(mode="fast", seen=OrderedDict(a=(1, 2)))
+        return super().step(closure)
+
+
+def test_odd_options_and_state_come_back(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Numbers of NumPy as the equal plain numbers; a tensor stays one, and so do text and nested data in the state."""
     model = nn.Linear(2, 2)
-    save(tmp_path, 1, model=model)
-    flip(save(tmp_path, 2, model=model) / "rank-00000.safetensors")
-    with caplog.at_level(logging.WARNING):
-        assert load(tmp_path, model=model).step == 1
-        assert verify(save(tmp_path, 2, model=model)) > 0
-    assert "is damaged" in caplog.text
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001", "step-00000002"]
-
-
-def test_a_step_that_exists_is_noticed_at_once_and_replaced_on_request(tmp_path: Path) -> None:
-    model = nn.Linear(2, 2)
-    before = save(tmp_path, 2, extra={"who": "before"}) / "manifest.json"
-    content = before.read_bytes()
-    for blocking in (True, False):
-        with pytest.raises(CheckpointError, match=r"step-00000002 exists already: pass overwrite=True"):
-            save(tmp_path, 2, model=model, blocking=blocking)
-    assert before.read_bytes() == content
-    for blocking in (True, False):
-        save(tmp_path, 2, extra={"who": blocking}, overwrite=True, blocking=blocking)
-        assert load(tmp_path).extra == {"who": blocking}
-    assert [path.name for path in tmp_path.iterdir()] == ["step-00000002"]
-
-
-@pytest.mark.parametrize("name", ["rename", "flush_directory"])
-def test_an_overwrite_that_fails_leaves_the_old_checkpoint(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    save(tmp_path, 2, extra={"who": "before"})
-    real, calls = getattr(storage, name), []
-
-    def failing(*arguments: Any) -> None:
-        calls.append(arguments)
-        if len(calls) == {"rename": 2, "flush_directory": 4}[name]:
-            raise OSError(5, "Input/output error")
-        real(*arguments)
-
-    monkeypatch.setattr(storage, name, failing)
-    with pytest.raises(CheckpointError, match="Input/output error"):
-        save(tmp_path, 2, extra={"who": "after"}, overwrite=True)
-    assert load(tmp_path).extra == {"who": "before"}
-    assert [path.name for path in tmp_path.iterdir()] == ["step-00000002"]
-
-
-@pytest.mark.parametrize("known", ["", "load", "overwrite"])
-def test_steps_of_another_run_are_noticed_at_the_first_save(
-    known: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Not only when the run comes to them."""
-    model = nn.Linear(2, 2)
-    save(tmp_path / "run", 30, model=model)
-    (tmp_path / "run").rename(tmp_path / "other")  # as another process has left it
-    if known == "load":
-        load(tmp_path / "other", model=model)
-    save(tmp_path / "other", 10, model=model, overwrite=known == "overwrite")
-    save(tmp_path / "other", 20, model=model, overwrite=known == "overwrite")
-    noticed = [line for line in caplog.messages if "later steps, up to step-00000030" in line]
-    assert len(noticed) == (0 if known else 1)
-
-
-def test_options_of_numpy_are_saved_as_the_equal_numbers(tmp_path: Path) -> None:
-    model = nn.Linear(2, 2)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=numpy.float32(1e-3), weight_decay=numpy.float64(0.1))
-    optimizer.param_groups[0]["seen"] = numpy.int64(7)
+    saved: dict[str, Any] = {"lr": numpy.float32(1e-3), "weight_decay": numpy.float64(0.1), "seen": numpy.int64(7)}
+    optimizer = Odd([{"params": [model.weight], **saved}, {"params": [model.bias], "lr": torch.tensor(0.25)}])
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
     save(tmp_path, 1, model=model, optimizer=optimizer)
-    fresh = torch.optim.AdamW(model.parameters(), lr=0.5)
+    fresh = Odd([{"params": [model.weight]}, {"params": [model.bias], "lr": torch.tensor(0.5)}], lr=0.5)
     load(tmp_path, model=model, optimizer=fresh)
-    found = {key: fresh.param_groups[0][key] for key in ("lr", "weight_decay", "seen")}
+    found = {key: fresh.param_groups[0][key] for key in saved}
     assert found == {"lr": float(numpy.float32(1e-3)), "weight_decay": 0.1, "seen": 7}
     assert [type(value) for value in found.values()] == [float, float, int]
+    assert torch.equal(fresh.param_groups[1]["lr"], torch.tensor(0.25))
+    assert fresh.state[model.weight]["mode"] == "fast"
+    assert type(fresh.state[model.weight]["seen"]) is OrderedDict
+    assert fresh.state[model.weight]["seen"] == OrderedDict(a=(1, 2))
+
+    monkeypatch.setattr(Odd, "__module__", "train")  # the class has moved to another module
+    load(tmp_path, model=model, optimizer=Odd([{"params": [model.weight]}, {"params": [model.bias]}]))
+    assert "is taken for a train.Odd" in caplog.text
 
 
 def test_a_parameter_with_holes_in_its_memory(tmp_path: Path) -> None:
-    memory = torch.arange(80.0)
-    param = nn.Parameter(memory.as_strided((4, 10), (20, 1)))
-    optimizer = torch.optim.AdamW([param], lr=0.1)
+    param = nn.Parameter(torch.arange(80.0).as_strided((4, 10), (20, 1)))
+    optimizer = AdamW([param], lr=0.1)
     param.grad = torch.randn(4, 10)
     optimizer.step()
     expected = {key: value.clone() for key, value in optimizer.state[param].items()}
     save(tmp_path, 1, optimizer=optimizer)
-    for fresh in (True, False):
-        target = torch.optim.AdamW([param], lr=0.1) if fresh else optimizer
-        if not fresh:
-            param.grad = torch.randn(4, 10)
-            optimizer.step()
+    optimizer.step()
+    for target in (AdamW([param], lr=0.1), optimizer):
         load(tmp_path, optimizer=target)
         for key, value in expected.items():
             assert torch.equal(target.state[param][key], value), key
@@ -137,15 +129,11 @@ class Transposed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(3, 3))
-        self.register_state_dict_post_hook(_transpose)
-        self.register_load_state_dict_pre_hook(_transpose_back)
+        self.register_state_dict_post_hook(transpose)
+        self.register_load_state_dict_pre_hook(transpose)
 
 
-def _transpose(module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
-    state[prefix + "weight"] = state[prefix + "weight"].t()
-
-
-def _transpose_back(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+def transpose(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
     state[prefix + "weight"] = state[prefix + "weight"].t()
 
 
@@ -184,24 +172,16 @@ def test_torchs_own_class_is_refused_by_name(tmp_path: Path) -> None:
 
 def test_state_that_is_finer_than_its_parameter_stays_so(tmp_path: Path) -> None:
     """NAdam keeps a float32 product beside bf16 moments; torch's load_state_dict would round it."""
-    torch.manual_seed(0)
 
-    def stepped(count: int, start: Tensor) -> tuple[nn.Parameter, torch.optim.NAdam]:
-        param = nn.Parameter(start.clone())
-        optimizer = torch.optim.NAdam([param], lr=0.1)
-        return param, go_on(param, optimizer, range(count))
-
-    def go_on(param: nn.Parameter, optimizer: torch.optim.NAdam, steps: range) -> torch.optim.NAdam:
+    def go_on(param: Tensor, optimizer: NAdam, steps: range) -> None:
         for step in steps:
             param.grad = torch.full_like(param, 0.1 * (step + 1))
             optimizer.step()
-        return optimizer
 
-    origin = torch.randn(9, dtype=torch.bfloat16)
-    param, optimizer = stepped(3, origin)
-    model = nn.ParameterDict({"w": param})
-    save(tmp_path, 3, model=model, optimizer=optimizer)
-    other, fresh = stepped(0, origin)
+    param, other = (nn.Parameter(torch.randn(9, dtype=torch.bfloat16)) for _ in range(2))
+    optimizer, fresh = NAdam([param], lr=0.1), NAdam([other], lr=0.1)
+    go_on(param, optimizer, range(3))
+    save(tmp_path, 3, model=nn.ParameterDict({"w": param}), optimizer=optimizer)
     load(tmp_path, model=nn.ParameterDict({"w": other}), optimizer=fresh)
     assert fresh.state[other]["mu_product"].dtype is torch.float32
     go_on(param, optimizer, range(3, 6))
@@ -210,47 +190,84 @@ def test_state_that_is_finer_than_its_parameter_stays_so(tmp_path: Path) -> None
     assert torch.equal(fresh.state[other]["mu_product"], optimizer.state[param]["mu_product"])
 
 
-class WithText(torch.optim.SGD):
-    """Keeps text and nested data in its state."""
-
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            for param in group["params"]:
-                self.state[param].update(mode="fast", seen=OrderedDict(a=(1, 2)))
-        return super().step(closure)
+# Steps and directories
 
 
-def test_text_and_nested_data_in_the_state_come_back(tmp_path: Path) -> None:
+def test_keeping_a_few_never_removes_the_one_just_saved(tmp_path: Path) -> None:
+    """A run was taken back from step 30: later steps are of the past, and count for nothing."""
     model = nn.Linear(2, 2)
-    optimizer = WithText(model.parameters(), lr=0.1, momentum=0.9)
-    model(torch.ones(1, 2)).sum().backward()
-    optimizer.step()
-    save(tmp_path, 1, model=model, optimizer=optimizer)
-    fresh = WithText(model.parameters(), lr=0.1, momentum=0.9)
-    load(tmp_path, model=model, optimizer=fresh)
-    assert fresh.state[model.weight]["mode"] == "fast"
-    assert fresh.state[model.weight]["seen"] == OrderedDict(a=(1, 2))
-    assert type(fresh.state[model.weight]["seen"]) is OrderedDict
+    for step in (10, 20, 30):
+        path = save(tmp_path, step, model=model)
+    before = [(file.stat().st_mtime_ns, file.read_bytes()) for file in sorted(path.iterdir())]
+    save(tmp_path, 15, model=model, keep=1)
+    assert names_in(tmp_path) == ["step-00000015", "step-00000020", "step-00000030"]
+    save(tmp_path, 40, model=model, keep=2)
+    assert names_in(tmp_path) == ["step-00000030", "step-00000040"]
+    assert [(file.stat().st_mtime_ns, file.read_bytes()) for file in sorted(path.iterdir())] == before
 
 
-def test_a_tensor_learning_rate_comes_back_as_a_tensor(tmp_path: Path) -> None:
-    model = nn.Linear(2, 2)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.25))
-    save(tmp_path, 1, model=model, optimizer=optimizer)
-    fresh = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.5))
-    load(tmp_path, model=model, optimizer=fresh)
-    assert torch.equal(fresh.param_groups[0]["lr"], torch.tensor(0.25))
-
-
-def test_a_class_that_has_moved_to_another_module_is_taken_for_the_same(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+def test_a_run_that_went_back_past_a_damaged_checkpoint_can_save_its_step_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = nn.Linear(2, 2)
-    save(tmp_path, 1, model=model, optimizer=WithText(model.parameters(), lr=0.1))
-    monkeypatch.setattr(WithText, "__module__", "train")
+    save(tmp_path, 1, model=model)
+    file = save(tmp_path, 2, model=model) / "rank-00000.safetensors"
+    content = file.read_bytes()
+    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     with caplog.at_level(logging.WARNING):
-        load(tmp_path, model=model, optimizer=WithText(model.parameters(), lr=0.2))
-    assert "is taken for a train.WithText" in caplog.text
+        assert load(tmp_path, model=model).step == 1
+        assert verify(save(tmp_path, 2, model=model)) > 0
+    assert "is damaged" in caplog.text
+    assert names_in(tmp_path) == ["step-00000001", "step-00000002"]
+
+
+def test_a_step_that_exists_is_noticed_at_once_and_replaced_on_request(tmp_path: Path) -> None:
+    manifest = save(tmp_path, 2, extra={"who": "before"}) / "manifest.json"
+    content = manifest.read_bytes()
+    for blocking in (True, False):
+        with pytest.raises(CheckpointError, match=r"step-00000002 exists already: pass overwrite=True"):
+            save(tmp_path, 2, model=nn.Linear(2, 2), blocking=blocking)
+    assert manifest.read_bytes() == content
+    for blocking in (True, False):
+        save(tmp_path, 2, extra={"who": blocking}, overwrite=True, blocking=blocking)
+        assert load(tmp_path).extra == {"who": blocking}
+    assert names_in(tmp_path) == ["step-00000002"]
+
+
+@pytest.mark.parametrize(("name", "number"), [("rename", 2), ("flush_directory", 4)])
+def test_an_overwrite_that_fails_leaves_the_old_checkpoint(
+    name: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, 2, extra={"who": "before"})
+    real, calls = getattr(storage, name), []
+
+    def failing(*arguments: Any) -> None:
+        calls.append(arguments)
+        if len(calls) == number:
+            raise OSError(5, "Input/output error")
+        real(*arguments)
+
+    monkeypatch.setattr(storage, name, failing)
+    with pytest.raises(CheckpointError, match="Input/output error"):
+        save(tmp_path, 2, extra={"who": "after"}, overwrite=True)
+    assert load(tmp_path).extra == {"who": "before"}
+    assert names_in(tmp_path) == ["step-00000002"]
+
+
+@pytest.mark.parametrize("known", ["", "load", "overwrite"])
+def test_steps_of_another_run_are_noticed_at_the_first_save(
+    known: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Not only when the run comes to them."""
+    root = tmp_path / "other"
+    save(tmp_path / "run", 30)
+    (tmp_path / "run").rename(root)  # as another process has left it
+    if known == "load":
+        load(root)
+    for step in (10, 20):
+        save(root, step, overwrite=known == "overwrite")
+    noticed = [line for line in caplog.messages if "later steps, up to step-00000030" in line]
+    assert len(noticed) == (0 if known else 1)
 
 
 def test_nothing_to_load_is_none_if_that_is_all_right(tmp_path: Path) -> None:
@@ -265,8 +282,6 @@ def test_nothing_to_load_is_none_if_that_is_all_right(tmp_path: Path) -> None:
 
 
 def test_a_relative_root_survives_a_change_of_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from onecopy.checkpoint import wait
-
     monkeypatch.chdir(tmp_path)
     save("run", 1, model=nn.Linear(2, 2), blocking=False)
     (tmp_path / "elsewhere").mkdir()

@@ -21,6 +21,7 @@ from typer.testing import CliRunner, Result
 
 from onecopy import checkpoint
 from onecopy.cli.main import app
+from tests.support.models import assert_same_tree
 from tests.support.paths import ROOT
 
 
@@ -62,38 +63,24 @@ def test_verify_names_a_damaged_file_and_says_what_it_has_not_read(saved: Path) 
     shutil.copytree(saved, saved.parent / "step-00000004")
     assert "all as written 1 other checkpoint in" in words_of(run("verify", saved.parent))
     file = saved / "rank-00000.safetensors"
-    content = bytearray(file.read_bytes())
-    content[-3] ^= 4
-    file.write_bytes(content)
+    content = file.read_bytes()
+    file.write_bytes(content[:-1] + bytes([content[-1] ^ 4]))
     result = run("verify", saved)
     assert result.exit_code == 1
     assert "rank-00000.safetensors" in words_of(result)
 
 
-def test_a_checkpoint_becomes_a_file_of_torch(saved: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_becomes_a_file_of_torch_and_its_weights_a_safetensors_file(saved: Path, tmp_path: Path) -> None:
     assert run("convert", saved, tmp_path / "all.pt", "--to", "torch").exit_code == 0
     content = torch.load(tmp_path / "all.pt", weights_only=True)
     assert (content["step"], content["extra"]) == (5, {"epoch": 3, "more": {1: (2,)}})
-    expected_model, expected = trained()
-    model, optimizer = trained(seed=9)
+    (model, optimizer), (expected_model, expected) = trained(seed=9), trained()
     model.load_state_dict(content["model"])
     optimizer.load_state_dict(content["optimizer"])
-    assert same(model, optimizer, expected_model, expected)
-
-
-def same(model: nn.Module, optimizer: torch.optim.Optimizer, other: nn.Module, another: torch.optim.Optimizer) -> bool:
-    pairs = zip(model.parameters(), other.parameters(), strict=True)
-    return all(
-        torch.equal(one, two) and torch.equal(optimizer.state[one]["exp_avg_sq"], another.state[two]["exp_avg_sq"])
-        for one, two in pairs
-    )
-
-
-def test_weights_become_a_safetensors_file(saved: Path, tmp_path: Path) -> None:
+    assert_same_tree(model.state_dict(), expected_model.state_dict(), "model")
+    assert_same_tree(optimizer.state_dict()["state"], expected.state_dict()["state"], "state")
     assert run("convert", saved, tmp_path / "model.safetensors", "--to", "safetensors").exit_code == 0
-    model, _ = trained(seed=9)
-    model.load_state_dict(load_file(tmp_path / "model.safetensors"))
-    assert torch.equal(model.get_parameter("0.weight"), trained()[0].get_parameter("0.weight"))
+    assert_same_tree(load_file(tmp_path / "model.safetensors"), dict(expected_model.state_dict()), "weights")
 
 
 def commands(group: Any, words: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
@@ -102,10 +89,7 @@ def commands(group: Any, words: tuple[str, ...] = ()) -> Iterator[tuple[str, ...
         yield from commands(command, (*words, name))
 
 
-ALL_COMMANDS = list(commands(typer.main.get_command(app)))
-
-
-@pytest.mark.parametrize("words", ALL_COMMANDS, ids=" ".join)
+@pytest.mark.parametrize("words", commands(typer.main.get_command(app)), ids=" ".join)
 def test_the_help_of_every_command_has_an_example(words: tuple[str, ...]) -> None:
     result = CliRunner().invoke(app, [*words, "--help"])
     assert result.exit_code == 0
@@ -127,42 +111,42 @@ def test_a_command_that_cannot_be_done_is_one_line_and_an_exit_code(saved: Path,
     assert there.read_text() == "mine"
 
 
+def test_the_shell_completes_commands_and_options() -> None:
+    for typed, expected in (("onecopy pl", "plan"), ("onecopy plan --opt", "--optimizer")):
+        words = {"COMP_WORDS": typed, "COMP_CWORD": str(len(typed.split()) - 1)}
+        environment = {"_ONECOPY_COMPLETE": "complete_bash", **words}
+        result = CliRunner().invoke(app, [], env=environment, prog_name="onecopy")
+        assert expected in result.output.split(), result.output
+
+
+def python(script: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+
+
 def test_without_the_extra_the_library_imports_and_the_command_says_what_it_needs() -> None:
-    script = """
+    done = python("""
 import sys
 sys.modules.update(rich=None, typer=None)  # importing them fails
 sys.argv = ["onecopy", "plan"]
 import onecopy
 from onecopy.cli.__main__ import main
 main()
-"""
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+""")
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == "the command onecopy needs typer: pip install 'onecopy[cli]'\n"
-
-
-def test_the_shell_completes_commands_and_options() -> None:
-    for typed, expected in (("onecopy pl", "plan"), ("onecopy plan --opt", "--optimizer")):
-        environment = {
-            "_ONECOPY_COMPLETE": "complete_bash",
-            "COMP_WORDS": typed,
-            "COMP_CWORD": str(len(typed.split()) - 1),
-        }
-        result = CliRunner().invoke(app, [], env=environment, prog_name="onecopy")
-        assert expected in result.output.split(), result.output
 
 
 def test_the_dozen_lines_of_the_docs_read_it_without_onecopy(saved: Path, tmp_path: Path) -> None:
     page = (ROOT / "docs/checkpoints.md").read_text()
     (lines,) = re.findall(r"```python run\n(import json\n.*?)\n\n\ntensors = read", page, re.DOTALL)
     assert len([line for line in lines.splitlines() if line.strip()]) <= 18
-    script = f"""
+    done = python(f"""
 import sys
 sys.modules["onecopy"] = None  # importing it fails
 {lines}
 torch.save(read({str(saved)!r}), {str(tmp_path / "read.pt")!r})
-"""
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+""")
+    assert done.returncode == 0, done.stderr
     read = torch.load(tmp_path / "read.pt", weights_only=True)
     model, optimizer = trained()
     assert torch.equal(read["model/0.weight"], model.get_parameter("0.weight"))

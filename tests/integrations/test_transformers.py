@@ -1,4 +1,4 @@
-"""The callback for transformers' Trainer, called as Trainer calls it; ``make clients`` runs it in Trainer itself."""
+"""The callbacks for transformers' Trainer, called as Trainer does; ``make clients`` runs them in Trainer itself."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import StepLR
 
 from onecopy import ZeroRedundancyOptimizer
 from tests.support.harness import distributed
-from tests.support.models import small_model
+from tests.support.models import assert_equal, small_model
 
 
 class Training:
@@ -26,6 +26,8 @@ class Training:
         self.model = DistributedDataParallel(small_model())
         self.optimizer = ZeroRedundancyOptimizer(self.model.parameters(), AdamW, lr=0.01)
         self.scheduler = StepLR(self.optimizer, 1, gamma=0.5)
+        wrapped = SimpleNamespace(optimizer=self.optimizer)  # as Accelerate wraps it
+        self.objects = {"model": self.model.module, "optimizer": wrapped, "lr_scheduler": self.scheduler}
 
     def train(self, steps: int) -> None:
         for _ in range(steps):
@@ -33,11 +35,6 @@ class Training:
             self.model(torch.randn(4, 8)).square().mean().backward()
             self.optimizer.step()
             self.scheduler.step()
-
-    @property
-    def objects(self) -> dict[str, Any]:
-        wrapped = SimpleNamespace(optimizer=self.optimizer)  # as Accelerate wraps it
-        return {"model": self.model.module, "optimizer": wrapped, "lr_scheduler": self.scheduler}
 
 
 @distributed(2)
@@ -51,48 +48,35 @@ def test_training_resumes_with_optimizer_scheduler_and_random_numbers(
     first, second = Training(), Training()
     torch.manual_seed(dist.get_rank())
     first.train(3)
-    state = SimpleNamespace(global_step=3, epoch=epoch, is_world_process_zero=dist.get_rank() == 0)
+    state = SimpleNamespace(global_step=3, epoch=epoch)
     for _ in range(2):  # again, as a run that has gone back to an older checkpoint does
         ShardedCheckpoints().on_save(args, state, None, **first.objects)
-    weights = {name: tensor.clone() for name, tensor in first.model.state_dict().items()}
+    second.model.load_state_dict(first.model.state_dict())  # Trainer does this
     first.train(2)
 
-    second.model.load_state_dict(weights)  # Trainer does this
-    resumed, state = ShardedCheckpoints(), SimpleNamespace(global_step=3, epoch=epoch)
-    resumed.on_train_begin(args, state, None, **second.objects)
-    if epoch == 1.5:
-        torch.rand(7)  # Trainer skips batches
-    resumed.on_epoch_begin(args, state, None, **second.objects)
-    if epoch == 1.5:
-        torch.rand(7)
-    resumed.on_step_begin(args, state, None, **second.objects)
+    resumed = ShardedCheckpoints()
+    for call in (resumed.on_train_begin, resumed.on_epoch_begin, resumed.on_step_begin):
+        call(args, state, None, **second.objects)
+        if epoch == 1.5 and call != resumed.on_step_begin:
+            torch.rand(7)  # Trainer skips batches
     second.train(2)
-    for name, found in second.model.state_dict().items():
-        assert torch.equal(found, first.model.state_dict()[name]), name
+    assert_equal(second.model.parameters(), first.model.parameters(), "resumed")
     assert second.scheduler.get_last_lr() == first.scheduler.get_last_lr()
 
-
-@distributed(2)
-def test_without_save_only_model_it_says_what_to_write(world_size: int, tmp_path: Path) -> None:
-    from onecopy.integrations.transformers import ShardedCheckpoints
-
-    args = SimpleNamespace(output_dir=str(tmp_path), save_only_model=False)
+    wrong = SimpleNamespace(output_dir=str(tmp_path), save_only_model=False)
     with pytest.raises(ValueError, match=re.escape("TrainingArguments(save_only_model=True)")):
-        ShardedCheckpoints().on_save(args, SimpleNamespace(global_step=3, epoch=1.0), None, **Training().objects)
+        ShardedCheckpoints().on_save(wrong, state, None, **first.objects)
 
 
 @distributed(2)
-@pytest.mark.parametrize("way", ["a step", "an epoch", "an evaluation"])
+@pytest.mark.parametrize("way", ["on_step_end", "on_epoch_end", "on_evaluate"])
 def test_the_state_is_gathered_when_trainer_saves(world_size: int, way: str) -> None:
     from onecopy.integrations.transformers import ConsolidatedCheckpoints
 
-    training, callback = Training(), ConsolidatedCheckpoints()
-    args = SimpleNamespace(save_only_model=False, save_strategy="best" if way == "an evaluation" else "steps")
-    tell = {"a step": callback.on_step_end, "an epoch": callback.on_epoch_end, "an evaluation": callback.on_evaluate}[
-        way
-    ]
+    training, tell = Training(), getattr(ConsolidatedCheckpoints(), way)
+    args: Any = SimpleNamespace(save_only_model=False, save_strategy="best" if way == "on_evaluate" else "steps")
     training.train(2)
-    if way != "an evaluation":
+    if way != "on_evaluate":
         tell(args, None, SimpleNamespace(should_save=False), **training.objects)
         with pytest.raises(RuntimeError, match="was not gathered"):
             training.optimizer.state_dict()

@@ -22,10 +22,9 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW
 
-from onecopy import CheckpointMismatchError, ZeroRedundancyOptimizer
+from onecopy import CheckpointMismatchError, ShardedDataParallel, ZeroRedundancyOptimizer
 from onecopy.checkpoint import get_optimizer_state_dict, set_optimizer_state_dict
 from onecopy.state_dict.dcp import ShardedState
-from tests.support.dcp import full_state, make, train
 from tests.support.failures import expect_disagreement, expect_failure_of, failure_of
 from tests.support.harness import distributed, pools
 from tests.support.models import assert_equal, assert_same_tree, values
@@ -35,7 +34,26 @@ FULL = StateDictOptions(full_state_dict=True)
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.distributed.*:UserWarning")
 
 
-# Saved and loaded by torch
+def make(way: str, seed: int = 0, optimizer: Any = AdamW, **options: Any) -> tuple[Any, Any]:
+    """A small model with a channels-last weight, and its optimizer."""
+    torch.manual_seed(seed)
+    conv = nn.Conv2d(3, 70, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    module = nn.Sequential(conv, nn.Flatten(), nn.Linear(280, 40), nn.ReLU(), nn.Linear(40, 10))
+    sharding = {} if way == "wrapped" else {"shard_by": way}
+    zero = ZeroRedundancyOptimizer(module.parameters(), optimizer, **{"lr": 1e-2, **sharding, **options})
+    return (ShardedDataParallel(module, zero, bucket_bytes=4000) if way == "wrapped" else module), zero
+
+
+def train(model: nn.Module, zero: ZeroRedundancyOptimizer, steps: range) -> None:
+    for step in steps:
+        torch.manual_seed(step)
+        zero.zero_grad()
+        model(torch.randn(4, 3, 4, 4)).square().mean().backward()
+        zero.step()
+
+
+def full_state(model: nn.Module, zero: ZeroRedundancyOptimizer) -> Any:
+    return get_optimizer_state_dict(model, zero, options=FULL)
 
 
 def save_trained(way: str, folder: Path) -> Any:
@@ -137,9 +155,6 @@ def test_a_flat_range_is_few_rectangles_that_cover_it_exactly(data: st.DataObjec
     assert sorted(seen) == flat.tolist()
 
 
-# Full state, and copies
-
-
 @pytest.mark.parametrize("way", WAYS)
 @distributed(2)
 def test_full_and_offloaded_state_comes_back_and_asking_for_it_changes_nothing(world_size: int, way: str) -> None:
@@ -185,9 +200,6 @@ def test_torchs_own_functions_set_a_full_state_and_name_ours_to_get_one(world_si
     other.zero_grad()
     torchs.set_optimizer_state_dict(fresh, other, state)
     assert_same_tree(full_state(fresh, other), state, "set")
-
-
-# Refusals: all ranks raise, and nothing has changed
 
 
 @pytest.mark.parametrize("option", ["full_state_dict", "cpu_offload"])

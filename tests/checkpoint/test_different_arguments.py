@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import SGD, AdamW
 
 from onecopy.checkpoint import PerRank, load, save
-from tests.support.checkpoints import Side, contents_of, load_side, make, push, save_side
+from tests.support.checkpoints import Side, make
 from tests.support.failures import expect_disagreement
 from tests.support.harness import distributed
 from tests.support.models import assert_same_tree
@@ -63,30 +63,30 @@ SAVES: dict[str, tuple[Change, str, str]] = {
 @distributed(2, 3)
 def test_different_arguments_change_nothing(world_size: int, call: str, case: str, kind: str, tmp_path: Path) -> None:
     side, odd, new = make(kind), world_size - 1, tmp_path / "new"
-    push(side, range(2))
-    path = save_side(tmp_path, 1, side)
-    push(side, [2])
+    side.push(range(2))
+    path = side.save(tmp_path, 1)
+    side.push([2])
     change, text, odd_text = (LOADS if call == "load" else SAVES)[case]
     arguments: dict[str, Any] = {"model": side.model, "optimizer": side.optimizers}
     arguments |= {"source": path} if call == "load" else {"root": new, "step": 2}
     arguments |= change(side) if dist.get_rank() == odd else {}
-    before = contents_of(side)
+    before = side.contents()
     expect_disagreement(odd, lambda: (load if call == "load" else save)(**arguments), text, odd_text)
-    assert_same_tree(contents_of(side), before, "after the error")
+    assert_same_tree(side.contents(), before, "after the error")
     assert not new.exists()
-    push(side, [3])
-    load_side(path, side)
+    side.push([3])
+    side.load(path)
 
 
 @distributed(2, 3)
 def test_loading_into_different_models_or_parameters_changes_nothing(world_size: int, tmp_path: Path) -> None:
     side, other, odd = make("plain"), make("plain", 9, wrap=False), world_size - 1
-    push(side, range(2))
-    path, params = save_side(tmp_path, 1, side), list(side.module.parameters())
+    side.push(range(2))
+    path, params = side.save(tmp_path, 1), list(side.module.parameters())
     if dist.get_rank() == odd:
         other.module.norm = nn.BatchNorm2d(9)
         params.reverse()
-    before, turned = contents_of(other), AdamW(params)
+    before, turned = other.contents(), AdamW(params)
     for call, *texts in (
         (
             lambda: load(path, model=other.module, strict=False),
@@ -100,11 +100,11 @@ def test_loading_into_different_models_or_parameters_changes_nothing(world_size:
         ),
     ):
         expect_disagreement(odd, call, *texts)
-    assert_same_tree(contents_of(other), before, "after the errors")
+    assert_same_tree(other.contents(), before, "after the errors")
 
 
 @distributed(2)
 def test_values_that_rank_zero_gives_need_not_be_given_elsewhere(world_size: int, tmp_path: Path) -> None:
     side = make("element")
-    save_side(tmp_path, 1, side, extra={"shared": 4} if dist.get_rank() == 0 else None)
-    assert load_side(tmp_path, side).extra == {"shared": 4}
+    side.save(tmp_path, 1, extra={"shared": 4} if dist.get_rank() == 0 else None)
+    assert side.load(tmp_path).extra == {"shared": 4}

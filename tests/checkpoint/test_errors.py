@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-import os
+import math
 import random
 import threading
 from collections.abc import Callable, Sequence
@@ -19,13 +19,12 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.optim import SGD, AdamW
 
-from onecopy import RanksDisagreeError, ZeroRedundancyOptimizer, hook_with_zero_step
+from onecopy import NonfiniteError, RanksDisagreeError, ZeroRedundancyOptimizer, hook_with_zero_step
 from onecopy.checkpoint import latest, load, save, storage, verify, wait
-from onecopy.errors import CheckpointError, CorruptCheckpointError
-from tests.support.checkpoints import Side, contents_of, load_side, make, model_of, push, save_side, train
+from onecopy.errors import CorruptCheckpointError
+from tests.support.checkpoints import Side, make
 from tests.support.failures import expect_failure_of, failure_of
 from tests.support.harness import distributed
-from tests.support.hostile import reseal
 from tests.support.logs import logged
 from tests.support.models import assert_equal, assert_same_tree, small_ddp, small_loss, values
 
@@ -34,19 +33,19 @@ SOON = 10.0
 
 def refused(call: Callable[[], object], *texts: object, side: Side | None = None) -> None:
     """All ranks raise soon, with these texts; a side has not changed, and can train on."""
-    before = None if side is None else contents_of(side)
+    before = None if side is None else side.contents()
     message = str(failure_of(call))
     for text in texts:
         assert str(text) in message, f"{text} is not in: {message}"
     if side is not None:
-        assert_same_tree(contents_of(side), before, "after the error")
-        push(side, [7])
+        assert_same_tree(side.contents(), before, "after the error")
+        side.push([7])
 
 
 def saved(root: Path, step: int = 1) -> tuple[Side, Path]:
     side = make("element")
-    push(side, range(2))
-    return side, save_side(root, step, side)
+    side.push(range(2))
+    return side, side.save(root, step)
 
 
 def on_rank_0(change: Callable[[], object]) -> None:
@@ -56,8 +55,6 @@ def on_rank_0(change: Callable[[], object]) -> None:
         change()
     dist.barrier()
 
-
-# What does not fit
 
 MISFITS: list[tuple[Callable[[nn.Module], object], Sequence[str]]] = [
     (lambda module: setattr(module, "extra", nn.Linear(2, 2)), ["extra.weight", "extra.bias", "strict=False"]),
@@ -104,10 +101,10 @@ def test_a_part_can_be_loaded(world_size: int, tmp_path: Path) -> None:
     assert not other.optimizers[0].state
     only = make("element", 9)
     save(tmp_path, 2, optimizer=side.optimizers)
-    before = model_of(only)
+    before = only.weights()
     load(tmp_path, optimizer=only.optimizers)
-    assert_same_tree(model_of(only), before, "model")
-    assert_same_tree(contents_of(only)[1], contents_of(side)[1], "state")
+    assert_same_tree(only.weights(), before, "model")
+    assert_same_tree(only.contents()[1], side.contents()[1], "state")
     refused(lambda: load(tmp_path, model=only.module), "without a model")
 
 
@@ -117,52 +114,18 @@ def test_bad_arguments_are_refused_on_all_ranks(world_size: int, tmp_path: Path)
     rank = dist.get_rank()
     bad: dict[str, Any] = {"a": [object() if rank == 1 else 1]}
     calls: list[tuple[Callable[[], object], Sequence[object]]] = [
-        (lambda: save_side(tmp_path, 1, side), [path, "exists already"]),
-        *((lambda step=step: save_side(tmp_path, step, side), ["step must", step]) for step in (-1, True, 1.5, "x")),  # type: ignore[misc]
-        *((lambda keep=keep: save_side(tmp_path, 2, side, keep=keep), ["keep must", keep]) for keep in (0, -1, 2.5)),  # type: ignore[misc]
-        (lambda: save_side(tmp_path, 2 if rank else -1, side), ["step must be"]),
-        (lambda: save_side(tmp_path, 2, side, extra=bad), ["extra['a'][0]", "builtins.object"]),
+        (lambda: side.save(tmp_path, 1), [path, "exists already"]),
+        *((lambda step=step: side.save(tmp_path, step), ["step must", step]) for step in (-1, True, 1.5, "x")),  # type: ignore[misc]
+        *((lambda keep=keep: side.save(tmp_path, 2, keep=keep), ["keep must", keep]) for keep in (0, -1, 2.5)),  # type: ignore[misc]
+        (lambda: side.save(tmp_path, 2 if rank else -1), ["step must be"]),
+        (lambda: side.save(tmp_path, 2, extra=bad), ["extra['a'][0]", "builtins.object"]),
         (lambda: save(tmp_path, 2, optimizer="Adam"), ["optimizer must be"]),  # type: ignore[arg-type]
-        (lambda: load_side(tmp_path / "nothing", side), [tmp_path / "nothing"]),
-        (lambda: load_side(tmp_path / "step-00000009", side), ["step-00000009", "missing"]),
+        (lambda: side.load(tmp_path / "nothing"), [tmp_path / "nothing"]),
+        (lambda: side.load(tmp_path / "step-00000009"), ["step-00000009", "missing"]),
     ]
     for call, texts in calls:
         refused(call, *texts, side=side)
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
-
-
-# What is damaged
-
-
-def swap(path: Path) -> None:
-    one, other = path / "rank-00000.safetensors", path / "rank-00001.safetensors"
-    one.rename(path / "away")
-    other.rename(one)
-    (path / "away").rename(other)
-
-
-DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
-    "newer": (lambda path: reseal(path, lambda content: content.update(version=2)), "manifest.json"),
-    "truncated": (lambda path: os.truncate(path / "rank-00001.safetensors", 999), "rank-00001.safetensors"),
-    "missing": (lambda path: (path / "rank-00000.safetensors").unlink(), "rank-00000.safetensors"),
-    "swapped": (swap, "rank-0000"),
-    "cut manifest": (lambda path: os.truncate(path / "manifest.json", 300), "manifest.json"),
-    "no manifest": (lambda path: (path / "manifest.json").unlink(), "manifest.json"),
-}
-
-
-@pytest.mark.parametrize("damage", DAMAGES)
-@distributed(2)
-def test_damaged_checkpoints_are_refused_and_the_file_is_named(world_size: int, damage: str, tmp_path: Path) -> None:
-    _, path = saved(tmp_path)
-    change, name = DAMAGES[damage]
-    on_rank_0(lambda: change(path))
-    for kind in ("plain", "parameter"):
-        side = make(kind, 9)
-        push(side, [5])
-        refused(lambda side=side: load_side(path, side), name, path, side=side)  # type: ignore[misc]
-    with pytest.raises(CheckpointError if damage == "newer" else CorruptCheckpointError, match=name):
-        verify(path)
 
 
 def flip(path: Path, position: int, bit: int) -> None:
@@ -192,16 +155,16 @@ def test_every_flipped_bit_is_found_by_verify(world_size: int, tmp_path: Path) -
 @distributed(2)
 def test_the_newest_that_is_not_damaged_is_loaded(world_size: int, tmp_path: Path) -> None:
     side, first = saved(tmp_path, 1)
-    before = model_of(side)
-    push(side, [2])
-    second = save_side(tmp_path, 2, side)
+    before = side.weights()
+    side.push([2])
+    second = side.save(tmp_path, 2)
     on_rank_0(lambda: flip(second / "rank-00001.safetensors", 3000, 1))
     other = make("element", 9)
-    refused(lambda: load_side(second, other), "rank-00001.safetensors", side=other)
+    refused(lambda: other.load(second), "rank-00001.safetensors", side=other)
     with logged(logging.WARNING) as lines:
-        loaded = load_side(tmp_path, other)
+        loaded = other.load(tmp_path)
     assert (loaded.step, loaded.path) == (1, first)
-    assert_same_tree(model_of(other), before, "model")
+    assert_same_tree(other.weights(), before, "model")
     assert len(lines) == 1
     assert "rank-00001.safetensors is damaged" in lines[0]
 
@@ -230,11 +193,11 @@ def fail_half_way(culprits: Sequence[int], call: Callable[[], object], *texts: o
 def test_a_read_that_fails_half_way_stops_the_optimizer(world_size: int, kind: str, tmp_path: Path) -> None:
     source, path = saved(tmp_path)
     side = make(kind, 9)
-    fail_half_way([1], lambda: load_side(path, side), "rank 1", path)
+    fail_half_way([1], lambda: side.load(path), "rank 1", path)
     for optimizer in side.optimizers:
         refused(optimizer.step, path, "load a checkpoint before the next step")
-    load_side(path, side)
-    assert_same_tree(model_of(side), model_of(source), "model")
+    side.load(path)
+    assert_same_tree(side.weights(), source.weights(), "model")
     for optimizer in side.optimizers:
         optimizer.step()
 
@@ -256,15 +219,12 @@ def test_a_read_that_fails_half_way_stops_updates_in_the_backward_pass(world_siz
     assert_equal(values(ddp.parameters()), before, "updated in the backward pass")
 
 
-# In the background
-
-
 @pytest.mark.parametrize("kind", ["plain", "element", "sharded"])
 @distributed(2)
 def test_a_save_in_the_background_holds_the_values_at_its_call(world_size: int, kind: str, tmp_path: Path) -> None:
     side, flush = make(kind), storage.flush
-    train(side, range(2))
-    before, go_on = contents_of(side), threading.Event()
+    side.train(range(2))
+    before, go_on = side.contents(), threading.Event()
 
     def slow(descriptor: int) -> None:
         assert go_on.wait(SOON)
@@ -272,18 +232,18 @@ def test_a_save_in_the_background_holds_the_values_at_its_call(world_size: int, 
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(storage, "flush", slow)
-        path = save_side(tmp_path, 2, side, blocking=False)
-        train(side, [2, 3])
+        path = side.save(tmp_path, 2, blocking=False)
+        side.train([2, 3])
         assert not path.exists()
         go_on.set()
         wait()
     assert latest(tmp_path) == path
     other = make(kind, 9)
-    load_side(path, other)
+    other.load(path)
     if dist.get_rank() == 0:
-        assert_same_tree(contents_of(other), before, "saved")
-    train(other, [2, 3])
-    assert_same_tree(model_of(other), model_of(side), "continued")
+        assert_same_tree(other.contents(), before, "saved")
+    other.train([2, 3])
+    assert_same_tree(other.weights(), side.weights(), "continued")
 
 
 @pytest.mark.parametrize("next_call", ["wait", "save", "load"])
@@ -298,18 +258,18 @@ def test_a_failure_in_the_background_is_raised_by_the_next_call(
 
     calls: dict[str, Callable[[], object]] = {
         "wait": wait,
-        "save": lambda: save_side(tmp_path, 3, side),
-        "load": lambda: load_side(tmp_path, side),
+        "save": lambda: side.save(tmp_path, 3),
+        "load": lambda: side.load(tmp_path),
     }
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:
             patch.setattr(storage, "flush", full)
-        save_side(tmp_path, 2, side, blocking=False)
+        side.save(tmp_path, 2, blocking=False)
         refused(calls[next_call], "No space left", "rank-00001.safetensors", side=side)
     wait()
     dist.barrier()
     assert [each.name for each in tmp_path.iterdir()] == [path.name]
-    assert save_side(tmp_path, 3, side).exists()
+    assert side.save(tmp_path, 3).exists()
 
 
 @distributed(2, 3)
@@ -323,22 +283,63 @@ def test_a_rank_that_can_start_no_thread_saves_at_once(world_size: int, tmp_path
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(threading.Thread, "start", refuse)
-        save_side(tmp_path, 3, side, blocking=False)
+        side.save(tmp_path, 3, blocking=False)
     wait()
-    train(side, [2])
-    assert load_side(tmp_path, side).step == 3
+    side.train([2])
+    assert side.load(tmp_path).step == 3
 
 
 @pytest.mark.parametrize("call", ["step", "consolidate_state_dict"])
 @distributed(2, 3)
 def test_a_save_while_another_rank_is_in_another_call(world_size: int, call: str, tmp_path: Path) -> None:
     side = make("element")
-    push(side, range(2))
-    save_side(tmp_path, 1, side)  # makes the group of saves
+    side.push(range(2))
+    side.save(tmp_path, 1)  # makes the group of saves
     expect_failure_of(
         range(world_size),
-        lambda: save_side(tmp_path, 2, side) if dist.get_rank() == 0 else getattr(side.zero, call)(),
+        lambda: side.save(tmp_path, 2) if dist.get_rank() == 0 else getattr(side.optimizers[0], call)(),
         RanksDisagreeError,
         "; ".join(["rank 0: saving a checkpoint", *(f"rank {rank}: {call}.." for rank in range(1, world_size))]),
     )
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["step-00000001"]
+
+
+NOT_FINITE = "parameter 'body.weight' has an infinity or a NaN. .*nothing was saved"
+
+
+@pytest.mark.parametrize("blocking", [True, False], ids=["", "in the background"])
+@pytest.mark.parametrize("culprits", [[1], [0, 1]])
+@pytest.mark.parametrize("kind", ["plain", "element", "sharded"])
+@distributed(2)
+def test_all_ranks_raise_and_the_last_good_checkpoint_stays(
+    world_size: int, kind: str, culprits: list[int], blocking: bool, tmp_path: Path
+) -> None:
+    side = make(kind)
+    side.train(range(2))
+    side.module.norm.get_buffer("running_mean")[0] = math.inf  # buffers may be
+    arguments: dict[str, Any] = {"model": side.model, "optimizer": side.optimizers, "keep": 1, "blocking": blocking}
+    save(tmp_path, 1, **arguments, refuse_nonfinite=True)
+    wait()
+    weight = side.module.get_parameter("body.weight")
+    if dist.get_rank() in culprits:
+        weight.detach().view(-1)[-1] = -math.inf
+    expect_failure_of(
+        culprits, lambda: save(tmp_path, 2, **arguments, refuse_nonfinite=True), NonfiniteError, NOT_FINITE
+    )
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+    load(tmp_path, model=side.model, optimizer=side.optimizers)
+    assert weight.isfinite().all()
+    save(tmp_path, 2, **arguments, refuse_nonfinite=True)
+    wait()
+
+
+def test_without_a_model_the_parameters_of_the_optimizers_count(tmp_path: Path) -> None:
+    layer = nn.Linear(3, 2, dtype=torch.complex64)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    save(tmp_path, 1, optimizer=optimizer, refuse_nonfinite=True)
+    torch.view_as_real(layer.bias.detach())[1, 1] = math.nan
+    save(tmp_path, 2, optimizer=optimizer)
+    with pytest.raises(NonfiniteError, match=r"rank 0: parameter 'group0\[1\]' has an infinity or a NaN"):
+        save(tmp_path, 3, optimizer=optimizer, refuse_nonfinite=True)
+    integers = nn.ParameterList([nn.Parameter(torch.arange(3), requires_grad=False)])
+    save(tmp_path, 3, model=integers, refuse_nonfinite=True)

@@ -103,9 +103,6 @@ def test_another_batch_size_goes_on_at_the_same_sample() -> None:
     assert list(second) == [[3, 4, 5, 6, 7], [8, 9, 0, 1, 2]]
 
 
-# In a checkpoint
-
-
 def save_after(root: Path, batches: int) -> list[list[int]]:
     """Train on this rank, save, and return its samples."""
     sampler, found = ResumableSampler(50, 6), []
@@ -129,9 +126,6 @@ def test_a_checkpoint_has_the_position_for_any_number_of_ranks(tmp_path: Path) -
     samples = list(chain.from_iterable(chain.from_iterable([*trained, *rest])))
     assert len(samples) == 54  # nine batches of six: the last one is filled up
     assert set(samples) == set(range(50))
-
-
-# Mistakes
 
 
 def sampler_of(**changed: Any) -> ResumableSampler:

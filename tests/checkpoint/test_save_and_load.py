@@ -21,24 +21,11 @@ from torch.optim.lr_scheduler import MultiStepLR, OneCycleLR, ReduceLROnPlateau
 
 from onecopy import RanksDisagreeError, ShardedDataParallel, ZeroRedundancyOptimizer
 from onecopy.checkpoint import PerRank, capture, load, restore, save
-from tests.support.checkpoints import (
-    KINDS,
-    STORABLE,
-    check_any_to_any,
-    load_side,
-    make,
-    model_of,
-    push,
-    save_side,
-    state_of,
-    train,
-)
+from tests.support.checkpoints import KINDS, STORABLE, check_any_to_any, make
 from tests.support.failures import expect, failure_of
 from tests.support.harness import distributed, pools
 from tests.support.models import assert_same_tree
 from tests.support.state_dicts import expect_same
-
-# From anything to anything
 
 WHOLE = ("plain", "parameter", "view", "overlapped")
 """Kinds that Muon, which does not work element by element, can do."""
@@ -69,37 +56,34 @@ def test_buffers_are_those_of_rank_0(world_size: int, tmp_path: Path) -> None:
     side, other = make("plain"), make("plain", seed=9)
     for buffer in side.module.buffers():
         buffer.fill_(dist.get_rank() + 1)
-    load_side(save_side(tmp_path, 1, side), other)
+    other.load(side.save(tmp_path, 1))
     for name, buffer in other.module.named_buffers():
         assert torch.equal(buffer, torch.ones_like(buffer)), name
-
-
-# Any number of ranks to any other
 
 
 def save_pushed(root: Path, bf16: bool = False) -> None:
     """Train in this pool of ranks, and save twice."""
     side = make(("view", "parameter", "element")[dist.get_world_size() - 1], bf16=bf16)
     for step in (2, 3):
-        push(side, [step])
-        save_side(root, step, side)
+        side.push([step])
+        side.save(root, step)
 
 
 def load_pushed(roots: Sequence[Path]) -> None:
     """Load in this pool of ranks, and compare with a plain optimizer that never stopped."""
     plain = make("plain", wrap=False)
-    push(plain, [2])
-    model, state = model_of(plain), state_of(plain)
-    push(plain, [3])
+    plain.push([2])
+    model, state = plain.weights(), plain.state()
+    plain.push([3])
     for root, kind in zip(roots, ("element", "view", "parameter"), strict=True):
         side = make(kind, seed=9)
-        assert load_side(root / "step-00000002", side).step == 2
-        assert_same_tree(model_of(side), model, f"model of {root}")
-        mine = state_of(side)
+        assert side.load(root / "step-00000002").step == 2
+        assert_same_tree(side.weights(), model, f"model of {root}")
+        mine = side.state()
         if dist.get_rank() == 0:
             assert_same_tree(mine, state, f"state of {root}")
-        push(side, [3])
-        assert_same_tree(model_of(side), model_of(plain), f"continued from {root}")
+        side.push([3])
+        assert_same_tree(side.weights(), plain.weights(), f"continued from {root}")
 
 
 def test_saved_by_1_to_3_ranks_and_loaded_by_1_to_3_and_without_torch_distributed(tmp_path: Path) -> None:
@@ -110,9 +94,9 @@ def test_saved_by_1_to_3_ranks_and_loaded_by_1_to_3_and_without_torch_distribute
         pools.run(count, __name__, "load_pushed", {"roots": roots})
     assert not dist.is_initialized()
     side, plain = make("plain", seed=9, wrap=False), make("plain", wrap=False)
-    push(plain, [2, 3])
-    load_side(roots[2], side)
-    assert_same_tree((model_of(side), state_of(side)), (model_of(plain), state_of(plain)), "in this process")
+    plain.push([2, 3])
+    side.load(roots[2])
+    assert_same_tree((side.weights(), side.state()), (plain.weights(), plain.state()), "in this process")
 
 
 @distributed(4)
@@ -120,28 +104,14 @@ def test_state_that_groups_of_ranks_replicate_is_written_once(world_size: int, t
     halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     side, plain = make("element", group=halves[dist.get_rank() // 2]), make("plain", wrap=False)
     for each in (side, plain):
-        push(each, range(2))
-    path = save_side(tmp_path, 2, side)
+        each.push(range(2))
+    path = side.save(tmp_path, 2)
     other = make("parameter", seed=9)
-    load_side(path, other)
-    assert_same_tree(model_of(other), model_of(plain), "model")
-    mine = state_of(other)
+    other.load(path)
+    assert_same_tree(other.weights(), plain.weights(), "model")
+    mine = other.state()
     if dist.get_rank() == 0:
-        assert_same_tree(mine, state_of(plain), "state")
-
-
-@pytest.mark.usefixtures("fresh_processes")
-@distributed(3)
-def test_some_of_the_ranks_save_and_load(world_size: int, tmp_path: Path) -> None:
-    group = dist.new_group([1, 2])
-    if dist.get_rank() == 0:
-        return
-    side, other = (make("element", seed, group=group, wrap=False) for seed in (0, 9))
-    push(side, range(2))
-    save_side(tmp_path, 1, side, process_group=group)
-    load_side(tmp_path, other, process_group=group)
-    assert_same_tree(model_of(other), model_of(side), "model")
-    assert_same_tree(state_of(other), state_of(side), "state")
+        assert_same_tree(mine, plain.state(), "state")
 
 
 @pytest.mark.usefixtures("fresh_processes")
@@ -150,16 +120,13 @@ def test_models_of_two_groups_of_ranks_are_not_saved_as_one(world_size: int, tmp
     halves = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     number = dist.get_rank() % 2
     side = make("element", seed=number, group=halves[number], wrap=False)
-    push(side, range(2))
-    error = failure_of(lambda: save_side(tmp_path / "all", 1, side))
+    side.push(range(2))
+    error = failure_of(lambda: side.save(tmp_path / "all", 1))
     expect(error, RanksDisagreeError, "parameter .*checksum .*different parameters.*process_group=")
     own, other = tmp_path / str(number), make("element", seed=9, group=halves[number], wrap=False)
-    save_side(own, 1, side, process_group=halves[number])
-    load_side(own, other, process_group=halves[number])
-    assert_same_tree(model_of(other), model_of(side), "model")
-
-
-# Types and memory
+    side.save(own, 1, process_group=halves[number])
+    other.load(own, process_group=halves[number])
+    assert_same_tree(other.weights(), side.weights(), "model")
 
 
 SHAPES = ((), (0, 5), (33,), (130, 33), (3, 40, 7), (16, 8, 3, 3))
@@ -234,30 +201,30 @@ def test_every_dtype_and_memory_order_comes_back_bit_by_bit(
 def test_float32_into_bf16_with_master_weights_and_back(world_size: int, target: str, tmp_path: Path) -> None:
     exact, fine, back = make("plain", wrap=False), make(target, seed=9, bf16=True), make("element", seed=9)
     for side in (exact, fine):
-        push(side, range(2))
-    load_side(save_side(tmp_path / "fine", 2, exact), fine)
+        side.push(range(2))
+    fine.load(exact.save(tmp_path / "fine", 2))
     masters = {name: param.detach() for name, param in exact.module.named_parameters()}
     for name, param in fine.module.named_parameters():
         assert param.dtype == torch.bfloat16
         assert torch.equal(param, masters[name].bfloat16()), name
-    state = state_of(fine)
-    load_side(save_side(tmp_path / "back", 3, fine), back)
-    assert_same_tree(model_of(back), model_of(exact), "back")
-    found = state_of(back)
+    state = fine.state()
+    back.load(fine.save(tmp_path / "back", 3))
+    assert_same_tree(back.weights(), exact.weights(), "back")
+    found = back.state()
     if dist.get_rank() == 0:
         assert_same_tree(state[0]["masters"], masters, "masters")
-        assert_same_tree(state[0]["state"], state_of(exact)[0]["state"], "state")
-        assert_same_tree(found, state_of(exact), "state of it")
+        assert_same_tree(state[0]["state"], exact.state()[0]["state"], "state")
+        assert_same_tree(found, exact.state(), "state of it")
 
 
 def load_half(root: Path) -> None:
     """Load at another number of ranks, go on, and compare with the others."""
     side, expected = make("element", seed=9, bf16=True), make("view", seed=8, bf16=True)
-    load_side(root / "step-00000002", side)
-    push(side, [3])
-    load_side(root / "step-00000003", expected)
-    assert_same_tree(model_of(side), model_of(expected), "model")
-    ours, theirs = state_of(side), state_of(expected)
+    side.load(root / "step-00000002")
+    side.push([3])
+    expected.load(root / "step-00000003")
+    assert_same_tree(side.weights(), expected.weights(), "model")
+    ours, theirs = side.state(), expected.state()
     if dist.get_rank() == 0:
         assert len(ours[0]["masters"]) == len(list(side.module.parameters()))
         assert_same_tree(ours, theirs, "state")
@@ -267,9 +234,6 @@ def load_half(root: Path) -> None:
 def test_master_weights_at_another_number_of_ranks(saving: int, loading: int, tmp_path: Path) -> None:
     pools.run(saving, __name__, "save_pushed", {"root": tmp_path, "bf16": True})
     pools.run(loading, __name__, "load_half", {"root": tmp_path})
-
-
-# What each rank has of its own
 
 
 def save_per_rank(root: Path) -> None:
@@ -291,9 +255,6 @@ def test_data_of_single_ranks_comes_back_to_its_rank(saving: int, loading: int, 
     pools.run(loading, __name__, "load_per_rank", {"root": tmp_path, "saved_by": saving})
 
 
-# Schedulers, scalers, random numbers
-
-
 class Run:
     """Everything that a training loop holds, and one step of it."""
 
@@ -313,7 +274,7 @@ class Run:
         """One step; numbers from every generator before it, and every rate after it."""
         drawn: list[float | Tensor] = [torch.rand(2), random.random(), random.gauss(0, 1)]
         drawn += [float(numpy.random.rand()), numpy.random.normal()]
-        train(self.side, [number], rank=0)
+        self.side.train([number], rank=0)
         for optimizer in self.inner[1:]:
             optimizer.step()
         self.parts["steps"].step()
@@ -338,12 +299,9 @@ def test_capture_and_restore_go_on_as_if_nothing_had_happened(tmp_path: Path) ->
     assert type(other.parts["steps"].milestones) is Counter
     for number, then in zip((2, 3), expected, strict=True):
         assert_same_tree(other.step(number), then, f"step {number}")
-    assert_same_tree(model_of(other.side), model_of(run.side), "model")
+    assert_same_tree(other.side.weights(), run.side.weights(), "model")
     with pytest.raises(KeyError, match="no state for \\['other'\\]"):
         restore(extra, other=run.parts["steps"])
-
-
-# Files
 
 
 @pytest.mark.parametrize("kind", ["plain", "parameter", "sharded"])

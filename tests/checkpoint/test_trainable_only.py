@@ -16,19 +16,7 @@ from typer.testing import CliRunner
 from onecopy import CheckpointMismatchError
 from onecopy.checkpoint import latest, load, save, verify
 from onecopy.cli.main import app
-from tests.support.checkpoints import (
-    KINDS,
-    Tiny,
-    check_any_to_any,
-    contents_of,
-    load_side,
-    make,
-    model_of,
-    push,
-    save_side,
-    state_of,
-    train,
-)
+from tests.support.checkpoints import KINDS, Tiny, check_any_to_any, make
 from tests.support.failures import expect_disagreement, expect_failure_of
 from tests.support.harness import distributed
 from tests.support.hostile import content_of
@@ -36,9 +24,6 @@ from tests.support.models import assert_same_tree
 from tests.support.quantised import Int8Blocks
 
 FROZEN = {name for name, _ in Tiny().named_parameters(remove_duplicate=False) if not name.startswith("body")}
-
-
-# On every level and number of ranks
 
 
 @pytest.mark.parametrize("source", KINDS)
@@ -58,20 +43,17 @@ def test_every_level_loads_the_adapters_of_every_other_and_goes_on(
 def test_master_weights_of_trainable_parameters_only(world_size: int, kind: str, tmp_path: Path) -> None:
     """The optimizer has the frozen parameters, too; their master weights are their values."""
     side, other = make(kind, bf16=True), make(kind, bf16=True)
-    push(side, range(2))
-    path = save_side(tmp_path, 2, side, trainable_only=True)
+    side.push(range(2))
+    path = side.save(tmp_path, 2, trainable_only=True)
     keys = [key for key in content_of(path)["tensors"] if key.endswith("master_weight")]
     assert "optimizer.0/body.weight/master_weight" in keys
     assert not [key for key in keys if "frozen" in key]
-    push(other, [7])
-    load_side(path, other)
+    other.push([7])
+    other.load(path)
     for each in (side, other):
-        push(each, [2])
-    assert_same_tree(model_of(other), model_of(side), "model")
-    assert_same_tree(state_of(other), state_of(side), "state")
-
-
-# Another base
+        each.push([2])
+    assert_same_tree(other.weights(), side.weights(), "model")
+    assert_same_tree(other.state(), side.state(), "state")
 
 
 @pytest.mark.parametrize("culprits", ["all", "last"])
@@ -81,19 +63,19 @@ def test_another_base_is_refused_on_all_ranks_and_nothing_changes(
     world_size: int, kind: str, culprits: str, tmp_path: Path
 ) -> None:
     side, other = make("element", adapters=True), make(kind, seed=9 if culprits == "all" else 0, adapters=True)
-    train(side, range(2))
-    train(other, range(3))
-    path = save_side(tmp_path, 2, side, trainable_only=True)
+    side.train(range(2))
+    other.train(range(3))
+    path = side.save(tmp_path, 2, trainable_only=True)
     ranks = list(range(world_size)) if culprits == "all" else [world_size - 1]
     if culprits == "last" and dist.get_rank() in ranks:
         other.module.frozen.bias.detach()[3] += 1
-    before = contents_of(other)
+    before = other.contents()
     text = r"for another base: frozen parameter '[\w.]+' is not as it was \(it has other values\).*check_base=False"
-    expect_failure_of(ranks, lambda: load_side(path, other), CheckpointMismatchError, text)
-    assert_same_tree(contents_of(other), before, "after the error")
-    load_side(path, other, check_base=False)
-    for names, expected in ((set(model_of(side)) - FROZEN, model_of(side)), (FROZEN, before[0])):
-        found = {name: value for name, value in model_of(other).items() if name in names and "norm" not in name}
+    expect_failure_of(ranks, lambda: other.load(path), CheckpointMismatchError, text)
+    assert_same_tree(other.contents(), before, "after the error")
+    other.load(path, check_base=False)
+    for names, expected in ((set(side.weights()) - FROZEN, side.weights()), (FROZEN, before[0])):
+        found = {name: value for name, value in other.weights().items() if name in names and "norm" not in name}
         assert_same_tree(found, {name: expected[name] for name in found}, "without the check")
 
 
@@ -101,12 +83,9 @@ def test_another_base_is_refused_on_all_ranks_and_nothing_changes(
 def test_parameters_that_are_frozen_on_some_ranks_only_are_not_saved(world_size: int, tmp_path: Path) -> None:
     side = make("plain", wrap=False)
     side.module.get_parameter("conv.bias").requires_grad_(dist.get_rank() == 0)
-    call = lambda: save_side(tmp_path, 1, side, trainable_only=True)  # noqa: E731
+    call = lambda: side.save(tmp_path, 1, trainable_only=True)  # noqa: E731
     expect_disagreement(1, call, r"parameter 'conv\.bias': trainable", r"parameter 'conv\.bias': frozen")
     assert latest(tmp_path) is None
-
-
-# One process
 
 
 class Adapted(nn.Module):

@@ -24,9 +24,6 @@ WORDS, WIDTH = 300, 16
 ADAMW: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1}
 
 
-# Models, optimizers and training
-
-
 class Tiny(nn.Module):
     """An embedding tied to the output, which is cut; a channels-last convolution; buffers; a frozen layer."""
 
@@ -55,15 +52,64 @@ class Side:
     model: nn.Module
     optimizers: list[Optimizer]
 
-    @property
-    def names(self) -> dict[int, str]:
-        return {id(param): name for name, param in self.module.named_parameters()}
+    def train(self, steps: Iterable[int], rank: int | None = None) -> None:
+        """Forward, backward and step, on data that depends on rank and step alone."""
+        rank = dist.get_rank() if rank is None else rank
+        for step in steps:
+            generator = torch.Generator().manual_seed(1000 * step + rank)
+            words = torch.randint(WORDS, (3, 5, 5), generator=generator)
+            self.model.zero_grad()
+            functional.cross_entropy(self.model(words), words[:, 0, 0]).backward()
+            for optimizer in self.optimizers:
+                optimizer.step()
 
-    @property
-    def zero(self) -> ZeroRedundancyOptimizer:
-        (optimizer,) = self.optimizers
-        assert isinstance(optimizer, ZeroRedundancyOptimizer)
-        return optimizer
+    def push(self, steps: Iterable[int]) -> None:
+        """Step with gradients that are made up and the same on all ranks, whatever their number."""
+        for step in steps:
+            for position, param in enumerate(self.module.parameters()):
+                if param.requires_grad:
+                    generator = torch.Generator().manual_seed(100 * step + position)
+                    param.grad = torch.empty_like(param).copy_(torch.randn(param.shape, generator=generator))
+            for optimizer in self.optimizers:
+                optimizer.step()
+
+    def save(self, root: Path | str, step: int, **options: Any) -> Path:
+        return save(root, step, model=self.model, optimizer=self.optimizers, **options)
+
+    def load(self, source: Path | str, **options: Any) -> Any:
+        return load(source, model=self.model, optimizer=self.optimizers, **options)
+
+    def weights(self) -> dict[str, Tensor]:
+        return {name: value.clone() for name, value in self.module.state_dict().items()}
+
+    def state(self) -> list[Any]:
+        """The state of each optimizer by name, with options and master weights; consolidated, so on rank 0 only."""
+        found = []
+        by_param = {id(param): name for name, param in self.module.named_parameters()}
+        for optimizer in self.optimizers:
+            if isinstance(optimizer, ZeroRedundancyOptimizer):
+                optimizer.consolidate_state_dict(to=0)
+                if optimizer.rank != 0:
+                    continue
+            saved = optimizer.state_dict()
+            names = [by_param[id(param)] for group in optimizer.param_groups for param in group["params"]]
+            groups = {
+                min(names[index] for index in group["params"]): {key: group[key] for key in ("lr", "weight_decay")}
+                for group in saved["param_groups"]
+            }
+            state = {names[index]: {**values} for index, values in saved["state"].items()}
+            masters = {names[index]: value for index, value in saved.get("master_weights", {}).items()}
+            found.append({"state": state, "groups": groups, "masters": masters})
+        copied: list[Any] = map_tensors(found, Tensor.clone)
+        return copied
+
+    def contents(self) -> Any:
+        """Everything that this rank holds."""
+        states = []
+        for each in self.optimizers:
+            inner = each.optim if isinstance(each, ZeroRedundancyOptimizer) else each
+            states.append([deepcopy(inner.state_dict()), [{**group, "params": 0} for group in each.param_groups]])
+        return [self.weights(), states]
 
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -124,91 +170,26 @@ def make(
     return Side(module, DistributedDataParallel(module) if wrap else module, optimizers)
 
 
-def train(side: Side, steps: Iterable[int], rank: int | None = None) -> None:
-    """Forward, backward and step, on data that depends on rank and step alone."""
-    rank = dist.get_rank() if rank is None else rank
-    for step in steps:
-        generator = torch.Generator().manual_seed(1000 * step + rank)
-        words = torch.randint(WORDS, (3, 5, 5), generator=generator)
-        side.model.zero_grad()
-        functional.cross_entropy(side.model(words), words[:, 0, 0]).backward()
-        for optimizer in side.optimizers:
-            optimizer.step()
-
-
-def push(side: Side, steps: Iterable[int]) -> None:
-    """Step with gradients that are made up and the same on all ranks, whatever their number."""
-    for step in steps:
-        for position, param in enumerate(side.module.parameters()):
-            if param.requires_grad:
-                generator = torch.Generator().manual_seed(100 * step + position)
-                param.grad = torch.empty_like(param).copy_(torch.randn(param.shape, generator=generator))
-        for optimizer in side.optimizers:
-            optimizer.step()
-
-
-def model_of(side: Side) -> dict[str, Tensor]:
-    return {name: value.clone() for name, value in side.module.state_dict().items()}
-
-
-def state_of(side: Side) -> list[Any]:
-    """Return the state of each optimizer by name, with options and master weights; consolidated, so on rank 0 only."""
-    found = []
-    for optimizer in side.optimizers:
-        if isinstance(optimizer, ZeroRedundancyOptimizer):
-            optimizer.consolidate_state_dict(to=0)
-            if optimizer.rank != 0:
-                continue
-        saved = optimizer.state_dict()
-        names = [side.names[id(param)] for group in optimizer.param_groups for param in group["params"]]
-        groups = {
-            min(names[index] for index in group["params"]): {key: group[key] for key in ("lr", "weight_decay")}
-            for group in saved["param_groups"]
-        }
-        state = {names[index]: {**values} for index, values in saved["state"].items()}
-        masters = {names[index]: value for index, value in saved.get("master_weights", {}).items()}
-        found.append({"state": state, "groups": groups, "masters": masters})
-    copied: list[Any] = map_tensors(found, Tensor.clone)
-    return copied
-
-
-def save_side(root: Path | str, step: int, side: Side, **options: Any) -> Path:
-    return save(root, step, model=side.model, optimizer=side.optimizers, **options)
-
-
-def load_side(source: Path | str, side: Side, **options: Any) -> Any:
-    return load(source, model=side.model, optimizer=side.optimizers, **options)
-
-
 def check_any_to_any(root: Path, source: Side, targets: Iterable[Side], **options: Any) -> None:
     """Save half way; every target that loads it holds the same, and goes on as the source did.
 
     With more than two ranks DDP and ShardedDataParallel add gradients up in different orders, so only two go on.
     """
     more = [2, 3] if dist.get_world_size() == 2 else []
-    train(source, [0, 1])
-    save_side(root, 2, source, **options)
-    state, model = state_of(source), model_of(source)
-    train(source, more)
+    source.train([0, 1])
+    source.save(root, 2, **options)
+    state, model = source.state(), source.weights()
+    source.train(more)
     found = []
     for target in targets:
-        train(target, [7])
-        assert load_side(root, target).step == 2
-        loaded = (model_of(target), state_of(target))
-        train(target, more)
-        found.append((*loaded, model_of(target)))
+        target.train([7])
+        assert target.load(root).step == 2
+        loaded = (target.weights(), target.state())
+        target.train(more)
+        found.append((*loaded, target.weights()))
     for number, (ours, mine, continued) in enumerate(found):  # here no rank waits for another
         if dist.get_rank() == 0:
             assert_same_tree(ours, model, f"model of target {number}")
             assert_same_tree(mine, state, f"state of target {number}")
         if more:
-            assert_same_tree(continued, model_of(source), f"continued by target {number}")
-
-
-def contents_of(side: Side) -> Any:
-    """Everything that this rank holds."""
-    states = []
-    for each in side.optimizers:
-        inner = each.optim if isinstance(each, ZeroRedundancyOptimizer) else each
-        states.append([deepcopy(inner.state_dict()), [{**group, "params": 0} for group in each.param_groups]])
-    return [model_of(side), states]
+            assert_same_tree(continued, source.weights(), f"continued by target {number}")

@@ -104,9 +104,6 @@ def reseal_text(folder: Path, change: Callable[[bytes], bytes]) -> None:
     path.write_bytes(seal(change(path.read_bytes())))
 
 
-# Attacks that are known
-
-
 def rename_file(name: str) -> Callable[[dict[str, Any]], object]:
     """Let the manifest call a file otherwise."""
 
@@ -159,6 +156,10 @@ ATTACKS: dict[str, Callable[[dict[str, Any]], object]] = {
     "a name that leaves the directory": rename_file(f"../secret/{NAME}"),
     "an absolute path": rename_file(f"/proc/self/{NAME}"),
     "a device": rename_file("/dev/zero"),
+    "a name that leaves it from inside": rename_file(f"step/../../secret/{NAME}"),
+    "a name in another directory": rename_file(f"secret/{NAME}"),
+    "a URL": rename_file(f"file:///etc/{NAME}"),
+    "an encoded slash": rename_file(f"..%2Fsecret%2F{NAME}"),
     "a name with a null byte": rename_file("rank-00000\0.safetensors"),
     "digits of another alphabet": rename_file("rank-" + chr(0x660) * 5 + ".safetensors"),
     "a file that is longer than said": update("files", NAME, "size", value=1000),
@@ -255,8 +256,6 @@ def substitute(folder: Path, what: str, name: str) -> None:
     SUBSTITUTES[what](folder / name)
 
 
-# Random attacks
-
 VALUES: tuple[Any, ...] = (
     *(None, True, False, 0, 1, -1, 2, 7, 32, 64, 1024, 1 << 20, 1 << 31, 1 << 32, 1 << 62, 1 << 63, -(1 << 63), 10**30),
     *(0.5, -2.5, 1e308, "", "a", "0.weight", "model/0.weight", "model/0.bias", "extra/0", "\0", "\ud800"),
@@ -304,9 +303,6 @@ def mutate(content: Any, generator: random.Random) -> Any:
         else:
             parent[name] = copy.deepcopy(generator.choice(VALUES))
     return made
-
-
-# What a load did
 
 
 @dataclass

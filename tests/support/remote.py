@@ -15,7 +15,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from onecopy.checkpoint import PerRank, latest, storage, verify, wait
 from onecopy.errors import CheckpointError, CorruptCheckpointError
-from tests.support.checkpoints import contents_of, load_side, make, save_side, train
+from tests.support.checkpoints import make
 from tests.support.hostile import NAME, Pair, trained
 from tests.support.logs import logged
 from tests.support.models import assert_same_tree
@@ -24,16 +24,13 @@ from tests.support.models import assert_same_tree
 class SharedFileSystem(LocalFileSystem):
     """Local files under a protocol of their own, so that they are taken for a remote store.
 
-    ``touched`` has everything that was looked at or opened. Operations whose description matches ``broken`` fail as if
-    there were no network.
+    Operations whose description matches ``broken`` fail as if there were no network.
     """
 
     protocol = "shared"
-    touched: ClassVar[list[str]] = []
     broken: ClassVar[str] = ""
 
     def _note(self, operation: str, path: Any) -> None:
-        self.touched.append(os.fspath(path))
         if self.broken and re.search(self.broken, f"{operation} {os.fspath(path)}"):
             raise ConnectionError("the store is out of reach")
 
@@ -186,12 +183,12 @@ def check_ranks(root: str) -> None:
     dist.barrier()
     side, other = make("element"), make("element", 9)
     for step in (1, 2, 3):
-        train(side, [step])
-        save_side(root, step, side, extra={"own": PerRank(rank)}, keep=2)
-    loaded = load_side(root, other)
+        side.train([step])
+        side.save(root, step, extra={"own": PerRank(rank)}, keep=2)
+    loaded = other.load(root)
     assert (loaded.step, loaded.extra) == (3, {"own": rank})
     assert str(latest(root)) == f"{root}/step-00000003"
-    assert_same_tree(contents_of(other)[1], contents_of(side)[1], "optimizer")
+    assert_same_tree(other.contents()[1], side.contents()[1], "optimizer")
     mine, saved = (dict(each.module.named_parameters()) for each in (other, side))  # buffers are those of rank 0
     assert_same_tree(mine, saved, "parameters")
     files = {"manifest.json", *(f"rank-{number:05d}.safetensors" for number in range(world_size))}

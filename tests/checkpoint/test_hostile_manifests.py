@@ -92,13 +92,6 @@ def test_files_are_not_opened_before_the_manifest_is_checked(folder: Path) -> No
     assert [Path(path).name for path in opened] == ["manifest.json"]
 
 
-def test_a_hostile_checkpoint_is_passed_over_for_an_older_one(origin: Path, tmp_path: Path) -> None:
-    shutil.copytree(origin, tmp_path / "step-00000001")
-    shutil.copytree(origin, tmp_path / "step-00000002")
-    hostile.reseal(tmp_path / "step-00000002", hostile.ATTACKS["a name that leaves the directory"])
-    assert hostile.Pair(1).load(tmp_path).path == tmp_path / "step-00000001"
-
-
 def test_values_that_could_not_be_loaded_are_not_saved(tmp_path: Path) -> None:
     deep: Any = 1
     for _ in range(101):

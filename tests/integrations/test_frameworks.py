@@ -1,13 +1,12 @@
-"""The ways in which frameworks call an optimizer to save and resume, without the frameworks.
-
-Each trains half, saves, makes a new model and a new optimizer, loads and trains the rest. The parameters must equal
-those of plain AdamW in one go.
-"""
+"""How frameworks call an optimizer to save and resume, without the frameworks; ``make clients`` runs the frameworks."""
 
 from __future__ import annotations
 
+import importlib.util
+import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,11 +16,15 @@ from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer as TorchClass
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Optimizer
+from torch.optim.lr_scheduler import StepLR
 
 from onecopy import ShardedDataParallel, ZeroRedundancyOptimizer
-from tests.support.harness import distributed
+from tests.support.check_gpu import start
+from tests.support.harness import distributed, takes_long
 from tests.support.models import assert_equal, small_model
+from tests.support.paths import ROOT
 
+EXAMPLES = sorted((ROOT / "examples/frameworks").glob("*.py"))
 HALF = 3
 
 
@@ -87,6 +90,7 @@ PATTERNS = (rank_zero_alone, every_rank_asks, rank_zero_copies, consolidates_if_
 @pytest.mark.parametrize("pattern", PATTERNS)
 @distributed(2)
 def test_a_run_is_saved_and_resumed(world_size: int, pattern: Callable[[Any], Any], way: str, tmp_path: Path) -> None:
+    """Each run trains half, saves, loads into a new model and optimizer, and ends as plain AdamW in one go does."""
     model, optimizer = make(way)
     # Accelerate does this in ``prepare``, to move the state to a device.
     optimizer.load_state_dict(optimizer.state_dict())
@@ -120,3 +124,87 @@ def test_a_subclass_that_consolidates_in_state_dict_works(world_size: int) -> No
     train(model, optimizer, 0, HALF)
     state = optimizer.state_dict()
     assert sorted(state) == (["param_groups", "state"] if dist.get_rank() == 0 else [])
+
+
+class Trainer:
+    """Calls the callbacks as transformers' Trainer does: a model, a sharded optimizer and a scheduler."""
+
+    def __init__(self) -> None:
+        self.model = DistributedDataParallel(small_model())
+        self.optimizer = ZeroRedundancyOptimizer(self.model.parameters(), AdamW, lr=0.01)
+        self.scheduler = StepLR(self.optimizer, 1, gamma=0.5)
+        wrapped = SimpleNamespace(optimizer=self.optimizer)  # as Accelerate wraps it
+        self.objects = {"model": self.model.module, "optimizer": wrapped, "lr_scheduler": self.scheduler}
+
+    def train(self, steps: int) -> None:
+        for _ in range(steps):
+            self.optimizer.zero_grad()
+            self.model(torch.randn(4, 8)).square().mean().backward()
+            self.optimizer.step()
+            self.scheduler.step()
+
+
+@distributed(2)
+@pytest.mark.parametrize("epoch", [1.0, 1.5])
+def test_training_resumes_with_optimizer_scheduler_and_random_numbers(
+    world_size: int, epoch: float, tmp_path: Path
+) -> None:
+    from onecopy.integrations.transformers import ShardedCheckpoints
+
+    args = SimpleNamespace(output_dir=str(tmp_path), save_only_model=True)
+    first, second = Trainer(), Trainer()
+    torch.manual_seed(dist.get_rank())
+    first.train(3)
+    state = SimpleNamespace(global_step=3, epoch=epoch)
+    for _ in range(2):  # again, as a run that has gone back to an older checkpoint does
+        ShardedCheckpoints().on_save(args, state, None, **first.objects)
+    second.model.load_state_dict(first.model.state_dict())  # Trainer does this
+    first.train(2)
+
+    resumed = ShardedCheckpoints()
+    for call in (resumed.on_train_begin, resumed.on_epoch_begin, resumed.on_step_begin):
+        call(args, state, None, **second.objects)
+        if epoch == 1.5 and call != resumed.on_step_begin:
+            torch.rand(7)  # Trainer skips batches
+    second.train(2)
+    assert_equal(second.model.parameters(), first.model.parameters(), "resumed")
+    assert second.scheduler.get_last_lr() == first.scheduler.get_last_lr()
+
+    wrong = SimpleNamespace(output_dir=str(tmp_path), save_only_model=False)
+    with pytest.raises(ValueError, match=re.escape("TrainingArguments(save_only_model=True)")):
+        ShardedCheckpoints().on_save(wrong, state, None, **first.objects)
+
+
+@distributed(2)
+@pytest.mark.parametrize("way", ["on_step_end", "on_epoch_end", "on_evaluate"])
+def test_the_state_is_gathered_when_trainer_saves(world_size: int, way: str) -> None:
+    from onecopy.integrations.transformers import ConsolidatedCheckpoints
+
+    training, tell = Trainer(), getattr(ConsolidatedCheckpoints(), way)
+    args: Any = SimpleNamespace(save_only_model=False, save_strategy="best" if way == "on_evaluate" else "steps")
+    training.train(2)
+    if way != "on_evaluate":
+        tell(args, None, SimpleNamespace(should_save=False), **training.objects)
+        with pytest.raises(RuntimeError, match="was not gathered"):
+            training.optimizer.state_dict()
+    tell(args, None, SimpleNamespace(should_save=True), **training.objects)
+    if dist.get_rank() == 0:  # as Trainer does
+        assert sorted(training.optimizer.state_dict()["state"]) == [0, 1, 2, 3]
+
+
+def missing(example: Path) -> list[str]:
+    """The packages that an example imports and that are not installed here."""
+    names = set(re.findall(r"^(?:import|from) (\w+)", example.read_text(), re.MULTILINE))
+    if "transformers" in names:
+        names.add("accelerate")  # Trainer imports it later
+    return sorted(name for name in names if importlib.util.find_spec(name) is None)
+
+
+@takes_long
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.stem)
+def test_an_example_runs_and_resumes(example: Path, tmp_path: Path) -> None:
+    if absent := missing(example):
+        pytest.skip(f"not installed: {', '.join(absent)}; make clients runs it")
+    for _ in range(2):
+        done = start([str(example), str(tmp_path)])
+        assert done.returncode == 0, done.stderr

@@ -9,12 +9,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.checkpoint import state_dict as torchs
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import async_save as dcp_async_save
@@ -132,27 +129,6 @@ def test_several_optimizers_plain_ones_among_them(world_size: int, tmp_path: Pat
     set_optimizer_state_dict(model, [other, another], found["o"])
     assert_same_tree(full_state(model, other), full_state(model, zero), "ours")
     assert_same_tree(another.state_dict(), plain.state_dict(), "plain")
-
-
-@settings(max_examples=200, deadline=None)
-@given(data=st.data())
-def test_a_flat_range_is_few_rectangles_that_cover_it_exactly(data: st.DataObject) -> None:
-    shape = data.draw(st.lists(st.integers(1, 6), max_size=4))
-    order = data.draw(st.permutations(range(len(shape))))
-    numel = torch.Size(shape).numel()
-    start, stop = sorted((data.draw(st.integers(0, numel)), data.draw(st.integers(0, numel))))
-    whole = torch.arange(numel).view([shape[dim] for dim in order]).permute([order.index(d) for d in range(len(shape))])
-    flat = torch.arange(start, stop)
-    part = ShardedState(flat, start, whole)
-    chunks = part.__create_chunk_list__()
-    assert len(chunks) <= max(1, 2 * len(shape) - 1)
-    seen = []
-    for chunk in chunks:
-        box = tuple(slice(low, low + size) for low, size in zip(chunk.offsets, chunk.sizes, strict=True))
-        shown = part.__get_tensor_shard__(MetadataIndex("x", chunk.offsets))
-        assert torch.equal(shown, whole[box])
-        seen += shown.flatten().tolist()
-    assert sorted(seen) == flat.tolist()
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -1,4 +1,4 @@
-"""Checkpoints on remote stores: fsspec's memory, and a store that several processes see."""
+"""Checkpoints in a directory and on remote stores: fsspec's memory, and a store that several processes see."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from tests.support.models import assert_same_tree
 from tests.support.remote import SharedFileSystem, steps_of
 
 
-@pytest.fixture(params=["memory", "shared"])
+@pytest.fixture(params=["memory://", "shared://", ""], ids=["memory", "shared", "local"])
 def root(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
-    yield f"{request.param}://{tmp_path}/run"
+    yield f"{request.param}{tmp_path}/run"
     MemoryFileSystem.store.clear()
     MemoryFileSystem.pseudo_dirs[:] = [""]
 
@@ -43,9 +43,17 @@ def broken(monkeypatch: pytest.MonkeyPatch, operations: str) -> None:
     monkeypatch.setattr(SharedFileSystem, "broken", operations)
 
 
-@pytest.mark.parametrize("check", remote.CHECKS)
+REMOTE = pytest.mark.parametrize("root", ["memory://", "shared://"], indirect=True)
+
+
+@pytest.mark.parametrize("check", [remote.check_round_trip, remote.check_keep, remote.check_existing])
 def test_a_remote_root_is_used_as_a_directory_is(check: Callable[[str], None], root: str) -> None:
     check(root)
+
+
+@REMOTE
+def test_what_a_dead_save_has_left_is_no_checkpoint_and_is_removed(root: str) -> None:
+    remote.check_leftovers(root)
 
 
 @pytest.mark.parametrize(("name", "position"), [(NAME, 20), (NAME, -1), ("manifest.json", 300), (NAME, None)])
@@ -133,6 +141,7 @@ def run(*arguments: object) -> Result:
     return CliRunner().invoke(app, ["checkpoint", *map(str, arguments)])
 
 
+@REMOTE
 def test_commands_take_urls_and_write_local_files(root: str, tmp_path: Path) -> None:
     path = trained().save(root, 5)
     found = json.loads(run("inspect", root, "--json").stdout)

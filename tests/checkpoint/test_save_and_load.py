@@ -233,8 +233,8 @@ class Run:
 
     def __init__(self, seed: int) -> None:
         self.side = make("plain", seed, wrap=False)
-        rates = self.side.module.rates = nn.ParameterList(torch.ones(1) for _ in range(3))
-        sgd = [SGD([param], lr=0.5, momentum=0.9) for param in rates]
+        self.side.module.rates = nn.ParameterList(torch.ones(1) for _ in range(3))
+        sgd = [SGD([param], lr=0.5, momentum=0.9) for param in self.side.module.rates]
         self.parts: dict[str, Any] = {
             "steps": MultiStepLR(sgd[0], [1, 3, 3, 4], 0.5),
             "cycle": OneCycleLR(sgd[1], 1.0, total_steps=20),

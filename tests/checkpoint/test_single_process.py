@@ -219,47 +219,6 @@ def test_state_that_is_finer_than_its_parameter_stays_so(tmp_path: Path) -> None
     assert torch.equal(fresh.state[other]["mu_product"], optimizer.state[param]["mu_product"])
 
 
-def test_keeping_a_few_never_removes_the_one_just_saved(tmp_path: Path) -> None:
-    """A run was taken back from step 30: later steps are of the past, and count for nothing."""
-    model = nn.Linear(2, 2)
-    for step in (10, 20, 30):
-        path = save(tmp_path, step, model=model)
-    before = fingerprint(path)
-    save(tmp_path, 15, model=model, keep=1)
-    assert names_in(tmp_path) == ["step-00000015", "step-00000020", "step-00000030"]
-    save(tmp_path, 40, model=model, keep=2)
-    assert names_in(tmp_path) == ["step-00000030", "step-00000040"]
-    assert fingerprint(path) == before
-
-
-def test_a_run_that_went_back_past_a_damaged_checkpoint_can_save_its_step_again(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    model = nn.Linear(2, 2)
-    save(tmp_path, 1, model=model)
-    file = save(tmp_path, 2, model=model) / "rank-00000.safetensors"
-    content = file.read_bytes()
-    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    with caplog.at_level(logging.WARNING):
-        assert load(tmp_path, model=model).step == 1
-        assert verify(save(tmp_path, 2, model=model)) > 0
-    assert "is damaged" in caplog.text
-    assert names_in(tmp_path) == ["step-00000001", "step-00000002"]
-
-
-def test_a_step_that_exists_is_noticed_at_once_and_replaced_on_request(tmp_path: Path) -> None:
-    manifest = save(tmp_path, 2, extra={"who": "before"}) / "manifest.json"
-    content = manifest.read_bytes()
-    for blocking in (True, False):
-        with pytest.raises(CheckpointError, match=r"step-00000002 exists already: pass overwrite=True"):
-            save(tmp_path, 2, model=nn.Linear(2, 2), blocking=blocking)
-    assert manifest.read_bytes() == content
-    for blocking in (True, False):
-        save(tmp_path, 2, extra={"who": blocking}, overwrite=True, blocking=blocking)
-        assert load(tmp_path).extra == {"who": blocking}
-    assert names_in(tmp_path) == ["step-00000002"]
-
-
 @pytest.mark.parametrize(("name", "number"), [("rename", 1), ("flush_directory", 3)])
 def test_an_overwrite_that_fails_leaves_the_old_checkpoint(
     name: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -396,20 +355,13 @@ def test_every_operation_of_a_load_may_fail(tmp_path: Path) -> None:
     assert seen.refused > 10
 
 
-def test_errors_of_the_only_checkpoint_and_missing_rights_are_raised(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = save(tmp_path, 1, extra={"a": torch.ones(3)})
-    with monkeypatch.context() as patch:
-        at_call(patch, "read_into", 1, raising(errno.EIO))
-        text = r"rank-00000\.safetensors cannot be read: .*Input/output error"
-        with pytest.raises(CorruptCheckpointError, match=text):
-            load(path)
-    save(tmp_path, 2)
+def test_a_missing_right_is_not_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for step in (1, 2):
+        save(tmp_path, step)
     at_call(monkeypatch, "open_descriptor", 0, raising(errno.EACCES))
     with pytest.raises(CheckpointError, match="Permission denied") as caught:
         load(tmp_path)
-    assert not isinstance(caught.value, CorruptCheckpointError), "it is not damage, so that step 1 is not loaded"
+    assert not isinstance(caught.value, CorruptCheckpointError), "step 1 is not loaded"
 
 
 def test_an_old_checkpoint_that_cannot_be_removed_fails_no_save_and_goes_with_the_next(

@@ -131,10 +131,7 @@ def share_state(content: dict[str, Any]) -> None:
 
 
 def nested(depth: int) -> Any:
-    tree: Any = None
-    for _ in range(depth):
-        tree = ["list", [tree]]
-    return ["dict", [["deep", tree]]]
+    return ["list", [nested(depth - 1)]] if depth else None
 
 
 def update(*path: Any, value: Any) -> Callable[[dict[str, Any]], object]:
@@ -198,7 +195,7 @@ ATTACKS: dict[str, Callable[[dict[str, Any]], object]] = {
     "a class that is not safe": update(
         "extra", value=["dict", [["a", ["subclass", ["os.system", 0, ["dict", []], 0, 0]]]]]
     ),
-    "too deep": update("extra", value=nested(200)),
+    "too deep": update("extra", value=["dict", [["deep", nested(200)]]]),
     "a tensor that is not there": update("extra", value=["dict", [["a", ["tensor", "extra/9"]]]]),
     "a tensor of another tree": update("extra", value=["dict", [["a", ["tensor", "model/0.weight"]]]]),
     "options with parameters": update(*OPTIMIZER, "groups", 0, "options", value=["dict", [["params", ["list", []]]]]),
@@ -236,17 +233,12 @@ TEXTS: dict[str, Callable[[bytes], bytes]] = {
 """Changes of a manifest's text, each of which must be refused."""
 
 
-def zeros(path: Path, size: int) -> None:
-    path.touch()
-    os.truncate(path, size)
-
-
 SUBSTITUTES: dict[str, Callable[[Path], object]] = {
     "a FIFO": os.mkfifo,
     "a link to it": lambda path: path.symlink_to(path.parent.parent / "away"),
     "a link to nothing": lambda path: path.symlink_to("nothing"),
     "a directory": lambda path: path.mkdir(),
-    "a terabyte of zeros": lambda path: zeros(path, 1 << 40),
+    "a terabyte of zeros": lambda path: (path.touch(), os.truncate(path, 1 << 40)),
 }
 
 
@@ -374,20 +366,6 @@ def memory(name: str) -> int:
     return int(line.split()[1]) << 10
 
 
-def held_by_files(folder: Path) -> dict[str, Tensor]:
-    """Read the tensors of a checkpoint in the plainest way, without any check."""
-    content = json.loads((folder / "manifest.json").read_bytes())
-    found = {}
-    for key, entry in content["tensors"].items():
-        data = b""
-        for piece in entry["pieces"]:
-            size = getattr(torch, entry["dtype"]).itemsize * (piece["stop"] - piece["start"])
-            data += (folder / piece["file"]).read_bytes()[piece["offset"] : piece["offset"] + size]
-        flat = torch.frombuffer(bytearray(data), dtype=getattr(torch, entry["dtype"])) if data else torch.empty(0)
-        found[key] = flat.as_strided(entry["shape"], entry["stride"]) if data else flat
-    return found
-
-
 def attempt(folder: Path, pair: Pair, seen: Seen, what: str) -> CheckpointError | None:
     """Load a checkpoint of an attacker; note whether it was refused, and what must not happen. Return the refusal."""
     seen.tried += 1
@@ -422,15 +400,19 @@ def attempt(folder: Path, pair: Pair, seen: Seen, what: str) -> CheckpointError 
 
 
 def difference(folder: Path, pair: Pair) -> str:
-    """Say which tensor is not as the files hold it, or nothing."""
-    held, content = held_by_files(folder), json.loads((folder / "manifest.json").read_bytes())
+    """Say which tensor is not as the files hold it, or nothing. The files are read in the plainest way, unchecked."""
+    content = content_of(folder)
     for key, value in pair.tensors().items():
-        source = key
-        if key.startswith("model/"):
-            source = content["model"][key.removeprefix("model/")][1]
-        if source not in held:
+        source = content["model"][key.removeprefix("model/")][1] if key.startswith("model/") else key
+        if source not in content["tensors"]:
             continue  # the state of a parameter may have fewer entries, and then there are none of these
-        expected = held[source].to(value.dtype)
+        entry, data = content["tensors"][source], b""
+        dtype = getattr(torch, entry["dtype"])
+        for piece in entry["pieces"]:
+            stop = piece["offset"] + dtype.itemsize * (piece["stop"] - piece["start"])
+            data += (folder / piece["file"]).read_bytes()[piece["offset"] : stop]
+        flat = torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0)
+        expected = flat.as_strided(entry["shape"], entry["stride"]).to(value.dtype)
         if value.shape != expected.shape or not torch.equal(value.nan_to_num(), expected.nan_to_num()):
             return f" {key} is not what the files hold"
     return ""

@@ -233,12 +233,17 @@ TEXTS: dict[str, Callable[[bytes], bytes]] = {
 """Changes of a manifest's text, each of which must be refused."""
 
 
+def terabyte(path: Path) -> None:
+    path.touch()
+    os.truncate(path, 1 << 40)
+
+
 SUBSTITUTES: dict[str, Callable[[Path], object]] = {
     "a FIFO": os.mkfifo,
     "a link to it": lambda path: path.symlink_to(path.parent.parent / "away"),
     "a link to nothing": lambda path: path.symlink_to("nothing"),
     "a directory": lambda path: path.mkdir(),
-    "a terabyte of zeros": lambda path: (path.touch(), os.truncate(path, 1 << 40)),
+    "a terabyte of zeros": terabyte,
 }
 
 

@@ -304,38 +304,34 @@ def test_a_save_while_another_rank_is_in_another_call(world_size: int, call: str
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["step-00000001"]
 
 
-NOT_FINITE = "parameter 'body.weight' has an infinity or a NaN. .*nothing was saved"
-
-
 @pytest.mark.parametrize("blocking", [True, False], ids=["", "in the background"])
 @pytest.mark.parametrize("culprits", [[1], [0, 1]])
 @pytest.mark.parametrize("kind", ["plain", "element", "sharded"])
 @distributed(2)
-def test_all_ranks_raise_and_the_last_good_checkpoint_stays(
+def test_parameters_that_are_not_finite_are_not_saved_and_the_last_good_checkpoint_stays(
     world_size: int, kind: str, culprits: list[int], blocking: bool, tmp_path: Path
 ) -> None:
     side = make(kind)
     side.train(range(2))
     side.module.norm.get_buffer("running_mean")[0] = math.inf  # buffers may be
-    arguments: dict[str, Any] = {"model": side.model, "optimizer": side.optimizers, "keep": 1, "blocking": blocking}
-    save(tmp_path, 1, **arguments, refuse_nonfinite=True)
+    options: dict[str, Any] = {"keep": 1, "blocking": blocking, "refuse_nonfinite": True}
+    side.save(tmp_path, 1, **options)
     wait()
     weight = side.module.get_parameter("body.weight")
     if dist.get_rank() in culprits:
         weight.detach().view(-1)[-1] = -math.inf
-    expect_failure_of(
-        culprits, lambda: save(tmp_path, 2, **arguments, refuse_nonfinite=True), NonfiniteError, NOT_FINITE
-    )
+    text = "parameter 'body.weight' has an infinity or a NaN. .*nothing was saved"
+    expect_failure_of(culprits, lambda: side.save(tmp_path, 2, **options), NonfiniteError, text)
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
-    load(tmp_path, model=side.model, optimizer=side.optimizers)
+    side.load(tmp_path)
     assert weight.isfinite().all()
-    save(tmp_path, 2, **arguments, refuse_nonfinite=True)
+    side.save(tmp_path, 2, **options)
     wait()
 
 
-def test_without_a_model_the_parameters_of_the_optimizers_count(tmp_path: Path) -> None:
+def test_without_a_model_the_parameters_of_the_optimizers_must_be_finite(tmp_path: Path) -> None:
     layer = nn.Linear(3, 2, dtype=torch.complex64)
-    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    optimizer = SGD(layer.parameters(), lr=0.1)
     save(tmp_path, 1, optimizer=optimizer, refuse_nonfinite=True)
     torch.view_as_real(layer.bias.detach())[1, 1] = math.nan
     save(tmp_path, 2, optimizer=optimizer)

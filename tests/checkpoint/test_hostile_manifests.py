@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -18,16 +17,10 @@ from onecopy.errors import CheckpointError, CorruptCheckpointError
 from tests.support import hostile
 
 
-@pytest.fixture(scope="module")
-def origin(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint as a save writes it."""
-    return hostile.trained().save(tmp_path_factory.mktemp("origin"))
-
-
 @pytest.fixture
-def folder(origin: Path, tmp_path: Path) -> Path:
-    """A copy of it that a test may change."""
-    return Path(shutil.copytree(origin, tmp_path / "root" / origin.name))
+def folder(tmp_path: Path) -> Path:
+    """A checkpoint as a save writes it."""
+    return hostile.trained().save(tmp_path / "root")
 
 
 PLACES: dict[str, Callable[[Path], object]] = {

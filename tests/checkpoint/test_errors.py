@@ -23,7 +23,7 @@ from onecopy import NonfiniteError, RanksDisagreeError, ZeroRedundancyOptimizer,
 from onecopy.checkpoint import PerRank, latest, load, save, storage, verify, wait
 from onecopy.errors import CorruptCheckpointError
 from tests.support.checkpoints import Side, make
-from tests.support.failures import expect_disagreement, expect_failure_of, failure_of
+from tests.support.failures import expect, expect_disagreement, expect_failure_of, failure_of
 from tests.support.harness import distributed
 from tests.support.logs import logged
 from tests.support.models import assert_equal, assert_same_tree, small_ddp, small_loss, values
@@ -167,6 +167,13 @@ def test_the_newest_that_is_not_damaged_is_loaded(world_size: int, tmp_path: Pat
     assert_same_tree(other.weights(), before, "model")
     assert len(lines) == 1
     assert "rank-00001.safetensors is damaged" in lines[0]
+    on_rank_0(lambda: flip(first / "manifest.json", 300, 1))
+    error = failure_of(lambda: other.load(tmp_path))
+    expect(
+        error,
+        CorruptCheckpointError,
+        "step-00000002/rank-00001.* is damaged.*; .*step-00000001/manifest.json is damaged",
+    )
 
 
 def fail_half_way(culprits: Sequence[int], call: Callable[[], object], *texts: object) -> None:

@@ -89,7 +89,7 @@ def commands(group: Any, words: tuple[str, ...] = ()) -> Iterator[tuple[str, ...
         yield from commands(command, (*words, name))
 
 
-@pytest.mark.parametrize("words", commands(typer.main.get_command(app)), ids=" ".join)
+@pytest.mark.parametrize("words", list(commands(typer.main.get_command(app))), ids=" ".join)
 def test_the_help_of_every_command_has_an_example(words: tuple[str, ...]) -> None:
     result = CliRunner().invoke(app, [*words, "--help"])
     assert result.exit_code == 0

@@ -31,9 +31,9 @@ def started(root: Path) -> tuple[Run, Path]:
 
 
 def check_only(root: Path, path: Path) -> None:
-    """There must be one checkpoint, undamaged. Ranks wait for each other, because a save would change that."""
+    """There must be one checkpoint, undamaged, and nothing else. Ranks wait, because a save would change that."""
     dist.barrier()
-    assert [each.name for each in sorted(root.glob("step-*"))] == [path.name]
+    assert [each.name for each in root.iterdir()] == [path.name]
     assert checkpoint.latest(root) == path
     assert checkpoint.verify(path) > 0
     dist.barrier()

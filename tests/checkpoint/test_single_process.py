@@ -107,10 +107,11 @@ class Odd(AdamW):
     """Keeps text and nested data in its state."""
 
     def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
         for group in self.param_groups:
             for param in group["params"]:
                 self.state[param].update(mode="fast", seen=OrderedDict(a=(1, 2)))
-        return super().step(closure)
+        return loss
 
 
 def test_odd_options_and_state_come_back(

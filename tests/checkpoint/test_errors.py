@@ -81,7 +81,7 @@ def test_other_models_and_optimizers_are_refused_and_named(world_size: int, tmp_
         (AdamW([module.body.weight]), ["other parameters", "conv.weight"]),
     ]
     for optimizer, texts in optimizers:
-        call = lambda optimizer=optimizer: load(path, model=module, optimizer=optimizer)  # type: ignore[misc]  # noqa: E731
+        call = lambda optimizer=optimizer: load(path, model=module, optimizer=optimizer)  # noqa: E731
         refused(call, *texts, side=other)
     refused(lambda: load(path, optimizer=other.optimizers), "pass model=")
     refused(lambda: save(tmp_path, 2, model=module, optimizer=stranger), "not a parameter of the model")
@@ -115,8 +115,8 @@ def test_bad_arguments_are_refused_on_all_ranks(world_size: int, tmp_path: Path)
     bad: dict[str, Any] = {"a": [object() if rank == 1 else 1]}
     calls: list[tuple[Callable[[], object], Sequence[object]]] = [
         (lambda: side.save(tmp_path, 1), [path, "exists already"]),
-        *((lambda step=step: side.save(tmp_path, step), ["step must", step]) for step in (-1, True, 1.5, "x")),  # type: ignore[misc]
-        *((lambda keep=keep: side.save(tmp_path, 2, keep=keep), ["keep must", keep]) for keep in (0, -1, 2.5)),  # type: ignore[misc]
+        *((lambda step=step: side.save(tmp_path, step), ["step must", step]) for step in (-1, True, 1.5, "x")),
+        *((lambda keep=keep: side.save(tmp_path, 2, keep=keep), ["keep must", keep]) for keep in (0, -1, 2.5)),
         (lambda: side.save(tmp_path, 2 if rank else -1), ["step must be"]),
         (lambda: side.save(tmp_path, 2, extra=bad), ["extra['a'][0]", "builtins.object"]),
         (lambda: save(tmp_path, 2, optimizer="Adam"), ["optimizer must be"]),  # type: ignore[arg-type]

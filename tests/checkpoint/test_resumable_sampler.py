@@ -147,7 +147,7 @@ def forget_to_advance(sampler: ResumableSampler) -> None:
         (lambda: advance_twice(sampler_of()), RuntimeError, "more often than batches were taken"),
         *(
             (
-                lambda changed=changed: sampler_of(**changed).load_state_dict(sampler_of().state_dict()),  # type: ignore[misc]
+                lambda changed=changed: sampler_of(**changed).load_state_dict(sampler_of().state_dict()),
                 ValueError,
                 f"the position was saved with {next(iter(changed))}=",
             )

@@ -120,11 +120,12 @@ def test_odd_options_and_state_come_back(
     """Numbers of NumPy as the equal plain numbers; a tensor stays one, and so do text and nested data in the state."""
     model = nn.Linear(2, 2)
     saved: dict[str, Any] = {"lr": numpy.float32(1e-3), "weight_decay": numpy.float64(0.1), "seen": numpy.int64(7)}
-    optimizer = Odd([{"params": [model.weight], **saved}, {"params": [model.bias], "lr": torch.tensor(0.25)}])
+    groups: list[dict[str, Any]] = [{"params": [model.weight]}, {"params": [model.bias], "lr": torch.tensor(0.25)}]
+    optimizer = Odd([{**groups[0], **saved}, groups[1]])
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
     save(tmp_path, 1, model=model, optimizer=optimizer)
-    fresh = Odd([{"params": [model.weight]}, {"params": [model.bias], "lr": torch.tensor(0.5)}], lr=0.5)
+    fresh = Odd([groups[0], {**groups[1], "lr": torch.tensor(0.5)}], lr=0.5)
     load(tmp_path, model=model, optimizer=fresh)
     found = {key: fresh.param_groups[0][key] for key in saved}
     assert found == {"lr": float(numpy.float32(1e-3)), "weight_decay": 0.1, "seen": 7}
@@ -135,7 +136,7 @@ def test_odd_options_and_state_come_back(
     assert fresh.state[model.weight]["seen"] == OrderedDict(a=(1, 2))
 
     monkeypatch.setattr(Odd, "__module__", "train")  # the class has moved to another module
-    load(tmp_path, model=model, optimizer=Odd([{"params": [model.weight]}, {"params": [model.bias]}]))
+    load(tmp_path, model=model, optimizer=Odd(groups))
     assert "is taken for a train.Odd" in caplog.text
 
 

@@ -188,9 +188,10 @@ class Quantised(Int8Blocks):
     """Can be a frozen parameter."""
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, *others: Any) -> Any:
         assert func is torch.ops.aten.detach.default
-        return cls(args[0].codes, args[0].scale, args[0].shape, args[0].dtype)
+        tensor = others[1][0]
+        return cls(tensor.codes, tensor.scale, tensor.shape, tensor.dtype)
 
 
 @pytest.mark.parametrize("part", ["codes", "scale"])

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.support.data_parallel import Layers, Side, one_step
-from tests.support.data_parallel_use import Batched, loss_of
+from tests.support.data_parallel import Batched, loss_of
 from tests.support.harness import distributed
 from tests.support.models import (
     assert_equal,

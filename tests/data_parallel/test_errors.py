@@ -18,7 +18,7 @@ from torch.optim import AdamW, Optimizer
 from onecopy import MixedPrecision, PeerFailedError, RanksDisagreeError, ShardedDataParallel, ZeroRedundancyOptimizer
 from onecopy.data_parallel import bucket
 from tests.support.data_parallel import SMALL, Layers, Side, as_if_large, inputs_of, one_step
-from tests.support.data_parallel_use import Checkpointed, loss_of
+from tests.support.data_parallel import Checkpointed, loss_of
 from tests.support.failures import (
     NO_MEMORY,
     check_pool,

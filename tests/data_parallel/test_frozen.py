@@ -19,7 +19,7 @@ from onecopy import MixedPrecision, ShardedDataParallel, ZeroRedundancyOptimizer
 from onecopy.comm.gloo import Pairs
 from onecopy.data_parallel import bucket
 from tests.support.data_parallel import ROUNDING, Layers, Side, inputs_of, one_step
-from tests.support.data_parallel_use import loss_of
+from tests.support.data_parallel import loss_of
 from tests.support.failures import expect, failing, failure_of
 from tests.support.harness import distributed
 from tests.support.models import assert_equal, assert_replicas_equal

@@ -20,7 +20,7 @@ from onecopy.comm import limits
 from onecopy.comm.collectives import Collectives
 from onecopy.comm.limits import TAGS
 from tests.support.data_parallel import ROUNDING, SGD, Layers, Side, as_if_large, different_layers, inputs_of, one_step
-from tests.support.data_parallel_use import Batched, Meeting
+from tests.support.data_parallel import Batched, Meeting
 from tests.support.harness import distributed
 from tests.support.models import (
     Everything,

@@ -14,13 +14,27 @@ from torch.distributed.algorithms.join import Join
 
 from onecopy import RanksDisagreeError
 from onecopy.step.sharded_gradient import ShardGrad
-from tests.support.ddp_training import ROUNDING, TINY, Branching, DDPRun, branching_loss
+from tests.support.ddp_training import (
+    BRANCHING,
+    ROUNDING,
+    STATIC,
+    TINY,
+    Branching,
+    Case,
+    Part,
+    Run,
+    make_scaler,
+    matrices,
+    plain_run,
+    scattered_run,
+    vectors,
+)
 from tests.support.failures import failure_of
 from tests.support.harness import distributed
-from tests.support.models import assert_equal, assert_replicas_equal, small_inputs, small_loss
-from tests.support.reduce_scatter import Case, Part, make_scaler, matrices, plain_run, scattered_run, vectors
+from tests.support.models import assert_equal, assert_replicas_equal, small_inputs
 
-Backward = Callable[[DDPRun, int], None]
+Backward = Callable[[Run, int], None]
+VIEWS = pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
 
 
 def whole_branching_loss(model: nn.Module, step: int) -> Tensor:
@@ -28,34 +42,34 @@ def whole_branching_loss(model: nn.Module, step: int) -> Tensor:
     return loss
 
 
-def set_to_none(run: DDPRun, step: int) -> None:
+def set_to_none(run: Run, step: int) -> None:
     run.ddp.zero_grad()
-    run.case.loss(run.ddp, step).backward()
+    run.loss(step).backward()
 
 
-def set_to_zero(run: DDPRun, step: int) -> None:
+def set_to_zero(run: Run, step: int) -> None:
     run.ddp.zero_grad(set_to_none=False)
-    run.case.loss(run.ddp, step).backward()
+    run.loss(step).backward()
 
 
-def keep(run: DDPRun, step: int) -> None:
-    run.case.loss(run.ddp, step).backward()
+def keep(run: Run, step: int) -> None:
+    run.loss(step).backward()
 
 
-def first_without_sync(run: DDPRun, step: int) -> None:
+def first_without_sync(run: Run, step: int) -> None:
     """Some of these passes add to gradients that are None, some to zeros, some to gradients that a step has used."""
     if step % 3 < 2:
         run.ddp.zero_grad(set_to_none=step % 3 == 0)
     if step:  # a static graph is found in the first pass
         with run.ddp.no_sync():
-            run.case.loss(run.ddp, 100 + 2 * step).backward()
-    run.case.loss(run.ddp, step).backward()
+            run.loss(100 + 2 * step).backward()
+    run.loss(step).backward()
 
 
 GRAPHS: dict[str, dict[str, Any]] = {
     "all used": {},
-    "unused parameters": {"model": Branching, "loss": branching_loss, "find_unused_parameters": True},
-    "static graph": {"model": Branching, "loss": whole_branching_loss, "static_graph": True},
+    "unused parameters": BRANCHING,
+    "static graph": {"model": Branching, "loss": whole_branching_loss, "ddp": STATIC},
 }
 
 MODES = [
@@ -66,79 +80,73 @@ MODES = [
 ]
 
 
-def case_of(view: bool, graph: str, **options: Any) -> Case:
-    ddp = {"gradient_as_bucket_view": view, "bucket_cap_mb": TINY}
-    for name, value in GRAPHS[graph].items():
-        (options if name in ("model", "loss") else ddp)[name] = value
-    return Case(ddp=ddp, **options)
+def case_of(view: bool, graph: str, *parts: Part) -> Case:
+    options = GRAPHS[graph]
+    ddp = {"bucket_cap_mb": TINY, **options.get("ddp", {}), "gradient_as_bucket_view": view}
+    return Case("", parts or (Part(),), **{**options, "ddp": ddp})
 
 
-def compare_gradients(ours: DDPRun, reference: DDPRun, tolerance: float, what: str) -> None:
+def compare_gradients(ours: Run, reference: Run, tolerance: float, what: str) -> None:
     """Every gradient exists where plain DDP has one, and has its values in the range that this rank owns."""
-    for zero in ours.zeros:
-        owned = {id(entry.param): entry.shard for entry in zero.engine.inner.owned}
-        theirs = dict(zip(map(id, ours.params), reference.params, strict=True))
-        for param in zero.engine.params:
-            other = theirs[id(param)].grad
-            assert (param.grad is None) == (other is None), what
-            if other is not None:
-                assert isinstance(param.grad, ShardGrad)
-                shard = owned.get(id(param))
-                expected = other.flatten()[shard.start : shard.stop] if shard else other.flatten()[:0]
-                assert_equal([param.grad.local], [expected], what, tolerance)
+    owned = {id(entry.param): entry.shard for zero in ours.zeros for entry in zero.engine.inner.owned}
+    for param, plain in zip(ours.params, reference.params, strict=True):
+        assert (param.grad is None) == (plain.grad is None), what
+        if plain.grad is not None:
+            assert isinstance(param.grad, ShardGrad)
+            shard = owned.get(id(param))
+            expected = plain.grad.flatten()[shard.start : shard.stop] if shard else plain.grad.flatten()[:0]
+            assert_equal([param.grad.local], [expected], what, tolerance)
+
+
+def both(case: Case) -> tuple[Run, Run]:
+    return scattered_run(case), plain_run(case)
 
 
 @pytest.mark.parametrize(("view", "graph", "backward"), MODES)
 @distributed(2, 3)
 def test_gradients_and_parameters_equal_plain_ddp(world_size: int, view: bool, graph: str, backward: Backward) -> None:
-    case = case_of(view, graph)
-    ours, reference = scattered_run(case), plain_run(case)
-    exact = world_size == 2 and backward in (set_to_none, set_to_zero)
+    ours, reference = both(case_of(view, graph))
+    tolerance = 0.0 if world_size == 2 and backward in (set_to_none, set_to_zero) else ROUNDING
     for step in range(7):
         for run in (reference, ours):
             backward(run, step)
-        compare_gradients(ours, reference, 0.0 if exact else ROUNDING, f"gradients of step {step}")
+        compare_gradients(ours, reference, tolerance, f"gradients of step {step}")
         for run in (reference, ours):
             run.update()
-        assert_equal(ours.params, reference.params, f"step {step}", 0.0 if exact else ROUNDING)
+        assert_equal(ours.params, reference.params, f"step {step}", tolerance)
     assert_replicas_equal(ours.params)
 
 
-TWO_SGDS = tuple(Part(torch.optim.SGD, {"lr": 0.1}, {}, params) for params in (matrices, vectors))
-
-
-@pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
+@VIEWS
 @pytest.mark.parametrize("graph", ["all used", "unused parameters"])
 @distributed(2, 3)
 def test_two_optimizers_stepped_in_turn_keep_each_others_gradients(world_size: int, graph: str, view: bool) -> None:
     """Each zeroes its own gradients only, so that those of the other one are kept for a pass."""
-    case = case_of(view, graph, parts=TWO_SGDS)
-    ours, reference = scattered_run(case), plain_run(case)
+    parts = [Part(torch.optim.SGD, {"lr": 0.1}, {"shard_by": "parameter"}, each) for each in (matrices, vectors)]
+    ours, reference = both(case_of(view, graph, *parts))
     for step in range(8):
         for run in (reference, ours):
             run.optimizers[step % 2].zero_grad()
-            case.loss(run.ddp, step).backward()
+            run.loss(step).backward()
         compare_gradients(ours, reference, ROUNDING, f"gradients of step {step}")
         for run in (reference, ours):
             run.optimizers[step % 2].step()
         assert_equal(ours.params, reference.params, f"step {step}", ROUNDING)
 
 
-@pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
+@VIEWS
 @distributed(2, 3)
 def test_a_gradient_that_is_kept_while_its_parameter_is_frozen_is_not_averaged_again(
     world_size: int, view: bool
 ) -> None:
-    case = case_of(view, "unused parameters")
-    ours, reference = scattered_run(case), plain_run(case)
+    ours, reference = both(case_of(view, "unused parameters"))
     for run in (reference, ours):
         keep(run, 0)
         run.ddp.module.get_submodule("middle").requires_grad_(False)
     for step in range(1, 4):
         for run in (reference, ours):
-            kept = {id(param) for param in run.ddp.module.get_submodule("middle").parameters()}
             for param in run.params:
-                param.grad = param.grad if id(param) in kept else None
+                param.grad = None if param.requires_grad else param.grad
             keep(run, step)
             run.update()
         assert_equal(ours.params, reference.params, f"step {step}", ROUNDING)
@@ -151,8 +159,7 @@ def halve(param: Tensor) -> None:
 
 @distributed(2, 3)
 def test_a_hook_that_is_registered_late_scales_kept_gradients_as_with_plain_ddp(world_size: int) -> None:
-    case = case_of(False, "all used")
-    ours, reference = scattered_run(case), plain_run(case)
+    ours, reference = both(case_of(False, "all used"))
     for step in range(4):
         for run in (reference, ours):
             keep(run, step)
@@ -167,40 +174,35 @@ def test_a_hook_that_is_registered_late_scales_kept_gradients_as_with_plain_ddp(
 @distributed(2)
 def test_a_gradient_that_one_rank_alone_keeps_is_no_error(world_size: int) -> None:
     """The other rank has zeroed it: the mean of the pass is added to what each owner has kept."""
-    case = case_of(True, "unused parameters")
-    ours = scattered_run(case)
+    ours = scattered_run(case_of(True, "unused parameters"))
     ours.iterate(0)
     if dist.get_rank() == 0:
         ours.ddp.zero_grad()
-    case.loss(ours.ddp, 2).backward()  # all parameters are used on some rank
+    ours.loss(2).backward()  # all parameters are used on some rank
     ours.update()
     assert_replicas_equal(ours.params)
 
 
-def step_alone(run: DDPRun) -> None:
-    run.update()
-
-
-def take_a_norm(run: DDPRun) -> None:
-    run.zero.grad_norm()
-
-
-def clip_with_torch(run: DDPRun) -> None:
+def clip_with_torch(run: Run) -> None:
     torch.nn.utils.clip_grad_norm_(run.params, 1.0)
 
 
-@pytest.mark.parametrize("use", [step_alone, take_a_norm, clip_with_torch])
+def take_a_norm(run: Run) -> None:
+    run.zero.grad_norm()
+
+
+@pytest.mark.parametrize("use", [Run.update, take_a_norm, clip_with_torch])
 @distributed(2)
 def test_reduced_gradients_to_which_a_pass_without_sync_has_added_are_refused(
-    world_size: int, use: Callable[[DDPRun], None]
+    world_size: int, use: Callable[[Run], None]
 ) -> None:
     ours = scattered_run(Case())
     ours.iterate(0)
     with ours.ddp.no_sync():
-        small_loss(ours.ddp, 1).backward()
+        ours.loss(1).backward()
     with pytest.raises(RuntimeError, match=r"was not reduced: the last backward pass ran under no_sync\(\)"):
         use(ours)
-    small_loss(ours.ddp, 2).backward()
+    ours.loss(2).backward()
     ours.update()
     assert_replicas_equal(ours.params)
 
@@ -214,16 +216,16 @@ READS: dict[str, Callable[[Tensor], object]] = {
 }
 
 
-@pytest.mark.parametrize("read", READS)
 @distributed(2)
-def test_what_needs_the_values_of_other_ranks_is_an_error(world_size: int, read: str) -> None:
+def test_what_needs_the_values_of_other_ranks_is_an_error(world_size: int) -> None:
     ours = scattered_run(Case())
     for step in range(4):
         ours.iterate(step)
     gradient = ours.params[0].grad
     assert gradient is not None
-    with pytest.raises(RuntimeError, match=r"only this rank's range of it is here \(param.grad.local\)"):
-        READS[read](gradient)
+    for read in READS.values():
+        with pytest.raises(RuntimeError, match=r"only this rank's range of it is here \(param.grad.local\)"):
+            read(gradient)
 
 
 @pytest.mark.parametrize("use", ["norm", "scaler"])
@@ -236,7 +238,7 @@ def test_ranks_without_inputs_are_missed_by_a_norm_and_a_scaler(world_size: int,
         with Join([ours.ddp, *ours.zeros]):
             for step in range(1 + 2 * dist.get_rank()):
                 ours.zero.zero_grad()
-                loss = small_loss(ours.ddp, step)
+                loss = ours.loss(step)
                 (scaler.scale(loss) if use == "scaler" else loss).backward()
                 if step:
                     torch.nn.utils.clip_grad_norm_(ours.params, 1.0) if use == "norm" else scaler.unscale_(ours.zero)

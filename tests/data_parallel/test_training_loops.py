@@ -94,21 +94,17 @@ def no_sync_in_evaluation_mode(side: Side, step: int) -> None:
 
 
 def clips(side: Side, step: int) -> None:
-    """With the model's method or the optimizer's."""
+    """With the model's method, the optimizer's, or torch's function."""
     loss_of(side, step).backward()
-    order = float("inf") if step % 2 else 3.0
-    if side.ours:
-        clipping = side.zero if step % 3 else side.sharded
-        side.noted.append(clipping.clip_grad_norm_(0.02, order))
-        torch.testing.assert_close(clipping.grad_norm(order), side.noted[-1].clamp(max=0.02))
+    order = (3.0, float("inf"), 2.0)[step % 3]
+    if step == 1 and side.ours:
+        side.noted.append(side.zero.clip_grad_norm_(0.02, order))
+    elif step in (2, 4):
+        side.noted.append(nn.utils.clip_grad_norm_(side.params, 0.02, order, foreach=step == 2))
     else:
-        side.noted.append(nn.utils.clip_grad_norm_(side.params, 0.02, order))
-
-
-def torch_clips(side: Side, step: int) -> None:
-    loss_of(side, step).backward()
-    order = float("inf") if step == 1 else 2.0
-    side.noted.append(nn.utils.clip_grad_norm_(side.params, 0.1, order, foreach=[None, True, False][step % 3]))
+        side.noted.append(side.clip(0.02, order))
+    if side.ours:
+        torch.testing.assert_close(side.sharded.grad_norm(order), side.noted[-1].clamp(max=0.02))
 
 
 def scaled(side: Side, step: int) -> bool:
@@ -260,7 +256,6 @@ USES = (
     Use(decided_by_the_forward),
     Use(no_sync_in_evaluation_mode),
     Use(clips, exact=False),
-    Use(torch_clips, exact=False),
     Use(scaled, options={"lr": 0.1}),
     Use(scaled, Batched),
     Use(frozen_after_no_sync),
@@ -294,6 +289,8 @@ def test_use_equals_plain_ddp(world_size: int, use: Use) -> None:
         for scheduler in schedulers:
             scheduler.step()
         assert_equal(ours.params, plain.params, f"{use.name}, step {step}", tolerance)
+        have = [[param.grad is not None for param in side.params] for side in (ours, plain)]
+        assert have[0] == have[1], f"{use.name}, step {step}"
     assert not torch.equal(before[0], plain.params[0]), "the reference does not train"
     assert len(ours.noted) == len(plain.noted)
     for mine, theirs in zip(ours.noted, plain.noted, strict=True):
@@ -323,22 +320,6 @@ def test_gradients_that_share_memory_are_accumulated_apart(world_size: int) -> N
         assert_equal(ours.params, params, f"step {step}", ROUNDING)
 
 
-class Marked(torch.autograd.Function):
-    """A part of the graph that tells when it is let go."""
-
-    @staticmethod
-    def forward(ctx: Any, inputs: Tensor) -> Tensor:
-        ctx.mark = threading.Event()
-        Marked.mark = weakref.ref(ctx.mark)
-        return inputs.clone()
-
-    @staticmethod
-    def backward(_ctx: Any, *gradients: Any) -> Any:
-        return gradients[0]
-
-    mark: weakref.ref[threading.Event]
-
-
 @distributed(2)
 def test_a_graph_is_let_go_with_its_outputs(world_size: int) -> None:
     """By counting, without waiting for the garbage collector."""
@@ -347,11 +328,15 @@ def test_a_graph_is_let_go_with_its_outputs(world_size: int) -> None:
     gc.disable()
     try:
         for use in (torch.Tensor.backward, lambda loss: torch.autograd.grad(loss, ours.params), lambda _: None):
-            outputs = ours.model(Marked.apply(inputs_of(dist.get_rank(), 0).requires_grad_()))
+            inputs = inputs_of(dist.get_rank(), 0).requires_grad_().clone()
+            mark = threading.Event()
+            inputs.grad_fn.metadata["mark"] = mark  # type: ignore[union-attr]
+            alive, outputs = weakref.ref(mark), ours.model(inputs)
+            del inputs, mark
             use(outputs.sum())
-            assert Marked.mark() is not None
+            assert alive() is not None
             del outputs
-            assert Marked.mark() is None
+            assert alive() is None
     finally:
         gc.enable()
 
@@ -363,11 +348,10 @@ def test_a_backward_pass_that_fails_leaves_the_gradients_it_did_not_reach(world_
     side = Side(True, Layers)
     loss_of(side, 0).backward()
     before = side.sharded.grad_norm()
-    loss = loss_of(side, 1)
-    assert loss.grad_fn is not None
-    loss.grad_fn.next_functions[0][0].register_prehook(_fail)
+    outputs = side.model(inputs_of(dist.get_rank(), 1))
+    outputs.register_hook(_fail)
     with pytest.raises(LookupError):
-        loss.backward()
+        outputs.square().mean().backward()
     if zeroed:
         side.model.zero_grad()
     side.model(inputs_of(dist.get_rank(), 2))  # ends the interrupted pass
@@ -379,18 +363,14 @@ def test_a_gradient_shows_this_ranks_range(world_size: int) -> None:
     plain, ours = Side(False, Layers), Side(True, Layers)
     for side in (plain, ours):
         loss_of(side, 0).backward()
+    owned = {id(each.param): slice(each.shard.start, each.shard.stop) for each in ours.zero.engine.inner.owned}
     seen = torch.zeros(())
-    for index, (param, other) in enumerate(zip(ours.params, plain.params, strict=True)):
+    for param, other in zip(ours.params, plain.params, strict=True):
         assert isinstance(param.grad, ShardGrad)
         assert other.grad is not None
         assert param.grad.shape == param.shape
-        shards = [each for each in ours.zero.layout.shards_of(index) if each.owner == ours.zero.rank]
-        own = [slice(each.start, each.stop) for each in shards]
-        expected = torch.cat(
-            [other.grad[:0].flatten(), *(other.grad.flatten()[each.start : each.stop] for each in own)]
-        )
-        torch.testing.assert_close(param.grad.local, expected)
-        seen += expected.numel()
+        torch.testing.assert_close(param.grad.local, other.grad.flatten()[owned.get(id(param), slice(0))])
+        seen += param.grad.local.numel()
         with pytest.raises(RuntimeError, match="only this rank's range"):
             param.grad.sum()
         with pytest.raises(RuntimeError, match="over some dimensions"):

@@ -56,39 +56,35 @@ def torch_zero(twins: Twins) -> object:
 
 
 Make = Callable[[Twins], Any]
-Refused = tuple[Make, type[Exception], str]
-"""Makes arguments of a hook that are refused: all ranks make what they need, and one rank, or all, use them."""
 
 OURS = r"takes a onecopy\.ZeroRedundancyOptimizer, got "
 GROUPS = r"the optimizer is on ranks \[.*\], but DDP is on ranks"
 
-STATES: dict[str, Refused] = {
+
+def two_groups(twins: Twins) -> object:
+    return [twins.zeros[0], twins.optimizer(twins.module[1], process_group=dist.new_group())]
+
+
+def overlapping(twins: Twins) -> object:
+    return twins.optimizer(twins.module, overlaps=True)
+
+
+def complex_optimizer(twins: Twins) -> object:
+    return twins.optimizer(nn.Linear(4, 4, dtype=torch.complex64))
+
+
+STATES: dict[str, tuple[Make, type[Exception], str]] = {
     "a plain optimizer": (lambda twins: twins.plain, TypeError, OURS + "torch.optim.sgd.SGD"),
     "torch's class": (torch_zero, TypeError, OURS + "torch.distributed.optim"),
     "a number": (lambda _: 3, TypeError, OURS),
     "nothing": (lambda _: [None], TypeError, OURS),
     "no optimizer": (lambda _: [], ValueError, "at least one optimizer"),
-    "one twice": (
-        lambda twins: [twins.zeros[0]] * 2,
-        ValueError,
-        "'layer.weight' belongs to more than one of the hook's",
-    ),
-    "one that updates in backward": (
-        lambda twins: twins.optimizer(twins.module, overlaps=True),
-        ValueError,
-        "overlap_with_ddp=True",
-    ),
-    "two process groups": (
-        lambda twins: [twins.zeros[0], twins.optimizer(twins.module[1], process_group=dist.new_group())],
-        ValueError,
-        "same process group",
-    ),
-    "complex parameters": (
-        lambda twins: twins.optimizer(nn.Linear(4, 4, dtype=torch.complex64)),
-        ValueError,
-        "'layer.weight' is complex",
-    ),
+    "one twice": (lambda twins: [twins.zeros[0]] * 2, ValueError, "'layer.weight' belongs to more than one of the"),
+    "one that updates in backward": (overlapping, ValueError, "overlap_with_ddp=True"),
+    "two process groups": (two_groups, ValueError, "same process group"),
+    "complex parameters": (complex_optimizer, ValueError, "'layer.weight' is complex"),
 }
+"""All ranks make the states, and one rank, or all, use them; the error and what it says."""
 
 
 @pytest.mark.parametrize("eagerly", [True, False], ids=["ReduceScatter", "optimizers"])
@@ -106,51 +102,50 @@ def test_states_of_the_reduce_scatter_hook_that_are_refused(
     check_pool()
 
 
-OPTIONS: dict[str, Refused] = {
-    "integers": (lambda _: {"reduce_dtype": torch.int32}, ValueError, "floating-point type, got torch.int32"),
-    "a name of a type": (lambda _: {"reduce_dtype": "bf16"}, ValueError, "floating-point type, got bf16"),
-    "another model's ranks": (
-        lambda twins: {"ddp": DistributedDataParallel(twins.module, process_group=twins.rank_alone)},
-        ValueError,
-        GROUPS,
-    ),
+def alone(twins: Twins) -> dict[str, Any]:
+    return {"ddp": DistributedDataParallel(twins.module, process_group=twins.rank_alone)}
+
+
+OPTIONS: dict[str, tuple[Make, str]] = {
+    "integers": (lambda _: {"reduce_dtype": torch.int32}, "floating-point type, got torch.int32"),
+    "a name of a type": (lambda _: {"reduce_dtype": "bf16"}, "floating-point type, got bf16"),
+    "another model's ranks": (alone, GROUPS),
 }
 
 
 @pytest.mark.parametrize("option", OPTIONS)
 @distributed(2, 3)
 def test_options_of_the_reduce_scatter_hook_that_one_rank_is_refused(world_size: int, option: str) -> None:
-    odd, twins, (make, kind, text) = world_size - 1, Twins(), OPTIONS[option]
+    odd, twins, (make, text) = world_size - 1, Twins(), OPTIONS[option]
     wrong = make(twins)
     mine = wrong if dist.get_rank() == odd else {}
-    expect_failure_of([odd], lambda: ReduceScatter(twins.zeros, **mine), kind, text)
+    expect_failure_of([odd], lambda: ReduceScatter(twins.zeros, **mine), ValueError, text)
     check_pool()
 
 
-OVERLAPPING: dict[str, Refused] = {
+def without_overlap(twins: Twins) -> object:
+    return twins.ddp, twins.optimizer(twins.module, overlaps=False)
+
+
+def of_complex(_: Twins) -> object:
+    twins = Twins(overlaps=True, dtype=torch.complex64)
+    return twins.ddp, twins.zeros[0]
+
+
+def on_other_ranks(twins: Twins) -> object:
+    return twins.ddp, twins.optimizer(twins.module, process_group=twins.rank_alone)
+
+
+NOT_OF_MODEL = "'layer.weight'.*not a parameter of the"
+
+OVERLAPPING: dict[str, tuple[Make, type[Exception], str]] = {
     "a plain optimizer": (lambda twins: (twins.ddp, twins.plain), TypeError, OURS + "torch.optim.sgd.SGD"),
     "torch's class": (lambda twins: (twins.ddp, torch_zero(twins)), TypeError, OURS),
-    "an optimizer without overlap": (
-        lambda twins: (twins.ddp, twins.optimizer(twins.module, overlaps=False)),
-        ValueError,
-        "overlap_with_ddp=True",
-    ),
-    "another model": (
-        lambda twins: (twins.ddp, twins.optimizer(nn.Linear(2, 2))),
-        ValueError,
-        "'layer.weight'.*not a parameter of the",
-    ),
+    "an optimizer without overlap": (without_overlap, ValueError, "overlap_with_ddp=True"),
+    "another model": (lambda twins: (twins.ddp, twins.optimizer(nn.Linear(2, 2))), ValueError, NOT_OF_MODEL),
     "no DDP": (lambda twins: (twins.module, twins.zeros[0]), TypeError, "DistributedDataParallel, got Sequential"),
-    "complex parameters": (
-        lambda _: ((other := Twins(overlaps=True, dtype=torch.complex64)).ddp, other.zeros[0]),
-        ValueError,
-        r"'layer\.weight' is complex",
-    ),
-    "other ranks": (
-        lambda twins: (twins.ddp, twins.optimizer(twins.module, process_group=twins.rank_alone)),
-        ValueError,
-        GROUPS,
-    ),
+    "complex parameters": (of_complex, ValueError, r"'layer\.weight' is complex"),
+    "other ranks": (on_other_ranks, ValueError, GROUPS),
 }
 
 
@@ -188,26 +183,16 @@ def overlap(hook: MakeHook = hook_with_zero_step, comm_hook: Any = allreduce_hoo
     return lambda twins: hook(comm_hook, twins.ddp, twins.zeros[number])
 
 
-BF16 = torch.bfloat16
+TYPE = "reduce_dtype: torch.bfloat16"
 
 DIFFERENT: dict[str, tuple[Make, Make, str, str]] = {
-    "a type": (scatter(), scatter(BF16), "reduce_dtype: None", "reduce_dtype: torch.bfloat16"),
+    "a type": (scatter(), scatter(torch.bfloat16), "reduce_dtype: None", TYPE),
+    "no type": (scatter(torch.bfloat16), lambda twins: twins.register(twins.zeros), TYPE, "reduce_dtype: None"),
     "another number": (scatter(), scatter(last=1), "number of optimizers: 2", "number of optimizers: 1"),
     "another order": (scatter(), scatter(step=-1), "optimizer 0: SGD of 2 param", "optimizer 0: SGD of 2 param"),
-    "optimizers alone": (
-        scatter(BF16),
-        lambda twins: twins.register(twins.zeros),
-        "reduce_dtype: torch.bfloat16",
-        "reduce_dtype: None",
-    ),
     "another hook": (overlap(), overlap(comm_hook=fp16_compress_hook), "hook: .*allreduce", "hook: .*fp16_compress"),
     "another optimizer": (overlap(), overlap(number=1), "optimizer 0: SGD", "optimizer 0: SGD"),
-    "interleaved": (
-        overlap(),
-        overlap(hook_with_zero_step_interleaved),
-        "interleaved: False",
-        "interleaved: True",
-    ),
+    "interleaved": (overlap(), overlap(hook_with_zero_step_interleaved), "interleaved: False", "interleaved: True"),
 }
 
 

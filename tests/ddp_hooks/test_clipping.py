@@ -45,6 +45,10 @@ from tests.support.models import assert_equal, assert_replicas_equal, small_mode
 # Norms and clipping
 
 
+def double_model() -> torch.nn.Module:
+    return small_model().double()
+
+
 def our_clip(run: Run, max_norm: float, norm_type: float = 2.0) -> Tensor:
     return onecopy.clip_grad_norm_(run.zeros, max_norm, norm_type)
 
@@ -70,6 +74,7 @@ TWO_SGDS = (Part(torch.optim.SGD, SGD, params=matrices), Part(torch.optim.SGD, S
         Case("a list", TWO_SGDS),
         Case("unused", MOMENTUM, **BRANCHING),
         Case("accumulated", MOMENTUM, passes=2),
+        Case("double precision", MOMENTUM, model=double_model),
     ],
     ids=lambda case: case.name,
 )
@@ -86,16 +91,16 @@ def test_the_norm_is_that_of_all_gradients_and_takes_one_reduction(
             run.backward(step)
         gradients = [param.grad for param in reference.params if param.grad is not None]
         expected = torch.nn.utils.get_total_norm(gradients, norm_type)
+        rtol = 1e-12 if expected.dtype == torch.float64 else 1e-6
         max_norm = float(expected) * (0.5 if step % 2 else 2.0)
         torch_clip(reference, max_norm, norm_type)
-        torch.testing.assert_close(onecopy.grad_norm(ours.zeros, norm_type), expected, rtol=1e-6, atol=0)
+        torch.testing.assert_close(onecopy.grad_norm(ours.zeros, norm_type), expected, rtol=rtol, atol=0)
         for run, how in ((ours, clip), (without_hook, our_clip)):
-            with mock.patch.object(
-                Collectives, "all_reduce", autospec=True, side_effect=Collectives.all_reduce
-            ) as reduce:
+            all_reduce = Collectives.all_reduce
+            with mock.patch.object(Collectives, "all_reduce", autospec=True, side_effect=all_reduce) as reduce:
                 returned = how(run, max_norm, norm_type)
             assert reduce.call_count == 1
-            torch.testing.assert_close(returned, expected, rtol=1e-6, atol=0)
+            torch.testing.assert_close(returned, expected, rtol=rtol, atol=0)
         clipped += float(expected) > max_norm
         for run in (ours, reference, without_hook):
             run.update()
@@ -105,38 +110,30 @@ def test_the_norm_is_that_of_all_gradients_and_takes_one_reduction(
     assert_replicas_equal(ours.params)
 
 
-def write(run: Run) -> None:
-    for param in run.params:
-        assert param.grad is not None
-        param.grad.mul_(0.5)
-
-
-def write_ranges(run: Run) -> None:
-    for param in run.params:
-        assert isinstance(param.grad, ShardGrad)
-        param.grad.local.mul_(0.5)
-
-
 def unscale(run: Run) -> None:
     scaler = make_scaler(2.0)
     scaler.scale(torch.ones(()))  # makes the factor
     scaler.unscale_(run.zero)
 
 
-def another_pass(run: Run) -> None:
-    run.backward(9)
+CHANGES: dict[str, Callable[[Run], object]] = {
+    "gradients": lambda run: [param.grad.mul_(0.5) for param in run.params],  # type: ignore[union-attr]
+    "ranges": lambda run: [param.grad.local.mul_(0.5) for param in run.params],  # type: ignore[union-attr]
+    "unscaled": unscale,
+    "another pass": lambda run: run.backward(9),
+}
 
 
-@pytest.mark.parametrize("change", [write, write_ranges, unscale, another_pass])
+@pytest.mark.parametrize("change", CHANGES)
 @distributed(2)
-def test_norms_are_computed_again_after_a_write(world_size: int, change: Callable[[Run], None]) -> None:
+def test_norms_are_computed_again_after_a_write(world_size: int, change: str) -> None:
     ours, reference = scattered_run(Case()), plain_run(Case())
     for run in (ours, reference):
         run.backward(0)
     expected = torch_clip(ours, 1e9) * 0.5
-    change(ours)
-    if change is another_pass:
-        change(reference)
+    CHANGES[change](ours)
+    if change == "another pass":
+        reference.backward(9)
         expected = torch_clip(reference, 1e9)
     torch.testing.assert_close(torch_clip(ours, 1e9), expected)
     torch.testing.assert_close(ours.zero.grad_norm(), expected)
@@ -164,56 +161,18 @@ def test_half_precision_gradients_are_multiplied_by_a_factor_that_is_not_rounded
         assert torch.equal(local, expected.bfloat16().flatten()[place])
 
 
-def scale_a_part(params: list[Tensor]) -> None:
-    for param in params[: len(params) // 2]:
-        if param.grad is not None:
-            param.grad.mul_(0.5)
-
-
-def clip_values(params: list[Tensor]) -> None:
-    torch.nn.utils.clip_grad_value_(params, 1e-3)
-
-
-@pytest.mark.parametrize("case", [Case("cut"), Case("whole", WHOLE)], ids=lambda case: case.name)
-@pytest.mark.parametrize("change", [scale_a_part, clip_values])
 @distributed(2, 3)
-def test_changes_of_every_element_alike_equal_plain_ddp(
-    world_size: int, change: Callable[[list[Tensor]], None], case: Case
-) -> None:
-    ours, reference = scattered_run(case), plain_run(case)
-    for step in range(3):
+def test_changes_of_every_element_alike_equal_plain_ddp(world_size: int) -> None:
+    ours, reference = scattered_run(Case()), plain_run(Case())
+    for step in range(4):
         for run in (ours, reference):
             run.backward(step)
-            change(run.params)
+            if step % 2:
+                torch.nn.utils.clip_grad_value_(run.params, 1e-3)
+            else:
+                torch.nn.utils.clip_grad_norm_(run.params[:2], 1e-3)
             run.update()
-        assert_same_values(ours, reference, f"iteration {step}")
-
-
-def double_model() -> torch.nn.Module:
-    return small_model().double()
-
-
-@distributed(2)
-def test_the_norm_of_double_gradients_has_their_precision(world_size: int) -> None:
-    case = Case(model=double_model)
-    ours, reference = scattered_run(case), plain_run(case)
-    ours.backward(0)
-    reference.backward(0)
-    expected = torch_clip(reference, 0.01)
-    assert expected.dtype == torch.float64
-    torch.testing.assert_close(ours.zero.clip_grad_norm_(0.01), expected, rtol=1e-12, atol=0)
-    ours.update()
-    reference.update()
-    assert_equal(ours.params, reference.params, "after clipping", 1e-12)
-
-
-@distributed(2)
-def test_a_norm_that_is_not_finite_raises_on_request(world_size: int) -> None:
-    ours = scattered_run(Case())
-    (ours.loss(0) * (math.inf if dist.get_rank() == 1 else 1.0)).backward()
-    with pytest.raises(RuntimeError, match=r"norm of order 2\.0 .* not finite"):
-        ours.zero.clip_grad_norm_(1.0, error_if_nonfinite=True)
-    assert not torch.isfinite(ours.zero.grad_norm())
+        assert_equal(ours.params, reference.params, f"iteration {step}", ROUNDING)
 
 
 # Gradient scaling

@@ -140,11 +140,7 @@ def test_two_overlapping_optimizers_on_one_group_do_not_mix(world_size: int, hoo
 # What cannot be combined with an update inside backward
 
 
-def a_closure(run: Run) -> None:
-    run.optimizer.step(lambda: 0.0)
-
-
-def a_scaler(run: Run, unscales: bool = False) -> None:
+def a_scaler(run: Run, unscales: bool) -> None:
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(torch.ones(()))
     if unscales:
@@ -152,35 +148,18 @@ def a_scaler(run: Run, unscales: bool = False) -> None:
     scaler.step(run.optimizer)
 
 
-def a_scaler_that_unscales(run: Run) -> None:
-    a_scaler(run, unscales=True)
-
-
-def clip_with_torch(run: Run) -> None:
-    torch.nn.utils.clip_grad_norm_(run.params, 0.01)
-    run.update()
-
-
-def clip_with_ours(run: Run) -> None:
-    run.zero.clip_grad_norm_(0.01)
-    run.update()
-
-
 def replace_a_gradient(run: Run) -> None:
     assert run.params[0].grad is not None
     run.params[0].grad = run.params[0].grad * 0.5
-    run.update()
 
 
 def a_pass_without_sync(run: Run) -> None:
     with run.ddp.no_sync():
         run.loss(4).backward()
-    run.update()
 
 
 def change_an_option(run: Run) -> None:
     run.optimizer.param_groups[0]["lr"] *= 0.5
-    run.update()
 
 
 def uneven_inputs(run: Run) -> None:
@@ -188,40 +167,43 @@ def uneven_inputs(run: Run) -> None:
         pass
 
 
+SCALER = r"a GradScaler cannot.*reduce_scatter_hook"
 CHANGED = r"gradient of parameter .* was changed.*reduce_scatter_hook"
 
-REFUSED: list[tuple[Callable[[Run], None], str, bool]] = [
-    (a_closure, r"a closure cannot.*reduce_scatter_hook", True),
-    (a_scaler, r"a GradScaler cannot.*reduce_scatter_hook", True),
-    (a_scaler_that_unscales, r"a GradScaler cannot.*reduce_scatter_hook", False),
-    (clip_with_torch, CHANGED, False),
-    (clip_with_ours, CHANGED, False),
-    (replace_a_gradient, CHANGED, False),
-    (a_pass_without_sync, CHANGED, False),
-    (change_an_option, r"changed .* between backward\(\) and step\(\)", False),
-    (uneven_inputs, "equally many inputs on all ranks", True),
-]
+REFUSED: dict[str, tuple[Callable[[Run], object], str, bool]] = {
+    "a closure": (lambda run: run.optimizer.step(lambda: 0.0), r"a closure cannot.*reduce_scatter_hook", True),
+    "a scaler": (lambda run: a_scaler(run, False), SCALER, True),
+    "a scaler that unscales": (lambda run: a_scaler(run, True), SCALER, False),
+    "torch's clipping": (lambda run: torch.nn.utils.clip_grad_norm_(run.params, 0.01), CHANGED, False),
+    "our clipping": (lambda run: run.zero.clip_grad_norm_(0.01), CHANGED, False),
+    "another gradient": (replace_a_gradient, CHANGED, False),
+    "a pass without sync": (a_pass_without_sync, CHANGED, False),
+    "another option": (change_an_option, r"changed .* between backward\(\) and step\(\)", False),
+    "uneven inputs": (uneven_inputs, "equally many inputs on all ranks", True),
+}
+"""Uses, the error of the use or of the ``step()`` after it, and whether it comes from the first iteration on."""
+
+
+def then_step(use: Callable[[Run], object], run: Run) -> None:
+    use(run)
+    run.update()
 
 
 @OVERLAPS
 @pytest.mark.parametrize("ddp", [{}, VIEW], ids=["copies", "views"])
-@pytest.mark.parametrize(("use", "text", "from_the_start"), REFUSED, ids=[use.__name__ for use, *_ in REFUSED])
+@pytest.mark.parametrize("use", REFUSED)
 @distributed(2)
 def test_what_needs_an_update_after_backward_is_refused(
-    world_size: int,
-    use: Callable[[Run], None],
-    text: str,
-    from_the_start: bool,
-    ddp: dict[str, Any],
-    hook: MakeHook,
+    world_size: int, use: str, ddp: dict[str, Any], hook: MakeHook
 ) -> None:
+    call, text, from_the_start = REFUSED[use]
     for iterations in (0, 3) if from_the_start else (3,):
         ours = overlapped_run(Case(ddp=ddp), hook)
         for step in range(iterations):
             ours.iterate(step)
         ours.backward(iterations)
         with pytest.raises(RuntimeError, match=text):
-            use(ours)
+            then_step(call, ours)
 
 
 @OVERLAPS

@@ -223,10 +223,6 @@ def scaling_hook(state: list[int], bucket: Any) -> Any:
     return reduced_mean(bucket).then(lambda future: future.value().mul_(scale))
 
 
-def no_state() -> None:
-    return None
-
-
 def power_state() -> PowerSGDState:
     return PowerSGDState(process_group=None, matrix_approximation_rank=2, start_powerSGD_iter=3, min_compression_rate=1)
 
@@ -235,10 +231,10 @@ def power_state() -> PowerSGDState:
 @pytest.mark.parametrize(
     ("comm_hook", "make_state"),
     [
-        (fp16_compress_hook, no_state),
-        (bf16_compress_hook, no_state),
+        (fp16_compress_hook, type(None)),
+        (bf16_compress_hook, type(None)),
         (powerSGD_hook, power_state),
-        (doubling_hook, no_state),
+        (doubling_hook, type(None)),
         (scaling_hook, list),
     ],
     ids=["fp16", "bf16", "PowerSGD", "another tensor", "with a state"],

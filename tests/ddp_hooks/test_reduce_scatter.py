@@ -1,7 +1,8 @@
-"""The reduce-scatter hook: what owners get, uneven inputs, the type in which gradients travel, and failures."""
+"""The reduce-scatter hook: ``param.grad`` is always that of plain DDP; uneven inputs, types that are sent, failures."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -9,22 +10,25 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_wrapper
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
-from onecopy import PeerFailedError, ReduceScatter, ZeroRedundancyOptimizer, reduce_scatter_hook
+from onecopy import PeerFailedError, RanksDisagreeError, ReduceScatter, ZeroRedundancyOptimizer, reduce_scatter_hook
 from onecopy.comm import limits
 from onecopy.step.sharded_gradient import ShardGrad
-from tests.support.data_parallel import as_if_large
+from tests.support.data_parallel import Branching, as_if_large
 from tests.support.ddp_training import (
+    BRANCHING,
     MOMENTUM,
     ROUNDING,
+    STATIC,
     TWO_ADAMWS,
     VIEW,
     Case,
     Part,
+    Run,
     Split,
     assert_same_state,
     assert_same_values,
@@ -37,9 +41,188 @@ from tests.support.ddp_training import (
     plain_run,
     scattered_run,
     train_both,
+    vectors,
 )
+from tests.support.failures import failure_of
 from tests.support.harness import distributed
-from tests.support.models import assert_equal, assert_replicas_equal, more_for_earlier_ranks, more_for_later_ranks
+from tests.support.models import (
+    assert_equal,
+    assert_replicas_equal,
+    more_for_earlier_ranks,
+    more_for_later_ranks,
+    small_inputs,
+)
+
+# What is in the gradients
+
+
+def whole_branching_loss(model: nn.Module, step: int) -> Tensor:
+    loss: Tensor = model(small_inputs(dist.get_rank(), step), True).square().mean()
+    return loss
+
+
+def set_to_none(run: Run, step: int) -> None:
+    run.ddp.zero_grad()
+    run.loss(step).backward()
+
+
+def set_to_zero(run: Run, step: int) -> None:
+    run.ddp.zero_grad(set_to_none=False)
+    run.loss(step).backward()
+
+
+def keep(run: Run, step: int) -> None:
+    run.loss(step).backward()
+
+
+def first_without_sync(run: Run, step: int) -> None:
+    """Some of these passes add to gradients that are None, some to zeros, some to gradients that a step has used."""
+    if step % 3 < 2:
+        run.ddp.zero_grad(set_to_none=step % 3 == 0)
+    if step:  # a static graph is found in the first pass
+        with run.ddp.no_sync():
+            run.loss(100 + 2 * step).backward()
+    run.loss(step).backward()
+
+
+def in_turn(run: Run, step: int) -> None:
+    """Each of two optimizers zeroes its own gradients only, so that those of the other one are kept for a pass."""
+    run.optimizers[step % 2].zero_grad()
+    run.loss(step).backward()
+
+
+def freeze(run: Run, step: int) -> None:
+    """A gradient that is kept while its parameter is frozen is not averaged again."""
+    for param in run.params:
+        param.grad = None if param.requires_grad else param.grad
+    run.loss(step).backward()
+    run.ddp.module.get_submodule("middle").requires_grad_(False)
+
+
+def halve(param: Tensor) -> None:
+    assert param.grad is not None
+    param.grad.mul_(0.5)
+
+
+def scaled_by_a_late_hook(run: Run, step: int) -> None:
+    if step == 1:
+        for param in run.params:
+            param.register_post_accumulate_grad_hook(halve)
+    run.loss(step).backward()
+
+
+GRAPHS: dict[str, dict[str, Any]] = {
+    "all used": {},
+    "unused parameters": BRANCHING,
+    "static graph": {"model": Branching, "loss": whole_branching_loss, "ddp": STATIC},
+}
+MODES = [
+    *itertools.product((False, True), GRAPHS, (set_to_none, set_to_zero, keep, first_without_sync)),
+    *itertools.product((False, True), ("all used", "unused parameters"), (in_turn,)),
+    *itertools.product((False, True), ("unused parameters",), (freeze,)),
+    (False, "all used", scaled_by_a_late_hook),
+]
+TWO_SGDS = tuple(Part(torch.optim.SGD, {"lr": 0.1}, params=params) for params in (matrices, vectors))
+
+
+def compare_gradients(ours: Run, reference: Run, tolerance: float, what: str) -> None:
+    """Every gradient exists where plain DDP has one, and has its values in the range that this rank owns."""
+    owned = {id(entry.param): entry.shard for zero in ours.zeros for entry in zero.engine.inner.owned}
+    for param, plain in zip(ours.params, reference.params, strict=True):
+        assert (param.grad is None) == (plain.grad is None), what
+        if plain.grad is not None:
+            assert isinstance(param.grad, ShardGrad)
+            shard = owned.get(id(param))
+            expected = plain.grad.flatten()[shard.start : shard.stop] if shard else plain.grad.flatten()[:0]
+            assert_equal([param.grad.local], [expected], what, tolerance)
+
+
+@pytest.mark.parametrize(
+    ("view", "graph", "backward"),
+    MODES,
+    ids=[f"{'views' if view else 'copies'}, {graph}, {backward.__name__}" for view, graph, backward in MODES],
+)
+@distributed(2, 3)
+def test_gradients_and_parameters_equal_plain_ddp(
+    world_size: int, view: bool, graph: str, backward: Callable[[Run, int], None]
+) -> None:
+    case = Case("", TWO_SGDS if backward is in_turn else (Part(),), **GRAPHS[graph])
+    ours, reference = (run(case, gradient_as_bucket_view=view) for run in (scattered_run, plain_run))
+    tolerance = 0.0 if world_size == 2 and backward in (set_to_none, set_to_zero) else ROUNDING
+    for step in range(8):
+        for run in (reference, ours):
+            backward(run, step)
+        compare_gradients(ours, reference, tolerance, f"gradients of step {step}")
+        for run in (reference, ours):
+            run.optimizers[step % len(run.optimizers)].step()
+        assert_equal(ours.params, reference.params, f"step {step}", tolerance)
+    assert_replicas_equal(ours.params)
+
+
+@distributed(2)
+def test_a_gradient_that_one_rank_alone_keeps_is_no_error(world_size: int) -> None:
+    """The other rank has zeroed it: the mean of the pass is added to what each owner has kept."""
+    ours = scattered_run(Case(**BRANCHING), gradient_as_bucket_view=True)
+    ours.iterate(0)
+    if dist.get_rank() == 0:
+        ours.ddp.zero_grad()
+    ours.loss(2).backward()  # all parameters are used on some rank
+    ours.update()
+    assert_replicas_equal(ours.params)
+
+
+@distributed(2)
+def test_reduced_gradients_to_which_a_pass_without_sync_has_added_are_refused(world_size: int) -> None:
+    ours = scattered_run(Case())
+    ours.iterate(0)
+    with ours.ddp.no_sync():
+        ours.loss(1).backward()
+    for use in (ours.update, ours.zero.grad_norm, lambda: torch.nn.utils.clip_grad_norm_(ours.params, 1.0)):
+        with pytest.raises(RuntimeError, match=r"was not reduced: the last backward pass ran under no_sync\(\)"):
+            use()
+    ours.loss(2).backward()
+    ours.update()
+    assert_replicas_equal(ours.params)
+
+
+READS: dict[str, Callable[[Tensor], object]] = {
+    "a sum": torch.sum,
+    "a copy": lambda gradient: torch.empty_like(torch.zeros(gradient.shape)).copy_(gradient),
+    "an addition": lambda gradient: gradient.add_(1.0),
+    "a mask": lambda gradient: gradient.mul_(torch.ones(gradient.shape)),
+    "a view": torch.flatten,
+}
+
+
+@distributed(2)
+def test_what_needs_the_values_of_other_ranks_is_an_error(world_size: int) -> None:
+    ours = scattered_run(Case())
+    for step in range(4):
+        ours.iterate(step)
+    gradient = ours.params[0].grad
+    assert gradient is not None
+    for read in READS.values():
+        with pytest.raises(RuntimeError, match=r"only this rank's range of it is here \(param.grad.local\)"):
+            read(gradient)
+
+
+@pytest.mark.parametrize("use", ["norm", "scaler"])
+@distributed(2)
+def test_ranks_without_inputs_are_missed_by_a_norm_and_a_scaler(world_size: int, use: str) -> None:
+    """They take no norm and unscale nothing: all ranks raise, instead of waiting for each other."""
+    ours, scaler = scattered_run(Case()), make_scaler()
+
+    def train() -> None:
+        with Join([ours.ddp, *ours.zeros]):
+            for step in range(1 + 2 * dist.get_rank()):
+                ours.zero.zero_grad()
+                loss = ours.loss(step)
+                (scaler.scale(loss) if use == "scaler" else loss).backward()
+                if step:
+                    torch.nn.utils.clip_grad_norm_(ours.params, 1.0) if use == "norm" else scaler.unscale_(ours.zero)
+                ours.update()
+
+    assert isinstance(failure_of(train), RanksDisagreeError)
 
 
 @pytest.mark.parametrize("direct_bytes", [16, 1 << 18], ids=["large", "small"])
@@ -59,27 +242,6 @@ def test_around_a_hook_that_compresses_buckets_gradients_are_scaled_once(world_s
         assert plain is not None
         mean = plain.flatten()[owned.shard.start : owned.shard.stop]
         torch.testing.assert_close(gradient.local, mean, rtol=5e-3, atol=1e-4)
-
-
-@distributed(3)
-def test_in_a_narrow_type_gradients_are_scaled_and_added_up_as_in_ddps_hooks(world_size: int) -> None:
-    run = scattered_run(Case(), reduce_dtype=torch.bfloat16)
-    local = [grad.clone() for grad in torch.autograd.grad(loss_of(run.ddp.module, 0), run.params)]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(limits, "DIRECT_GRADIENT_BYTES", 16)
-        run.backward(0)
-    checked = 0
-    for shard in run.zero.engine.layout.shards:
-        gradient = local[shard.param].flatten()[shard.start : shard.stop]
-        rows = [torch.empty_like(gradient) for _ in range(world_size)]
-        dist.all_gather(rows, gradient.clone())
-        if shard.owner == run.zero.rank:
-            first, second, third = (row.bfloat16() * (1 / 3) for row in rows)  # as DDP's compression hooks do it
-            found = run.zero.engine.params[shard.param].grad
-            assert isinstance(found, ShardGrad)
-            assert torch.equal(found.local, (first + second + third).float())
-            checked += shard.numel
-    assert checked
 
 
 @pytest.mark.parametrize("ddp", [{}, VIEW], ids=["one bucket", "bucket views"])

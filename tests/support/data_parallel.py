@@ -157,6 +157,12 @@ class Side:
         for name in names:
             self.module.get_parameter(name).requires_grad_(not frozen)
 
+    def clip(self, max_norm: float, order: float = 2.0) -> Tensor:
+        """Clip the gradients with the model's method, or with torch's function."""
+        if self.ours:
+            return self.sharded.clip_grad_norm_(max_norm, order)
+        return nn.utils.clip_grad_norm_(self.params, max_norm, order)
+
     @property
     def sharded(self) -> ShardedDataParallel:
         assert isinstance(self.model, ShardedDataParallel)

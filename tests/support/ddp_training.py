@@ -144,30 +144,18 @@ TWO_ADAMWS = (Part(params=matrices), Part(params=vectors, options={"lr": 1e-3}))
 
 @dataclass(frozen=True)
 class Case:
-    """How to train under DDP.
+    """How to train under DDP."""
 
-    Attributes:
-        name: how the test is called.
-        parts: the optimizers.
-        ddp: options of DDP.
-        model: makes the model.
-        loss: this rank's loss in one pass.
-        passes: backward passes per step; all but the last are inside ``no_sync()``.
-        set_to_none: how gradients are reset.
-        scheduler: makes the scheduler of each optimizer.
-        tolerance: how far more than two ranks may differ from the reference.
-    """
-
-    name: str = ""
+    name: str = ""  # of the test
     parts: tuple[Part, ...] = (Part(),)
     _: KW_ONLY
     ddp: dict[str, Any] = field(default_factory=lambda: {"bucket_cap_mb": TINY})
     model: Callable[[], nn.Module] = small_model
-    loss: Callable[[nn.Module, int], Tensor] = loss_of
-    passes: int = 1
-    set_to_none: bool = True
+    loss: Callable[[nn.Module, int], Tensor] = loss_of  # of this rank, in one pass
+    passes: int = 1  # for a step; all but the last are inside no_sync()
+    set_to_none: bool = True  # how gradients are reset
     scheduler: Callable[[Optimizer], LRScheduler] | None = None
-    tolerance: float = ROUNDING
+    tolerance: float = ROUNDING  # for more than two ranks
 
 
 class Run:

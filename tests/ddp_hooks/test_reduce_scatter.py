@@ -40,6 +40,7 @@ from tests.support.ddp_training import (
     matrices,
     plain_run,
     scattered_run,
+    sharded_run,
     train_both,
     vectors,
 )
@@ -114,27 +115,37 @@ def scaled_by_a_late_hook(run: Run, step: int) -> None:
 GRAPHS: dict[str, dict[str, Any]] = {
     "all used": {},
     "unused parameters": BRANCHING,
+    "some are nobody's": {"parts": (Part(params=matrices),), "ddp": {}},
     "static graph": {"model": Branching, "loss": whole_branching_loss, "ddp": STATIC},
 }
+USED = ("all used", "unused parameters", "static graph")
 MODES = [
-    *itertools.product((False, True), GRAPHS, (set_to_none, set_to_zero, keep, first_without_sync)),
-    *itertools.product((False, True), ("all used", "unused parameters"), (in_turn,)),
+    *itertools.product((False, True), USED, (set_to_none, set_to_zero, keep, first_without_sync)),
+    *itertools.product((False, True), USED[:2], (in_turn,)),
     *itertools.product((False, True), ("unused parameters",), (freeze,)),
     (False, "all used", scaled_by_a_late_hook),
+    *itertools.product((False, True), ("some are nobody's",), (set_to_none,)),
 ]
 TWO_SGDS = tuple(Part(torch.optim.SGD, {"lr": 0.1}, params=params) for params in (matrices, vectors))
 
 
 def compare_gradients(ours: Run, reference: Run, tolerance: float, what: str) -> None:
-    """Every gradient exists where plain DDP has one, and has its values in the range that this rank owns."""
+    """Every gradient exists where plain DDP has one, and has its values in the range that this rank owns.
+
+    The gradient of a parameter that no optimizer has is whole.
+    """
+    sharded = {id(param) for zero in ours.zeros for param in zero.engine.params}
     owned = {id(entry.param): entry.shard for zero in ours.zeros for entry in zero.engine.inner.owned}
     for param, plain in zip(ours.params, reference.params, strict=True):
         assert (param.grad is None) == (plain.grad is None), what
         if plain.grad is not None:
-            assert isinstance(param.grad, ShardGrad)
-            shard = owned.get(id(param))
-            expected = plain.grad.flatten()[shard.start : shard.stop] if shard else plain.grad.flatten()[:0]
-            assert_equal([param.grad.local], [expected], what, tolerance)
+            assert param.grad is not None
+            assert isinstance(param.grad, ShardGrad) == (id(param) in sharded)
+            found, expected = param.grad, plain.grad
+            if isinstance(found, ShardGrad):
+                shard = owned.get(id(param))
+                found, expected = found.local, expected.flatten()[slice(shard.start, shard.stop) if shard else slice(0)]
+            assert_equal([found], [expected], what, tolerance)
 
 
 @pytest.mark.parametrize(
@@ -146,7 +157,7 @@ def compare_gradients(ours: Run, reference: Run, tolerance: float, what: str) ->
 def test_gradients_and_parameters_equal_plain_ddp(
     world_size: int, view: bool, graph: str, backward: Callable[[Run, int], None]
 ) -> None:
-    case = Case("", TWO_SGDS if backward is in_turn else (Part(),), **GRAPHS[graph])
+    case = Case(**{**GRAPHS[graph], **({"parts": TWO_SGDS} if backward is in_turn else {})})
     ours, reference = (run(case, gradient_as_bucket_view=view) for run in (scattered_run, plain_run))
     tolerance = 0.0 if world_size == 2 and backward in (set_to_none, set_to_zero) else ROUNDING
     for step in range(8):
@@ -229,36 +240,13 @@ def test_ranks_without_inputs_are_missed_by_a_norm_and_a_scaler(world_size: int,
 @distributed(2, 3)
 def test_around_a_hook_that_compresses_buckets_gradients_are_scaled_once(world_size: int, direct_bytes: int) -> None:
     """torch's wrapper gives the hook a float16 buffer of float32 gradients."""
-    reference, compressed = plain_run(Case()), make_ddp(Case())
-    zero = ZeroRedundancyOptimizer(compressed.parameters(), torch.optim.SGD, lr=0.1)
-    compressed.register_comm_hook(zero, fp16_compress_wrapper(reduce_scatter_hook))
+    reference, ours = plain_run(Case()), sharded_run(Case())
+    ours.ddp.register_comm_hook(ours.zero, fp16_compress_wrapper(reduce_scatter_hook))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(limits, "DIRECT_GRADIENT_BYTES", direct_bytes)
-        loss_of(compressed, 0).backward()
-    reference.backward(0)
-    for owned in zero.engine.inner.owned:
-        gradient, plain = owned.param.grad, reference.params[owned.shard.param].grad
-        assert isinstance(gradient, ShardGrad)
-        assert plain is not None
-        mean = plain.flatten()[owned.shard.start : owned.shard.stop]
-        torch.testing.assert_close(gradient.local, mean, rtol=5e-3, atol=1e-4)
-
-
-@pytest.mark.parametrize("ddp", [{}, VIEW], ids=["one bucket", "bucket views"])
-@distributed(2)
-def test_parameters_of_no_optimizer_get_whole_gradients(world_size: int, ddp: dict[str, Any]) -> None:
-    case = Case(parts=(Part(params=matrices),), ddp=ddp)
-    ours, reference = scattered_run(case), plain_run(case)
-    for step in range(3):
-        for run in (ours, reference):
-            run.ddp.zero_grad()
-            run.iterate(step)
-        for param, other in zip(ours.params, reference.params, strict=True):
-            assert isinstance(param.grad, ShardGrad) == (param.dim() == 2)
-            if param.dim() < 2:
-                assert param.grad is not None
-                assert other.grad is not None
-                assert_equal([param.grad], [other.grad], "a parameter that no optimizer owns")
+        for run in (reference, ours):
+            run.backward(0)
+    compare_gradients(ours, reference, 1e-3, "in float16")
 
 
 def _fail(gradient: Tensor) -> None:

@@ -228,7 +228,7 @@ def plain_run(case: Case, comm_hook: Any = None, state: Any = None, **ddp_option
 def sharded_run(case: Case, *, overlaps: bool = False, **ddp_options: Any) -> Run:
     """DDP with sharded optimizers and without a hook."""
     ddp = make_ddp(case, **ddp_options)
-    given = {"process_group": ddp.process_group, "overlap_with_ddp": overlaps}
+    given: dict[str, Any] = {"process_group": ddp.process_group, "overlap_with_ddp": overlaps}
     zeros = [
         ZeroRedundancyOptimizer(part.params(ddp.module), part.optimizer, **given, **part.ours, **part.options)
         for part in case.parts

@@ -214,7 +214,7 @@ def test_a_rank_without_memory_for_buckets_changes_nothing(
         for each in zeros:
             each.step()
         made.append(list(module.parameters()))
-    assert_equal(*made, "after a step")
+    assert_equal(made[0], made[1], "after a step")
     assert_replicas_equal(made[0])
 
 

@@ -330,9 +330,10 @@ def test_a_graph_is_let_go_with_its_outputs(world_size: int) -> None:
         for use in (torch.Tensor.backward, lambda loss: torch.autograd.grad(loss, ours.params), lambda _: None):
             inputs = inputs_of(dist.get_rank(), 0).requires_grad_().clone()
             mark = threading.Event()
-            inputs.grad_fn.metadata["mark"] = mark  # type: ignore[union-attr]
+            node: Any = inputs.grad_fn
+            node.metadata["mark"] = mark
             alive, outputs = weakref.ref(mark), ours.model(inputs)
-            del inputs, mark
+            del inputs, mark, node
             use(outputs.sum())
             assert alive() is not None
             del outputs

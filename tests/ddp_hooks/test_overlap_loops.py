@@ -130,7 +130,7 @@ def test_two_overlapping_optimizers_on_one_group_do_not_mix(world_size: int, hoo
         for runs in zip(*pairs, strict=True):
             for run in runs:
                 run.optimizer.zero_grad()
-            sum(run.loss(step) for run in runs).backward()  # type: ignore[union-attr]
+            sum(run.loss(step) for run in runs).backward()
             for run in runs:
                 run.update()
     for ours, reference in pairs:

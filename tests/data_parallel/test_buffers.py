@@ -9,12 +9,59 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.support.data_parallel import Layers, Side, one_step
-from tests.support.data_parallel_use import Batched, loss_of
+from tests.support.data_parallel import Batched, Layers, Side, loss_of, one_step
 from tests.support.harness import distributed
-from tests.support.models import (
-    assert_equal,
-)
+from tests.support.models import assert_equal
+
+
+def accumulate(side: Side, number: int) -> None:
+    with side.model.no_sync():
+        loss_of(side, number).backward()
+
+
+def train_in_evaluation_mode(side: Side, number: int) -> None:
+    """With the averages of earlier batches, so that gradients depend on buffers."""
+    side.model.eval()
+    one_step(side, number)
+    side.model.train()
+
+
+@torch.no_grad()
+def evaluate(side: Side, number: int) -> None:
+    side.model.eval()
+    side.noted.append(loss_of(side, number))
+    side.model.train()
+
+
+@torch.no_grad()
+def forward_without_gradients(side: Side, number: int) -> None:
+    """In training mode, so that buffers change."""
+    side.noted.append(loss_of(side, number))
+
+
+def wrong_inputs(side: Side, number: int) -> None:
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        side.model(torch.ones(2, 3))
+
+
+PASSES = (one_step, accumulate, train_in_evaluation_mode, evaluate, forward_without_gradients, wrong_inputs)
+
+
+@pytest.mark.parametrize("second", PASSES, ids=lambda kind: kind.__name__)
+@distributed(2)
+def test_buffers_are_those_of_ddp_after_every_pass(world_size: int, second: Callable[[Side, int], None]) -> None:
+    """DDP sends them before a pass if the pass before it had gradients that are reduced."""
+    plain, ours = Side(False, Batched), Side(True, Batched)
+    number = 0
+    for first in PASSES:
+        for kind in (one_step, first, second, one_step):
+            number += 1
+            for side in (plain, ours):
+                kind(side, number)
+            text = f"{first.__name__}, {second.__name__}: after {kind.__name__}"
+            assert_equal(ours.module.buffers(), plain.module.buffers(), text)
+        assert_equal(ours.params, plain.params, f"{first.__name__}, {second.__name__}")
+    assert_equal(ours.noted, plain.noted, "outputs")
 
 
 class Counting(Layers):
@@ -31,92 +78,14 @@ class Counting(Layers):
         return super().forward(inputs)
 
 
+@pytest.mark.parametrize("broadcast", [True, False])
 @distributed(2, 3)
-def test_buffers_follow_the_first_rank(world_size: int) -> None:
-    plain, ours = Side(False, Batched), Side(True, Batched)
-    alone = Side(True, Batched, broadcast_buffers=False)
-    for step in range(4):
-        for side in (plain, ours, alone):
-            one_step(side, step)
-        assert_equal(ours.module.buffers(), plain.module.buffers(), f"step {step}", 0.0 if world_size == 2 else 1e-5)
-    if dist.get_rank() != 0:
-        assert not torch.equal(next(alone.module.buffers()), next(ours.module.buffers()))
-
-
-def _train(side: Side, number: int) -> None:
-    one_step(side, number)
-
-
-def _accumulate(side: Side, number: int) -> None:
-    with side.model.no_sync():
-        loss_of(side, number).backward()
-
-
-def _train_in_evaluation_mode(side: Side, number: int) -> None:
-    """With the averages of earlier batches, so that gradients depend on buffers."""
-    side.model.eval()
-    one_step(side, number)
-    side.model.train()
-
-
-def _evaluate(side: Side, number: int) -> None:
-    side.model.eval()
-    with torch.no_grad():
-        side.noted.append(loss_of(side, number))
-    side.model.train()
-
-
-def _forward_without_gradients(side: Side, number: int) -> None:
-    """In training mode, so that buffers change."""
-    with torch.no_grad():
-        side.noted.append(loss_of(side, number))
-
-
-def _wrong_inputs(side: Side, number: int) -> None:
-    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-        side.model(torch.ones(2, 3))
-
-
-def _wrong_inputs_without_gradients(side: Side, number: int) -> None:
-    with torch.no_grad():
-        _wrong_inputs(side, number)
-
-
-PASSES = (
-    _train,
-    _accumulate,
-    _train_in_evaluation_mode,
-    _evaluate,
-    _forward_without_gradients,
-    _wrong_inputs,
-    _wrong_inputs_without_gradients,
-)
-
-
-@pytest.mark.parametrize("second", PASSES, ids=lambda kind: kind.__name__)
-@distributed(2)
-def test_buffers_are_those_of_ddp_after_every_pass(world_size: int, second: Callable[[Side, int], None]) -> None:
-    """DDP sends them before a pass if the pass before it had gradients that are reduced."""
-    plain, ours = Side(False, Batched), Side(True, Batched)
-    number = 0
-    for first in PASSES:
-        for kind in (_train, first, second, _train):
-            number += 1
-            for side in (plain, ours):
-                kind(side, number)
-            text = f"{first.__name__}, {second.__name__}: after {kind.__name__}"
-            assert ours.model.require_forward_param_sync == plain.model.require_forward_param_sync, text
-            assert_equal(ours.module.buffers(), plain.module.buffers(), text)
-        assert_equal(ours.params, plain.params, f"{first.__name__}, {second.__name__}")
-    assert_equal(ours.noted, plain.noted, "outputs")
-
-
-@distributed(2)
-def test_a_buffer_that_the_module_replaces_follows_too(world_size: int) -> None:
-    side = Side(True, Counting)
+def test_a_buffer_that_the_module_replaces_follows_if_wished(world_size: int, broadcast: bool) -> None:
+    side = Side(True, Counting, broadcast_buffers=broadcast)
     for step in range(3):
         one_step(side, step)
-        assert side.module.get_buffer("seen").item() == step + 1 + dist.get_rank(), "rank 0 adds one each time"
+        expected = step + 1 + dist.get_rank() if broadcast else (step + 1) * (1 + dist.get_rank())
+        assert side.module.get_buffer("seen").item() == expected, "rank 0 adds one each time"
 
 
 @distributed(2, 3)

@@ -9,10 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from onecopy import (
-    MixedPrecision,
-    ShardedDataParallel,
-)
+from onecopy import MixedPrecision, ShardedDataParallel
 from tests.support.harness import distributed
 from tests.support.master_weights import (
     ADAMW,
@@ -28,26 +25,7 @@ from tests.support.master_weights import (
     reduced,
     wrap,
 )
-from tests.support.models import (
-    assert_equal,
-    small_inputs,
-    small_model,
-)
-
-# ShardedDataParallel
-
-
-class Normalised(nn.Module):
-    """A convolution with batch statistics, whose running averages stay in float32."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.convolve, self.normalise, self.last = nn.Conv2d(1, 24, 3), nn.BatchNorm2d(24), nn.Linear(24, 4)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        hidden = self.normalise(self.convolve(inputs.reshape(-1, 1, 4, 6)))
-        outputs: Tensor = self.last(torch.relu(hidden).mean((2, 3)))
-        return outputs
+from tests.support.models import assert_equal, small_inputs, small_model
 
 
 @pytest.mark.parametrize("reduce_dtype", [None, HALF, torch.float32])
@@ -63,14 +41,25 @@ def test_sharded_training_equals_masters_of_the_values_before_conversion(
     assert kept == {reduce_dtype or HALF}
 
 
+class Normalised(nn.Module):
+    """A convolution with batch statistics, whose running averages stay in float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolve, self.normalise, self.last = nn.Conv2d(1, 24, 3), nn.BatchNorm2d(24), nn.Linear(24, 4)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.normalise(self.convolve(inputs.reshape(-1, 1, 4, 6)))
+        outputs: Tensor = self.last(torch.relu(hidden).mean((2, 3)))
+        return outputs
+
+
 @pytest.mark.parametrize("options", [{}, {"overlap_forward": True}], ids=["", "overlapping the forward"])
 @distributed(2, 3)
 def test_running_averages_keep_their_type(world_size: int, options: dict[str, Any]) -> None:
     model, _ = compare_with_masters_by_hand(Normalised, [ADAMW], BF16, **options)
-    assert isinstance(model.module, Normalised)
-    mean = model.module.normalise.running_mean
-    assert mean is not None
-    assert model.module.convolve.weight.dtype == HALF
+    assert model.module.get_parameter("convolve.weight").dtype == HALF
+    mean = model.module.get_buffer("normalise.running_mean")
     assert mean.dtype == torch.float32
     assert mean.any()
 
@@ -94,36 +83,29 @@ def test_without_masters_bf16_itself_is_stepped(world_size: int) -> None:
 
 
 class Inputs(nn.Module):
-    """Remembers the types it was called with."""
+    """Remembers the types it was called with; has a frozen parameter, which no optimizer has."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layer = nn.Linear(8, 2)
+        self.layer, self.frozen = nn.Linear(8, 2), nn.Linear(2, 2).requires_grad_(False)
         self.seen: list[torch.dtype] = []
 
     def forward(self, inputs: Tensor, more: dict[str, list[Tensor]], scale: Tensor) -> Tensor:
         self.seen = [inputs.dtype, *(tensor.dtype for tensor in more["list"]), scale.dtype]
-        outputs: Tensor = self.layer(inputs.to(HALF))
+        outputs: Tensor = self.frozen(self.layer(inputs.to(HALF)))
         return outputs
 
 
 @pytest.mark.parametrize("cast", [True, False])
 @distributed(2)
-def test_floating_point_inputs_are_converted_on_request(world_size: int, cast: bool) -> None:
+def test_inputs_are_converted_on_request_and_frozen_parameters_are_too(world_size: int, cast: bool) -> None:
     inner = Inputs()
-    model = wrap(inner, [ADAMW], MixedPrecision(param_dtype=HALF, cast_inputs=cast))
+    policy = MixedPrecision(param_dtype=HALF, cast_inputs=cast)
+    model = ShardedDataParallel(inner, adamw_for(inner.layer), mixed_precision=policy)
+    assert {param.dtype for param in model.parameters()} == {HALF}
     model(torch.randn(3, 8), {"list": [torch.ones(2), torch.arange(2)]}, scale=torch.ones((), dtype=torch.double))
     expected = [HALF, HALF, torch.int64, HALF] if cast else [torch.float32, torch.float32, torch.int64, torch.double]
     assert inner.seen == expected
-
-
-@distributed(2)
-def test_frozen_parameters_outside_the_optimizer_are_converted_too(world_size: int) -> None:
-    inner = small_model()
-    inner[0].requires_grad_(False)
-    model = ShardedDataParallel(inner, adamw_for(inner[2]), mixed_precision=BF16)
-    assert {param.dtype for param in model.parameters()} == {HALF}
-    loss_of(model, 0).backward()
 
 
 @distributed(2)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.checkpoint import checkpoint
 
 from onecopy import ShardedDataParallel, ZeroRedundancyOptimizer
 from onecopy.comm import limits
@@ -31,6 +31,74 @@ SMALL = 4000
 
 ADAMW: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1}
 SGD: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
+
+
+# Models
+
+
+class Layers(nn.Module):
+    """A few linear layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 64)
+        self.middle = nn.Linear(64, 64)
+        self.last = nn.Linear(64, 8)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs: Tensor = self.last(torch.tanh(self.middle(torch.tanh(self.first(inputs)))))
+        return outputs
+
+
+class Searched(Layers):
+    """Uses all of its parameters; a submodule's name makes ``Side`` let DDP look for unused ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.never = nn.Identity()
+
+
+class Batched(nn.Module):
+    """Buffers that change in every forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 64, bias=False)  # a bias would have a gradient of nothing but rounding
+        self.norm = nn.BatchNorm1d(64)
+        self.last = nn.Linear(64, 8)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs: Tensor = self.last(torch.tanh(self.norm(self.first(inputs))))
+        return outputs
+
+
+class Checkpointed(Layers):
+    """The middle is computed again in the backward pass."""
+
+    reentrant = False
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = torch.tanh(self.first(inputs))
+        hidden = checkpoint(self.middle, hidden, use_reentrant=self.reentrant)
+        outputs: Tensor = self.last(torch.tanh(hidden))
+        return outputs
+
+
+class Branching(nn.Module):
+    """A branch that is never used, one that is used at will, and a layer that can be frozen without a loss of path."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 160)
+        self.middle = nn.Linear(160, 16)
+        self.sometimes = nn.Linear(160, 4)
+        self.never = nn.Linear(8, 4)
+        self.last = nn.Linear(16, 4)
+
+    def forward(self, inputs: Tensor, take_branch: bool) -> Tensor:
+        hidden = torch.tanh(self.first(inputs))
+        outputs: Tensor = self.last(torch.tanh(self.middle(hidden)))
+        return outputs + self.sometimes(hidden) if take_branch else outputs
 
 
 # Both ways to train a model
@@ -71,7 +139,6 @@ class Side:
             self.freeze(*frozen)
         self.noted: list[Tensor] = []
         self.scaler: torch.amp.GradScaler | None = None
-        self.scheduler: LRScheduler | None = None
         self.model: Model
         self.optimizer: Optimizer
         if ours:
@@ -90,6 +157,12 @@ class Side:
         for name in names:
             self.module.get_parameter(name).requires_grad_(not frozen)
 
+    def clip(self, max_norm: float, order: float = 2.0) -> Tensor:
+        """Clip the gradients with the model's method, or with torch's function."""
+        if self.ours:
+            return self.sharded.clip_grad_norm_(max_norm, order)
+        return nn.utils.clip_grad_norm_(self.params, max_norm, order)
+
     @property
     def sharded(self) -> ShardedDataParallel:
         assert isinstance(self.model, ShardedDataParallel)
@@ -103,6 +176,24 @@ class Side:
     @property
     def params(self) -> list[nn.Parameter]:
         return list(self.model.parameters())
+
+
+def inputs_of(rank: int, step: int) -> Tensor:
+    return torch.randn(5, 8, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def loss_of(side: Side, number: int, branch: bool = False) -> Tensor:
+    """One pass on this rank's data."""
+    inputs = inputs_of(dist.get_rank(), number)
+    outputs = side.model(inputs, branch) if isinstance(side.module, Branching) else side.model(inputs)
+    loss: Tensor = outputs.square().mean()
+    return loss
+
+
+def one_step(side: Side, step: int) -> None:
+    side.optimizer.zero_grad()
+    side.model(inputs_of(dist.get_rank(), step)).square().mean().backward()
+    side.optimizer.step()
 
 
 # The table of optimizers
@@ -163,39 +254,3 @@ def in_rank_order(group: Any, bucket: dist.GradBucket) -> Future[Tensor]:  # typ
     done: Future[Tensor] = Future()
     done.set_result(rows[0])
     return done
-
-
-# Sharing behind the next forward
-
-
-class Layers(nn.Module):
-    """A few linear layers; one of them is run, or has its weight read by another one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(8, 64)
-        self.middle = nn.Linear(64, 64)
-        self.last = nn.Linear(64, 8)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        outputs: Tensor = self.last(torch.tanh(self.middle(torch.tanh(self.first(inputs)))))
-        return outputs
-
-
-def inputs_of(rank: int, step: int) -> Tensor:
-    return torch.randn(5, 8, generator=torch.Generator().manual_seed(100 * step + rank))
-
-
-def one_step(side: Side, step: int) -> None:
-    side.optimizer.zero_grad()
-    side.model(inputs_of(dist.get_rank(), step)).square().mean().backward()
-    side.optimizer.step()
-
-
-def different_layers() -> nn.Module:
-    """The seeded values on rank 0, others elsewhere."""
-    model = Layers()
-    with torch.no_grad():
-        for param in model.parameters():
-            param.add_(float(dist.get_rank()))
-    return model

@@ -3,29 +3,51 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, StepLR
 
-from onecopy import ZeroRedundancyOptimizer
-from tests.support.models import assert_equal, assert_same_tree, small_inputs, small_loss, small_model
+from onecopy import (
+    ReduceScatter,
+    ZeroRedundancyOptimizer,
+    hook_with_zero_step,
+    hook_with_zero_step_interleaved,
+    reduce_scatter_hook,
+)
+from tests.support.data_parallel import ADAMW, SGD, Branching, as_if_large
+from tests.support.models import (
+    assert_equal,
+    assert_replicas_equal,
+    assert_same_tree,
+    small_inputs,
+    small_model,
+    values,
+)
+
+MakeHook = Callable[..., Any]
+
+HOOKS = pytest.mark.parametrize(
+    "hook",
+    [reduce_scatter_hook, hook_with_zero_step, hook_with_zero_step_interleaved],
+    ids=["reduce-scatter", "after backward", "interleaved"],
+)
+OVERLAPS = pytest.mark.parametrize(
+    "hook", [hook_with_zero_step, hook_with_zero_step_interleaved], ids=["after backward", "interleaved"]
+)
 
 ROUNDING = 1e-6
 """With more than two ranks, the order in which gradients are added is the process group's affair."""
 
 TINY = 1e-5
 """A limit for DDP's buckets, in MiB, that gives every parameter one of its own."""
-
-ADAMW: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1}
-SGD: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
-
-ELEMENT: dict[str, Any] = {"shard_by": "element"}
 
 UNUSED: dict[str, Any] = {"find_unused_parameters": True, "bucket_cap_mb": TINY}
 VIEW: dict[str, Any] = {"gradient_as_bucket_view": True, "bucket_cap_mb": TINY}
@@ -35,21 +57,11 @@ STATIC: dict[str, Any] = {"static_graph": True, "bucket_cap_mb": TINY}
 # Models, losses, optimizers
 
 
-class Branching(nn.Module):
-    """A branch that is never used, one that is used at will, and a layer that can be frozen without a loss of path."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(8, 160)
-        self.middle = nn.Linear(160, 16)
-        self.sometimes = nn.Linear(160, 4)
-        self.never = nn.Linear(8, 4)
-        self.last = nn.Linear(16, 4)
-
-    def forward(self, inputs: Tensor, take_branch: bool) -> Tensor:
-        hidden = torch.tanh(self.first(inputs))
-        outputs: Tensor = self.last(torch.tanh(self.middle(hidden)))
-        return outputs + self.sometimes(hidden) if take_branch else outputs
+def loss_of(model: nn.Module, step: int) -> Tensor:
+    """This rank's loss, in the type of the model."""
+    inputs = small_inputs(dist.get_rank(), step).to(next(model.parameters()).dtype)
+    loss: Tensor = model(inputs).square().mean()
+    return loss
 
 
 def branching_loss(model: nn.Module, step: int) -> Tensor:
@@ -63,13 +75,20 @@ BRANCHING: dict[str, Any] = {"model": Branching, "loss": branching_loss, "ddp": 
 """A case in which parameters are unused, some on one rank only."""
 
 
-def half_model() -> nn.Sequential:
-    return small_model().to(torch.bfloat16)
+def half_model() -> nn.Module:
+    return small_model().bfloat16()
 
 
-def half_loss(model: nn.Module, step: int) -> Tensor:
-    loss: Tensor = model(small_inputs(dist.get_rank(), step).bfloat16()).square().mean()
-    return loss
+class Split(nn.Module):
+    """Two parameters whose gradients are given, one for each of two optimizers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.matrix = nn.Parameter(torch.ones(40, 40))
+        self.vector = nn.Parameter(torch.ones(3))
+
+    def forward(self, of_matrix: float | Tensor, of_vector: float) -> Tensor:
+        return (self.matrix * of_matrix).sum() + (self.vector * of_vector).sum()
 
 
 class Counting(Optimizer):
@@ -92,50 +111,71 @@ def halving(optimizer: Optimizer) -> LRScheduler:
     return StepLR(optimizer, step_size=2, gamma=0.5)
 
 
+def make_scaler(scale: float = 1024.0) -> torch.amp.GradScaler:
+    return torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=3)
+
+
+def matrices(model: nn.Module) -> list[Tensor]:
+    return [param for param in model.parameters() if param.dim() == 2]
+
+
+def vectors(model: nn.Module) -> list[Tensor]:
+    return [param for param in model.parameters() if param.dim() < 2]
+
+
 # One description of a training run, and one runner
 
 
 @dataclass(frozen=True)
-class DDPCase:
-    """How to train under DDP.
+class Part:
+    """One optimizer of a model: its class and options, further options of the sharded one, and its parameters."""
 
-    Attributes:
-        name: how the test is called.
-        ddp: options of DDP.
-        model: makes the model.
-        loss: this rank's loss in one pass.
-        passes: backward passes per step; all but the last are inside ``no_sync()``.
-        set_to_none: how gradients are reset.
-        tolerance: how far more than two ranks may differ from the reference.
-    """
-
-    name: str = ""
-    ddp: dict[str, Any] = field(default_factory=lambda: {"bucket_cap_mb": TINY}, kw_only=True)
-    model: Callable[[], nn.Module] = field(default=small_model, kw_only=True)
-    loss: Callable[[nn.Module, int], Tensor] = field(default=small_loss, kw_only=True)
-    passes: int = field(default=1, kw_only=True)
-    set_to_none: bool = field(default=True, kw_only=True)
-    tolerance: float = field(default=ROUNDING, kw_only=True)
+    optimizer: type[Optimizer] = torch.optim.AdamW
+    options: dict[str, Any] = field(default_factory=lambda: dict(ADAMW))
+    ours: dict[str, Any] = field(default_factory=dict)
+    params: Callable[[nn.Module], Iterable[Any]] = nn.Module.parameters
 
 
-class DDPRun:
-    """A model under DDP with its optimizers and their schedulers."""
+WHOLE = (Part(ours={"shard_by": "parameter"}),)
+MOMENTUM = (Part(torch.optim.SGD, SGD),)
+COUNTERS = (Part(Counting, {"lr": 0.1}, {"elementwise": True}),)
+TWO_ADAMWS = (Part(params=matrices), Part(params=vectors, options={"lr": 1e-3}))
 
-    def __init__(
-        self,
-        case: DDPCase,
-        ddp: DistributedDataParallel,
-        optimizers: Sequence[Optimizer],
-        schedulers: Sequence[LRScheduler] = (),
-    ) -> None:
-        self.case = case
-        self.ddp = ddp
-        self.optimizers = optimizers
-        self.schedulers = schedulers
+
+@dataclass(frozen=True)
+class Case:
+    """How to train under DDP."""
+
+    name: str = ""  # of the test
+    parts: tuple[Part, ...] = (Part(),)
+    _: KW_ONLY
+    ddp: dict[str, Any] = field(default_factory=lambda: {"bucket_cap_mb": TINY})
+    model: Callable[[], nn.Module] = small_model
+    loss: Callable[[nn.Module, int], Tensor] = loss_of  # of this rank, in one pass
+    passes: int = 1  # for a step; all but the last are inside no_sync()
+    set_to_none: bool = True  # how gradients are reset
+    scheduler: Callable[[Optimizer], LRScheduler] | None = None
+    tolerance: float = ROUNDING  # for more than two ranks
+
+
+class Run:
+    """A model under DDP with its optimizers and schedulers, and in which steps ``backward()`` changed parameters."""
+
+    def __init__(self, case: Case, ddp: DistributedDataParallel, optimizers: Sequence[Optimizer]) -> None:
+        self.case, self.ddp, self.optimizers = case, ddp, optimizers
+        self.schedulers = [] if case.scheduler is None else [*map(case.scheduler, optimizers)]
+        self.updated_in_backward: list[bool] = []
+        self.buckets: set[int] = set()
+        """The indices of the buckets that an overlap hook has seen."""
 
     @property
     def params(self) -> list[Tensor]:
         return list(self.ddp.parameters())
+
+    @property
+    def optimizer(self) -> Optimizer:
+        (optimizer,) = self.optimizers
+        return optimizer
 
     @property
     def zeros(self) -> list[ZeroRedundancyOptimizer]:
@@ -146,14 +186,19 @@ class DDPRun:
         (zero,) = self.zeros
         return zero
 
+    def loss(self, step: int) -> Tensor:
+        return self.case.loss(self.ddp, step)
+
     def backward(self, step: int) -> None:
+        before = values(self.params)
         for optimizer in self.optimizers:
             optimizer.zero_grad(self.case.set_to_none)
         *accumulated, last = range(step * self.case.passes, (step + 1) * self.case.passes)
         with self.ddp.no_sync():
             for number in accumulated:
-                self.case.loss(self.ddp, number).backward()
-        self.case.loss(self.ddp, last).backward()
+                self.loss(number).backward()
+        self.loss(last).backward()
+        self.updated_in_backward.append(any(not torch.equal(*pair) for pair in zip(self.params, before, strict=True)))
 
     def update(self) -> None:
         for optimizer in self.optimizers:
@@ -166,30 +211,108 @@ class DDPRun:
         self.update()
 
 
-def make_ddp(case: DDPCase, **options: Any) -> DistributedDataParallel:
+def make_ddp(case: Case, **options: Any) -> DistributedDataParallel:
     torch.manual_seed(5)
     return DistributedDataParallel(case.model(), **{**case.ddp, **options})
 
 
-def tolerance_of(case: DDPCase) -> float:
+def plain_run(case: Case, comm_hook: Any = None, state: Any = None, **ddp_options: Any) -> Run:
+    """The reference: plain DDP, the plain optimizers."""
+    ddp = make_ddp(case, **ddp_options)
+    if comm_hook is not None:
+        # DDP wants its own types where a hook has annotations, and knows some of its hooks by their names.
+        ddp.register_comm_hook(state, lambda state, bucket: comm_hook(state, bucket))
+    return Run(case, ddp, [part.optimizer(part.params(ddp.module), **part.options) for part in case.parts])
+
+
+def sharded_run(case: Case, *, overlaps: bool = False, **ddp_options: Any) -> Run:
+    """DDP with sharded optimizers and without a hook."""
+    ddp = make_ddp(case, **ddp_options)
+    given: dict[str, Any] = {"process_group": ddp.process_group, "overlap_with_ddp": overlaps}
+    zeros = [
+        ZeroRedundancyOptimizer(part.params(ddp.module), part.optimizer, **given, **part.ours, **part.options)
+        for part in case.parts
+    ]
+    return Run(case, ddp, zeros)
+
+
+def scattered_run(case: Case, reduce_dtype: torch.dtype | None = None, **ddp_options: Any) -> Run:
+    """Through the reduce-scatter hook: with one optimizer, a list of them, or a :class:`ReduceScatter` as its state."""
+    run = sharded_run(case, **ddp_options)
+    state: Any = run.zeros[0] if len(run.zeros) == 1 else run.zeros
+    if reduce_dtype is not None or "process_group" in ddp_options:
+        state = ReduceScatter(state, reduce_dtype=reduce_dtype, ddp=run.ddp)
+    run.ddp.register_comm_hook(state, reduce_scatter_hook)
+    return run
+
+
+def overlapped_run(
+    case: Case, hook: MakeHook, comm_hook: Any = allreduce_hook, state: Any = None, **ddp_options: Any
+) -> Run:
+    """Through an overlap hook."""
+    run = sharded_run(case, overlaps=True, **ddp_options)
+    buckets = run.buckets  # and not the run: DDP keeps its hook alive, which must not keep DDP alive
+
+    def noting_buckets(state: Any, bucket: Any) -> Any:
+        buckets.add(bucket.index())
+        return comm_hook(state, bucket)
+
+    run.ddp.register_comm_hook(state, hook(noting_buckets, run.ddp, run.zero))
+    return run
+
+
+def hooked_run(case: Case, hook: MakeHook, **ddp_options: Any) -> Run:
+    """Through any of our hooks."""
+    if hook is reduce_scatter_hook:
+        return scattered_run(case, **ddp_options)
+    return overlapped_run(case, hook, allreduce_hook, ddp_options.get("process_group"), **ddp_options)
+
+
+# Comparisons
+
+
+def tolerance_of(case: Case) -> float:
     return 0.0 if dist.get_world_size() <= 2 else case.tolerance
 
 
-def assert_same_values(ours: DDPRun, reference: DDPRun, what: str) -> None:
+def assert_same_values(ours: Run, reference: Run, what: str) -> None:
     assert_equal(ours.params, reference.params, what, tolerance_of(ours.case))
 
 
-def assert_same_state(ours: DDPRun, reference: DDPRun, to: int = 0) -> None:
-    """The consolidated states on one rank are the plain optimizers'."""
+def assert_same_state(ours: Run, reference: Run, to: int = 0) -> None:
+    """The consolidated states on one rank are the plain optimizers', and all ranks have the same parameters."""
+    assert_replicas_equal(ours.params)
     for zero, plain in zip(ours.zeros, reference.optimizers, strict=True):
         zero.consolidate_state_dict(to=to)
         if zero.rank == to:
             assert_same_tree(zero.state_dict(), plain.state_dict(), "state", tolerance_of(ours.case))
 
 
-def train_both(ours: DDPRun, reference: DDPRun, steps: Iterable[int]) -> None:
+def train_both(ours: Run, reference: Run, steps: Iterable[int]) -> None:
     """Iterate both; they are equal after every iteration."""
     for step in steps:
         reference.iterate(step)
         ours.iterate(step)
         assert_same_values(ours, reference, f"iteration {step}")
+
+
+def assert_parity(ours: Run, reference: Run, iterations: int = 6) -> None:
+    """Equal from the first iteration on; updates move into backward when they should.
+
+    Ranges of gradients are sent as in a large model: most from where they are, the longer ones in several messages.
+    """
+    with as_if_large():
+        train_both(ours, reference, range(iterations))
+    assert_same_state(ours, reference)
+    overlaps, options = ours.zeros[0].overlap_with_ddp, ours.case.ddp
+    warm_up = 3 if options.get("static_graph") else 2
+    assert ours.updated_in_backward == [overlaps and step >= warm_up for step in range(iterations)]
+    if overlaps and options.get("bucket_cap_mb", 100) < 1 and not options.get("find_unused_parameters"):
+        assert len(ours.buckets) > 1, "DDP does not regroup its buckets if it looks for unused parameters"
+
+
+def reduced_mean(bucket: Any) -> Any:
+    """A future of a bucket's mean over all ranks."""
+    group = dist.group.WORLD
+    assert group is not None
+    return allreduce_hook(group, bucket)

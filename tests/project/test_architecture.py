@@ -1,4 +1,4 @@
-"""The rules the package keeps; each rule is also shown a text that breaks it. (ruff forbids print and asks for docs.)"""
+"""The rules the package keeps, each shown a text that breaks it too. (ruff forbids print and asks for docstrings.)"""
 
 from __future__ import annotations
 

@@ -9,9 +9,8 @@ import time
 
 from tests.fuzz.drawing import draw
 from tests.fuzz.programs import Program
-from tests.fuzz.running import Failure, plain_fails, run
+from tests.fuzz.running import Failure, plain_fails, run, shrink
 from tests.fuzz.script import script
-from tests.fuzz.shrinking import shrink
 from tests.support.harness import pools
 
 SHOWN = 3

@@ -16,16 +16,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 from torch.distributed.run import parse_args
 
 from onecopy import checkpoint
+from tests.support.examples import EXAMPLES, result_in
 from tests.support.paths import ROOT
 
-EXAMPLES = ROOT / "examples"
 PAGE = (ROOT / "docs/clusters.md").read_text()
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"}
-
 
 KUBERNETES = "1.37"
 """The version whose schema is used, as the page says."""
@@ -35,13 +33,6 @@ def block(start: str) -> str:
     """The block of code on the page that has a line with this beginning."""
     (found,) = [text for text in re.findall(r"^```\w+\n(.*?)^```$", PAGE, re.M | re.S) if f"\n{start}" in f"\n{text}"]
     return str(found)
-
-
-def result_in(path: Path) -> tuple[Tensor, dict[str, Any]]:
-    """The parameters and the extra data of a checkpoint of the examples, or of the newest one in a directory."""
-    model = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 1))
-    loaded = checkpoint.load(path, model=model)
-    return torch.cat([param.detach().flatten() for param in model.parameters()]), loaded.extra
 
 
 # Ray Train, with examples/ray_train.py
@@ -126,11 +117,11 @@ def test_a_ray_run_that_loses_and_gains_a_machine_ends_as_an_undisturbed_one(clu
         add_machine(cluster)
         assert run.wait(WAIT) == 0, output_of(disturbed)
 
-    params, extra = result_in(disturbed / "onecopy")
+    params, loaded = result_in(disturbed / "onecopy")
     expected, _ = result_in(undisturbed / "onecopy")
     earlier, _ = result_in(disturbed / "onecopy" / f"step-{LAST_STEP - SAVE_EVERY:08}")
     assert numbers_of_workers(disturbed) == [3, 2, 3]
-    assert len(extra["world_sizes"]) == LAST_STEP
+    assert len(loaded.extra["world_sizes"]) == LAST_STEP
     assert f"\n{{'step': {LAST_STEP}," in output_of(disturbed), "fit() returns the last metrics"
     # The samples of a step are the same, so only sums over workers are rounded differently.
     torch.testing.assert_close(params, expected, rtol=1e-4, atol=1e-5)

@@ -13,25 +13,17 @@ import torch.distributed as dist
 from tests.support.harness import RanksFailedError, distributed, pools
 
 
-def raise_on_rank_one() -> None:
-    if dist.get_rank() == 1:
-        raise KeyError("only here")
-
-
-def hang() -> None:
-    if dist.get_rank() == 1:
-        time.sleep(600)
-
-
-def die() -> None:
-    if dist.get_rank() == 0:
-        os._exit(3)
-
-
-def die_of_an_illegal_instruction() -> None:
-    if dist.get_rank() == 1:
+def fail(rank: int, way: str) -> None:
+    if dist.get_rank() == rank:
+        if way == "raise":
+            raise KeyError("only here")
+        if way == "hang":
+            time.sleep(600)
+        if way == "exit":
+            os._exit(3)
         os.kill(os.getpid(), signal.SIGILL)
-    time.sleep(0.1)  # what the others say of its death is of no interest
+    if way == "signal":
+        time.sleep(0.1)  # what the others say of its death is of no interest
 
 
 def total() -> int:
@@ -40,29 +32,20 @@ def total() -> int:
     return int(number)
 
 
-def test_an_exception_is_shown_with_its_rank_and_traceback() -> None:
-    with pytest.raises(RanksFailedError, match=r"(?s)rank 1 of 2.*raise_on_rank_one.*only here"):
-        pools.run(2, __name__, "raise_on_rank_one", {})
-    assert pools.run(2, __name__, "total", {}) == [3, 3]
-
-
-def test_a_hang_fails_within_its_limit_and_does_not_poison_the_next_test() -> None:
+@pytest.mark.parametrize(
+    ("rank", "way", "message"),
+    [
+        (1, "raise", r"(?s)rank 1 of 2.*in fail.*only here"),
+        (1, "hang", r"rank 1 of 2\nno answer within the limit of 2 s"),
+        (0, "exit", r"rank 0 of 2\nthe process exited with code 3"),
+        (1, "signal", r"^--- rank 1 of 2\nthe process was killed by SIGILL$"),
+    ],
+)
+def test_a_failure_is_shown_with_its_rank_and_does_not_poison_the_next_test(rank: int, way: str, message: str) -> None:
     start = time.monotonic()
-    with pytest.raises(RanksFailedError, match="rank 1 of 2\nno answer within the limit of 2 s"):
-        pools.run(2, __name__, "hang", {}, limit=2)
-    assert time.monotonic() - start < 10
-    assert pools.run(2, __name__, "total", {}) == [3, 3]
-
-
-def test_a_dead_process_is_reported() -> None:
-    with pytest.raises(RanksFailedError, match="rank 0 of 2\nthe process exited with code 3"):
-        pools.run(2, __name__, "die", {})
-    assert pools.run(2, __name__, "total", {}) == [3, 3]
-
-
-def test_a_process_that_a_signal_killed_is_reported_with_the_name_of_the_signal() -> None:
-    with pytest.raises(RanksFailedError, match=r"^--- rank 1 of 2\nthe process was killed by SIGILL$"):
-        pools.run(2, __name__, "die_of_an_illegal_instruction", {})
+    with pytest.raises(RanksFailedError, match=message):
+        pools.run(2, __name__, "fail", {"rank": rank, "way": way}, limit=2 if way == "hang" else 60)
+    assert way != "hang" or time.monotonic() - start < 10
     assert pools.run(2, __name__, "total", {}) == [3, 3]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 from math import prod
+from pathlib import Path
 
 import pytest
 import torch
@@ -28,23 +29,29 @@ from onecopy.planning.collectives import (
     sharing_rounds,
 )
 from onecopy.planning.models import Model, specs_of
-from tests.planning.table import gpt_xl
+from tests.planning import table
+from tests.support.paths import ROOT
 
 RANKS = st.integers(1, 40)
 POLICIES = [("parameter", True), ("parameter", False), ("element", True)]
 """How parameters are divided, and whether they may be cut."""
 
 
+SHAPES = st.lists(st.sampled_from([0, 1, 3, 64, 100, 1333]), max_size=2).map(tuple)
+PARAMS = st.lists(
+    st.tuples(SHAPES, st.sampled_from([torch.float32, torch.bfloat16]), st.integers(0, 1), st.integers(0, 1)),
+    min_size=1,
+    max_size=12,
+)
+"""Parameters of several shapes, types, groups and devices, among them empty ones and scalars."""
+
+
 @st.composite
 def models(draw: st.DrawFn) -> list[ParamSpec]:
-    """Parameters of several types, devices and groups, among them empty ones and scalars."""
-    specs: list[ParamSpec] = []
-    for group in range(draw(st.integers(1, 2))):
-        for _ in range(draw(st.integers(1, 8))):
-            shape = tuple(draw(st.lists(st.sampled_from([0, 1, 3, 64, 100, 1333]), max_size=2)))
-            dtype, device = draw(st.sampled_from([torch.float32, torch.bfloat16])), draw(st.integers(0, 1))
-            stride = tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))
-            specs.append(ParamSpec(len(specs), f"p{len(specs)}", shape, stride, dtype, group, device))
+    specs = []
+    for index, (shape, dtype, group, device) in enumerate(sorted(draw(PARAMS), key=lambda param: param[2])):
+        stride = tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))
+        specs.append(ParamSpec(index, f"p{index}", shape, stride, dtype, group, device))
     return specs
 
 
@@ -79,13 +86,6 @@ def test_ddp_closes_the_same_buckets(sizes: list[tuple[int, bool]]) -> None:
     assert sorted(ddp_buckets(specs, order)) == sorted(expected)
 
 
-def rounds_by_hand(owned: list[int], most: int) -> list[tuple[int, int]]:
-    """Cut the bytes of all owners, one after the other, into rounds."""
-    stream = [owner for owner, nbytes in enumerate(owned) for _ in range(nbytes)]
-    rounds = [stream[start : start + most] for start in range(0, len(stream), most)]
-    return [(len(each), len(set(each))) for each in rounds]
-
-
 @given(st.lists(st.integers(0, 60), min_size=1, max_size=20), st.integers(1, 100))
 @example([10] * 16, 32)
 @example([10] * 15 + [11], 32)
@@ -98,8 +98,10 @@ def test_a_round_sends_at_most_a_bucket(owned: list[int], most: int) -> None:
         assert padding <= max(sum(owned) / 16, limits.PADDING_BYTES_PER_RANK * (len(owned) - 1))
         assert sum(nbytes for nbytes, _ in rounds) == len(owned) * max(owned)
         assert {operations for _, operations in rounds} <= {1}
-    else:
-        assert rounds == rounds_by_hand(owned, most)
+    else:  # the bytes of all owners, one after the other, are cut
+        stream = [owner for owner, nbytes in enumerate(owned) for _ in range(nbytes)]
+        cut = [stream[start : start + most] for start in range(0, len(stream), most)]
+        assert rounds == [(len(each), len(set(each))) for each in cut]
 
 
 def sent_by_kind(collectives: Sequence[Collective]) -> dict[Kind, tuple[int, int, float]]:
@@ -172,4 +174,15 @@ def test_level_2_by_hand() -> None:
 
 def test_a_number_of_ranks_below_one_is_named() -> None:
     with pytest.raises(ValueError, match="at least one rank, got 0"):
-        collectives_of(Way.DDP, gpt_xl(), 0)
+        collectives_of(Way.DDP, table.gpt_xl(), 0)
+
+
+def test_the_tables_of_the_page_are_the_generated_ones(tmp_path: Path) -> None:
+    page, copy = ROOT / "docs/accelerators.md", tmp_path / "page.md"
+    copy.write_text(page.read_text())
+    table.write(copy, "collectives", table.tables())
+    assert copy.read_text() == page.read_text(), f"run python -m tests.planning.table {page}"
+    copy.write_text(f"text {table.BEGIN.format('name')}")
+    with pytest.raises(ValueError, match="has no lines"):
+        table.write(copy, "name", "text")
+    assert copy.read_text() == f"text {table.BEGIN.format('name')}"

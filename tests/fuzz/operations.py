@@ -2,42 +2,19 @@
 
 In a script ``module``, ``model``, ``optimizer`` and ``scheduler`` are those that train, ``sharded`` says whether they
 are onecopy's, ``seen`` is the list of what is compared afterwards.
+
+An operation has ``features``, by which ``tables.REFUSED`` and ``tables.OFF`` speak of it. It may be ``about`` a part of
+the model, which must be there then. ``simpler()`` yields the same with less in it, for a failure that is made short.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import MISSING, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tests.fuzz.programs import Program
-
-
-@dataclass(frozen=True)
-class Operation:
-    """Something that a program does."""
-
-    @property
-    def features(self) -> frozenset[str]:
-        """The names by which ``tables.REFUSED`` and ``tables.OFF`` speak of it."""
-        raise NotImplementedError
-
-    @property
-    def about(self) -> str:
-        """The part of the model that must be there, if any."""
-        raise NotImplementedError
-
-    def lines(self, number: int, program: Program) -> list[str]:
-        """Python, as the operation of this number."""
-        raise NotImplementedError
-
-    def simpler(self) -> Iterator[Operation]:
-        """The same with one more field as it is by default."""
-        for field in fields(self):
-            if field.default is not MISSING and getattr(self, field.name) != field.default:
-                changed: Any = {field.name: field.default}
-                yield replace(self, **changed)
 
 
 @dataclass(frozen=True)
@@ -118,6 +95,8 @@ UNSYNCHRONISED = """\
             loss(model, BATCH + 5 + batch).backward()
 """
 SAVE = "checkpoint.save(FOLDER, NUMBER, model=model, optimizer=optimizer)"
+WAIT = "model.state_dict()  # waits for what is on its way\n"
+GATHER = "state = whole_state(optimizer)\nseen.append((NUMBER, copy.deepcopy(state)))\n"
 STATES = "states = [optimizer.state.get(p, {}).get('STATE') for p in PARAMS]\n"
 
 ADD = "add a group"
@@ -179,33 +158,12 @@ for p in PARAMS:
     ),
     KEEP: Text(STATES + "kept = [state for state in states if state is not None]"),
     USE_KEPT: Text("for tensor in kept:\n    tensor.mul_(0.5)"),
-    "edit data": Text(
-        """\
-model.state_dict()  # waits for what is on its way
-for p in PARAMS:
-    p.data.mul_(0.5)
-"""
-    ),
-    "edit parameters": Text(
-        """\
-model.state_dict()  # waits for what is on its way
-with torch.no_grad():
-    for p in PARAMS:
-        p.mul_(0.5)
-"""
-    ),
-    "reload": Text(
-        """\
-state = whole_state(optimizer)
-seen.append((NUMBER, copy.deepcopy(state)))
-optimizer.load_state_dict(state)
-""",
-        ("replaced state",),
-    ),
+    "edit data": Text(WAIT + "for p in PARAMS:\n    p.data.mul_(0.5)"),
+    "edit parameters": Text(WAIT + "with torch.no_grad():\n    for p in PARAMS:\n        p.mul_(0.5)"),
+    "reload": Text(GATHER + "optimizer.load_state_dict(state)", ("replaced state",)),
     "reload through a plain optimizer": Text(
-        """\
-state = whole_state(optimizer)
-seen.append((NUMBER, copy.deepcopy(state)))
+        GATHER
+        + """\
 between = CLASS([{'params': group['params']} for group in optimizer.param_groups], **options())
 between.load_state_dict(state)
 optimizer.load_state_dict(between.state_dict())
@@ -256,7 +214,7 @@ model.train()
 
 
 @dataclass(frozen=True)
-class Do(Operation):
+class Do:
     """One of ``TEXTS``."""
 
     what: str
@@ -282,7 +240,7 @@ class Do(Operation):
             text = text.replace(name, value)
         return text.splitlines()
 
-    def simpler(self) -> Iterator[Operation]:
+    def simpler(self) -> Iterator[Do]:
         if self.value != TEXTS[self.what].values[0]:
             yield replace(self, value=TEXTS[self.what].values[0])
 
@@ -302,7 +260,7 @@ else:
 
 
 @dataclass(frozen=True)
-class Train(Operation):
+class Train:
     """Backward passes and a step, in all the ways of a training loop."""
 
     zero: str = "none"  # what becomes of earlier gradients: none, zeros, kept; with after, these are let go too
@@ -322,6 +280,12 @@ class Train(Operation):
     @property
     def about(self) -> str:
         return self.freeze_between or self.edited
+
+    def simpler(self) -> Iterator[Train]:
+        for field in fields(self):
+            if getattr(self, field.name) != field.default:
+                changed: Any = {field.name: field.default}
+                yield replace(self, **changed)
 
     @property
     def features(self) -> frozenset[str]:
@@ -387,3 +351,6 @@ class Train(Operation):
         if self.by_torch:
             clip = f"nn.utils.clip_grad_norm_(params, {arguments})"
         return CLIPPED.format(clip=clip, norm_type=self.norm_type, max_norm=self.max_norm).splitlines()
+
+
+Operation = Do | Train

@@ -59,10 +59,15 @@ def main():
     global RANK, FOLDER
     RANK = dist.get_rank()
     warnings.simplefilter("error")
-$begin    norms = []
+    folder = [tempfile.mkdtemp() if RANK == 0 else None]
+    dist.broadcast_object_list(folder)
+    FOLDER = folder[0]
+    norms = []
     ours = train(True, norms)
     plain = train(False, norms)
-$end    for (operation, mine), (_, theirs) in zip(ours, plain, strict=True):
+    if RANK == 0:
+        shutil.rmtree(FOLDER)
+    for (operation, mine), (_, theirs) in zip(ours, plain, strict=True):
         compare(mine, theirs, f"operation {operation}")
 
 
@@ -87,9 +92,6 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.optim.lr_scheduler import StepLR
-from torch.optim.lr_scheduler import ExponentialLR
-from torch.optim.lr_scheduler import LambdaLR
 
 import onecopy
 from onecopy import checkpoint
@@ -146,17 +148,6 @@ def compare(ours, plain, where):
 }
 """Functions of a script; those that it uses are printed."""
 
-BEGIN_FOLDER = """\
-    folder = [tempfile.mkdtemp() if RANK == 0 else None]
-    dist.broadcast_object_list(folder)
-    FOLDER = folder[0]
-"""
-
-END_FOLDER = """\
-    if RANK == 0:
-        shutil.rmtree(FOLDER)
-"""
-
 
 def script(program: Program, name: str = "script.py") -> str:
     """The program as Python."""
@@ -178,8 +169,6 @@ def script(program: Program, name: str = "script.py") -> str:
         optimizers="optimizer, other" if program.of_other else "optimizer",
         helpers=Template("\n\n".join(helpers).rstrip()).substitute(which=which, tolerance=tolerance, equal=equal),
         train=train,
-        begin=BEGIN_FOLDER if "FOLDER" in train else "",
-        end=END_FOLDER if "FOLDER" in train else "",
     )
     imports = [line for line in IMPORTS.splitlines() if not line or re.search(rf"(?<!\.)\b{line.split()[-1]}\b", body)]
     head = HEAD.format(seed=program.seed, world_size=program.world_size, name=name, imports="\n".join(imports))
@@ -223,7 +212,7 @@ def _build(program: Program) -> list[str]:
     for number, level in enumerate(program.levels):
         lines.append("else:" if number == len(program.levels) - 1 else f"elif level == {number}:")
         lines += [f"    {line}" for line in _sharded(level, ddp, bool(program.of_other))]
-    return [*lines, f"scheduler = {program.scheduler or None}"]
+    return [*lines, f"scheduler = {f'torch.optim.lr_scheduler.{program.scheduler}' if program.scheduler else None}"]
 
 
 def _sharded(level: Level, ddp: str, with_other: bool) -> list[str]:

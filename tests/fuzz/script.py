@@ -236,21 +236,16 @@ def _sharded(level: Level, ddp: str, with_other: bool) -> list[str]:
 
 
 def _groups(program: Program) -> list[str]:
-    source = "module.named_parameters()" if program.named else "module.parameters()"
-    late, others = program.added + program.of_other, []
-    if late:
-        pair = "(name, p)" if program.named else "p"
-        source = f"[{pair} for name, p in module.named_parameters() if name.split('.')[0] not in {late}]"
-    if program.of_other:
-        others = [f"others = {source.replace(f'not in {late}', f'in {program.of_other}')}"]
-    if len(program.groups) == 1:
-        return [f"groups = {source}" if late else f"groups = list({source})", *others]
+    pair = "(name, p)" if program.named else "p"
+    params = f"[{pair} for name, p in module.named_parameters() if name.split('.')[0]"
+    lines = [f"groups = params = {params} not in {program.added + program.of_other}]"]
+    lines += [f"others = {params} in {program.of_other}]"] if program.of_other else []
     count = len(program.groups)
     groups = [
         f"{{'params': params[{number}::{count}]" + "".join(f", {key!r}: {value}" for key, value in group) + "}"
         for number, group in enumerate(program.groups)
     ]
-    return [f"params = list({source})", f"groups = [{', '.join(groups)}]", *others]
+    return [*lines, f"groups = [{', '.join(groups)}]"] if count > 1 else lines
 
 
 def _train(program: Program) -> list[str]:

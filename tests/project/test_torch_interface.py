@@ -1,4 +1,4 @@
-"""torch's names and parameters exist here, an instance counts as torch's, and importing has no side effects."""
+"""torch's names and parameters exist here, an instance counts as torch's, and importing works on other systems."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ import torch
 from torch.optim import Optimizer
 
 import onecopy
-from onecopy import ZeroRedundancyOptimizer
+from onecopy import ZeroRedundancyOptimizer, checkpoint
 from tests.support.harness import distributed
+from tests.support.paths import ROOT
 
 STUB_ONLY = {"functional_optim_map"}
 """Names that torch's stub has but its class does not."""
@@ -147,6 +148,54 @@ def test_importing_warns_of_nothing_and_imports_modules_that_would_keep_a_proces
     assert (done.returncode, done.stderr) == (0, "")
     modules = {"torch.distributed.nn.functional", "torch.distributed.optim.zero_redundancy_optimizer"}
     assert modules <= set(done.stdout.splitlines())
+
+
+WITHOUT_POSIX = """
+import importlib, os, pathlib, pkgutil, sys, tempfile
+import torch, torch.distributed.checkpoint  # torch has ways of its own without these modules
+
+POSIX = ("fcntl", "resource", "termios", "tty", "pty", "pwd", "grp", "syslog", "readline", "curses", "posix_ipc")
+for name in POSIX:
+    sys.modules[name] = None  # an import of it raises ImportError
+del os.preadv
+import onecopy
+
+EXTRAS = ("onecopy.cli", "onecopy.integrations.")  # they need packages that may be missing
+names = [found.name for found in pkgutil.walk_packages(onecopy.__path__, "onecopy.")]
+names = [name for name in names if not name.startswith(EXTRAS)]
+assert len(names) > 60, names
+for name in names:
+    importlib.import_module(name)
+from onecopy import checkpoint
+
+with tempfile.TemporaryDirectory() as folder:
+    for call in (
+        lambda: checkpoint.save(folder, 1, extra={}),
+        lambda: checkpoint.load(sys.argv[1]),
+        lambda: checkpoint.verify(sys.argv[1]),
+    ):
+        try:
+            call()
+        except (OSError, onecopy.CheckpointError) as error:
+            assert "needs Linux or macOS" in str(error), error
+        else:
+            raise AssertionError("it was not refused")
+    assert not list(pathlib.Path(folder).iterdir())
+print("imported")
+"""
+
+
+def test_every_module_imports_without_posix_modules_and_checkpoints_are_refused_by_name(tmp_path: Path) -> None:
+    saved = checkpoint.save(tmp_path, 1, extra={"a": 1})
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_POSIX, str(saved)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    assert done.stdout.strip() == "imported", done.stderr
 
 
 def test_without_a_process_group_construction_says_what_to_call() -> None:

@@ -110,11 +110,9 @@ TEXTS = {
     # Hooks that come after the model was wrapped: on the gradient of a pass, or after it.
     "hook the gradient": Text(
         """\
-def halve(grad):
-    return grad * 0.5
 for p in PARAMS:
     if p.requires_grad:
-        p.register_hook(halve)
+        p.register_hook(lambda grad: grad * 0.5)
 """
     ),
     "hook the pass": Text(

@@ -8,14 +8,14 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from tests.fuzz.drawing import valid
-from tests.fuzz.operations import Operation
 from tests.fuzz.programs import Level, Program, allowed
 from tests.fuzz.script import script
-from tests.fuzz.tables import CLASSES, Options
 from tests.support.harness import RanksFailedError, pools
+
+Item = TypeVar("Item")
 
 LIMIT = 25.0
 """Seconds that a program may take; most take less than one."""
@@ -90,64 +90,49 @@ def shrink(program: Program, still_fails: Callable[[Program], bool], seconds: fl
     found = True
     while found:
         found = False
-        for candidate in simpler(program):
+        for candidate in filter(allowed, simpler(program)):
             if time.monotonic() > deadline:
                 return program
-            if candidate in tried or not allowed(candidate):
-                continue
-            tried.add(candidate)
-            if still_fails(candidate):
-                program, found = candidate, True
-                break
+            if candidate not in tried:
+                tried.add(candidate)
+                if still_fails(candidate):
+                    program, found = candidate, True
+                    break
     return program
 
 
 def simpler(program: Program) -> Iterator[Program]:
     """Programs with less in them, the largest steps first."""
-    operations = program.operations
-    bare = (("lr", CLASSES[program.optimizer].lr[0]),)
-    found = tuple(option for option in program.ddp if option[0] == "find_unused_parameters")
-    yield replace(program, scheduler="", groups=program.groups[:1], named=False, ddp=found, options=bare)
-    for part in [program.parts[1:], *[(part,) for part in program.parts[1:]]]:
-        about = [operation for operation in operations if operation.about not in part]
-        yield _with(replace(program, parts=tuple(each for each in program.parts if each not in part)), about)
-    length = len(operations) // 2
-    while length:
-        for start in range(0, len(operations), length):
-            yield _with(program, [*operations[:start], *operations[start + length :]])
-        length //= 2
-    for level in program.levels if program.moves else ():
-        still = [operation for operation in operations if "a checkpoint" not in operation.features]
-        yield _with(replace(program, levels=(level,)), still)
-    yield replace(program, world_size=2)
-    yield replace(program, scheduler="")
-    yield replace(program, groups=program.groups[:1])
-    yield replace(program, named=False)
-    yield replace(program, dtype="float32")
-    for option in program.options:
-        if option[0] != "lr":
-            yield replace(program, options=valid(program.optimizer, dict(_without(program.options, option))))
-    for option in program.ddp:
-        yield replace(program, ddp=_without(program.ddp, option))
+    for operations in shorter(program.operations):
+        less = replace(program, operations=operations)
+        yield less if less.moves else replace(less, levels=program.levels[:1])
+    for parts in shorter(program.parts[1:]):
+        yield replace(program, parts=(program.parts[0], *parts))
+    plain: dict[str, Any] = {"world_size": 2, "scheduler": "", "named": False, "dtype": "float32"}
+    for name, value in {**plain, "groups": program.groups[:1]}.items():
+        yield replace(program, **{name: value})
+    for options in shorter(program.options[1:]):  # the first one is lr
+        yield replace(program, options=valid(program.optimizer, dict((program.options[0], *options))))
+    for ddp in shorter(program.ddp):
+        yield replace(program, ddp=ddp)
     for number, level in enumerate(program.levels):
-        less = [replace(level, arguments=_without(level.arguments, argument)) for argument in level.arguments]
+        less_of_it = [replace(level, arguments=arguments) for arguments in shorter(level.arguments)]
         if level.kind in ("overlap", "scatter"):
-            less.append(Level("zero", level.arguments))
-        for each in less:
+            less_of_it.append(Level("zero", level.arguments))
+        for each in less_of_it:
             yield replace(program, levels=(*program.levels[:number], each, *program.levels[number + 1 :]))
-    for number, operation in enumerate(operations):
+    for number, operation in enumerate(program.operations):
         for other in operation.simpler():
-            yield replace(program, operations=(*operations[:number], other, *operations[number + 1 :]))
+            yield replace(program, operations=(*program.operations[:number], other, *program.operations[number + 1 :]))
     for kind in ("SGD", "Adam"):
         if program.optimizer not in ("SGD", kind):
             yield replace(program, optimizer=kind, options=(("lr", "0.1"),), groups=program.groups[:1])
 
 
-def _with(program: Program, operations: list[Operation]) -> Program:
-    """With these operations, and without a level that nothing moves to."""
-    changed = replace(program, operations=tuple(operations))
-    return changed if changed.moves else replace(changed, levels=changed.levels[:1])
-
-
-def _without(pairs: Options, pair: tuple[str, str]) -> Options:
-    return tuple(each for each in pairs if each != pair)
+def shorter(items: tuple[Item, ...]) -> Iterator[tuple[Item, ...]]:
+    """Tuples without some items in a row: without all of them, without a half, without a quarter, without one."""
+    length = len(items)
+    while length:
+        for start in range(0, len(items), length):
+            yield items[:start] + items[start + length :]
+        length //= 2

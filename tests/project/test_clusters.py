@@ -40,8 +40,7 @@ def block(start: str) -> str:
 EPOCHS, LAST_STEP, SAVE_EVERY = 9, 75, 5
 """75 batches of 12 are 9 epochs of 100 samples."""
 
-PAUSE = 0.7
-"""Seconds in each step, so that the run is still there when Ray has noticed a new machine."""
+MACHINE = {"num_cpus": 1, "object_store_memory": 80_000_000}
 
 WAIT = 400.0
 """Seconds that the run may take to the next checkpoint: Ray starts processes that import torch."""
@@ -55,18 +54,14 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         monkeypatch.setenv(name, value)
     from ray.cluster_utils import Cluster
 
-    head = {"num_cpus": 0, "include_dashboard": False, "object_store_memory": 80_000_000}
+    head = {**MACHINE, "num_cpus": 0, "include_dashboard": False}
     cluster = Cluster(initialize_head=True, head_node_args=head)
     try:
         for _ in range(3):
-            add_machine(cluster)
+            cluster.add_node(**MACHINE)
         yield cluster
     finally:
         cluster.shutdown()
-
-
-def add_machine(cluster: Any) -> None:
-    cluster.add_node(num_cpus=1, object_store_memory=80_000_000)
 
 
 @contextlib.contextmanager
@@ -85,16 +80,12 @@ def ray_train(cluster: Any, root: Path, *options: str) -> Iterator[subprocess.Po
             run.kill()
 
 
-def output_of(root: Path) -> str:
-    return (root / "output").read_text()
-
-
 def wait_for(root: Path, ranks: list[int], run: subprocess.Popen[bytes]) -> None:
     """Wait until checkpoints were saved by these numbers of workers, one after the other."""
     end = time.monotonic() + WAIT
     while numbers_of_workers(root) != ranks:
-        assert run.poll() is None, output_of(root)
-        assert time.monotonic() < end, output_of(root)
+        assert run.poll() is None, (root / "output").read_text()
+        assert time.monotonic() < end, (root / "output").read_text()
         time.sleep(0.5)
 
 
@@ -108,21 +99,22 @@ def numbers_of_workers(root: Path) -> list[int]:
 def test_a_ray_run_that_loses_and_gains_a_machine_ends_as_an_undisturbed_one(cluster: Any, tmp_path: Path) -> None:
     undisturbed, disturbed = tmp_path / "undisturbed", tmp_path / "disturbed"
     with ray_train(cluster, undisturbed, "--workers", "3", "3") as run:
-        assert run.wait(WAIT) == 0, output_of(undisturbed)
-    options = ["--workers", "1", "3", "--pause", str(PAUSE), "--resize-every", "2"]
+        assert run.wait(WAIT) == 0, (undisturbed / "output").read_text()
+    # With a pause in each step the run is still there when Ray has noticed a new machine.
+    options = ["--workers", "1", "3", "--pause", "0.7", "--resize-every", "2"]
     with ray_train(cluster, disturbed, *options) as run:
         wait_for(disturbed, [3], run)
         cluster.remove_node(next(iter(cluster.worker_nodes)), allow_graceful=False)
         wait_for(disturbed, [3, 2], run)
-        add_machine(cluster)
-        assert run.wait(WAIT) == 0, output_of(disturbed)
+        cluster.add_node(**MACHINE)
+        assert run.wait(WAIT) == 0, (disturbed / "output").read_text()
 
     params, loaded = result_in(disturbed / "onecopy")
     expected, _ = result_in(undisturbed / "onecopy")
     earlier, _ = result_in(disturbed / "onecopy" / f"step-{LAST_STEP - SAVE_EVERY:08}")
     assert numbers_of_workers(disturbed) == [3, 2, 3]
     assert len(loaded.extra["world_sizes"]) == LAST_STEP
-    assert f"\n{{'step': {LAST_STEP}," in output_of(disturbed), "fit() returns the last metrics"
+    assert f"\n{{'step': {LAST_STEP}," in (disturbed / "output").read_text(), "fit() returns the last metrics"
     # The samples of a step are the same, so only sums over workers are rounded differently.
     torch.testing.assert_close(params, expected, rtol=1e-4, atol=1e-5)
     assert (params - earlier).abs().max() > 100 * (params - expected).abs().max(), "a lost step would not be noticed"

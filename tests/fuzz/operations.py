@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
     from tests.fuzz.programs import Program
@@ -274,6 +274,8 @@ class Train:
     scale: int = 0  # of a GradScaler, a power of two; 0 is none
     edited: str = ""  # a part whose gradients are edited before the step
     edit: str = "p.grad.mul_(0.5)"  # what is done to them
+
+    what: ClassVar[str] = "train"
 
     @property
     def about(self) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from tests.fuzz.operations import ADD, HOOKS, KEEP, TURN, USE_KEPT, Do, Operation
+from tests.fuzz.operations import ADD, HOOKS, KEEP, TURN, USE_KEPT, Operation
 from tests.fuzz.tables import CLASSES, OFF, OTHER_REFUSED, PARTS, REFUSED, Options
 
 KEEPING = frozenset({"gradients that add up over steps", "two optimizers"})
@@ -52,19 +52,15 @@ class Program:
     levels: tuple[Level, ...]  # where training begins, and where it may move to
     operations: tuple[Operation, ...]
 
-    def parts_of(self, what: str) -> tuple[str, ...]:
-        """The parts of the operations of one kind."""
-        return tuple(each.part for each in self.operations if isinstance(each, Do) and each.what == what)
-
     @property
     def added(self) -> tuple[str, ...]:
         """The parts that no group has at first."""
-        return self.parts_of(ADD)
+        return tuple(each.about for each in self.operations if each.what == ADD)
 
     @property
     def of_other(self) -> tuple[str, ...]:
         """The parts of a second optimizer."""
-        return tuple(sorted(set(self.parts_of(TURN))))
+        return tuple(sorted({each.about for each in self.operations if each.what == TURN}))
 
     @property
     def features(self) -> frozenset[str]:
@@ -145,7 +141,7 @@ def _nonsense(program: Program) -> Iterator[bool]:
 
     # Hooks are lost with the model of a checkpoint. At level 3 they see the gradient of a pass only, and at level 2 one
     # may run on some ranks only.
-    yield program.moves and any(isinstance(each, Do) and each.what in HOOKS for each in program.operations)
+    yield program.moves and any(each.what in HOOKS for each in program.operations)
     kinds = {level.kind for level in program.levels}
     partly = "sharded" in kinds or ("scatter" in kinds and "sometimes" in program.parts)
     accumulates = bool(features & {"several synchronising passes", *KEEPING})
@@ -164,8 +160,8 @@ def _edits_old_state(program: Program) -> bool:
     for operation in program.operations:
         if operation.features & {"replaced state", "a checkpoint", "rolling back", "Join"}:
             kept = False
-        elif isinstance(operation, Do) and operation.what == KEEP:
+        elif operation.what == KEEP:
             kept = True
-        elif isinstance(operation, Do) and operation.what == USE_KEPT and not kept:
+        elif operation.what == USE_KEPT and not kept:
             return True
     return False

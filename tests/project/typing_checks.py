@@ -9,7 +9,7 @@ from torch.distributed.algorithms.join import Joinable, JoinHook
 from torch.optim import Optimizer
 from typing_extensions import assert_type
 
-from onecopy import Layout, OnecopyError, ParamSpec, PeerFailedError, RanksDisagreeError, Shard, ZeroRedundancyOptimizer
+from onecopy import OnecopyError, PeerFailedError, RanksDisagreeError, Shard, ZeroRedundancyOptimizer
 
 
 def construct(model: torch.nn.Module) -> ZeroRedundancyOptimizer:
@@ -35,11 +35,10 @@ def loss() -> float:
     return 1.0
 
 
-def take(plain: Optimizer, joinable: Joinable) -> None: ...
-
-
 def use(optimizer: ZeroRedundancyOptimizer, param: torch.Tensor) -> None:
-    take(optimizer, optimizer)
+    plain: Optimizer = optimizer
+    joinable: Joinable = optimizer
+    assert plain is joinable
     assert_type(optimizer.step(closure=loss), float)
     assert_type(optimizer.step(loss, extra=1), float)
     nothing: None = assert_type(optimizer.step(), None)
@@ -53,20 +52,10 @@ def use(optimizer: ZeroRedundancyOptimizer, param: torch.Tensor) -> None:
     assert_type(optimizer.join_device, torch.device)
     assert_type(optimizer.state[param], Any)
     torch.optim.lr_scheduler.StepLR(optimizer, 10)
+    assert_type(optimizer.layout.owned_by(0), tuple[Shard, ...])
 
 
-def look(layout: Layout) -> None:
-    assert_type(layout.params, tuple[ParamSpec, ...])
-    assert_type(layout.shards, tuple[Shard, ...])
-    assert_type(layout.owned_by(0), tuple[Shard, ...])
-    assert_type(layout.cut_params, tuple[int, ...])
-    assert_type(layout.imbalance, float)
-
-
-def catch() -> None:
-    try:
-        loss()
-    except (PeerFailedError, RanksDisagreeError) as error:
-        caught: OnecopyError = error
-        also: RuntimeError = caught
-        raise also from None
+def catch(error: PeerFailedError | RanksDisagreeError) -> None:
+    caught: OnecopyError = error
+    also: RuntimeError = caught
+    raise also

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -66,47 +65,27 @@ def test_the_variable_is_set_where_the_matmul_dies(monkeypatch: pytest.MonkeyPat
     assert setting() == ("AVX512_CORE_BF16" if SET in told else before)
 
 
-def run(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run code in a process of its own, without the variable."""
-    env = {name: value for name, value in os.environ.items() if name != bf16_probe.VARIABLE}
-    return subprocess.run(
-        python(code), cwd=ROOT, env={**env, **variables}, capture_output=True, text=True, timeout=100, check=True
-    )
-
-
-def test_torch_obeys_a_variable_that_is_set_after_its_import() -> None:
-    """oneDNN tells which instructions it uses, in its first line about the processor, when it is first used."""
-    code = """
-import os
-import onecopy, torch
-os.environ["ONEDNN_MAX_CPU_ISA"] = "AVX2"
-torch.nn.functional.conv2d(torch.ones(16, 16, 32, 32), torch.ones(16, 16, 3, 3))
-"""
-    done = run(code, ONEDNN_VERBOSE="1")
-    if "cpu,isa:" not in done.stdout:
-        pytest.skip("torch does not use oneDNN here")
-    assert "AVX-512" not in done.stdout
-    assert "AMX" not in done.stdout
-
-
 def test_the_setting_reaches_the_tests_their_workers_and_a_command_of_the_makefile(tmp_path: Path) -> None:
     (tmp_path / "cpuinfo").write_text(SUSPECT)
-    begin = f"""
-import os, pathlib
+    code = f"""
+import pathlib
 from tests.support import bf16_probe
 bf16_probe.PROBE, bf16_probe.CPUINFO = {DIES_WITHOUT!r}, pathlib.Path({str(tmp_path / "cpuinfo")!r})
-"""
-    code = """
 from tests import conftest
 from tests.bench.test_bf16_probe import setting
 from tests.support.harness import pools
 print(*conftest.pytest_report_header(), sep="\\n")
-print([setting(), *pools.run(2, "tests.bench.test_bf16_probe", "setting", {})])
+print([setting(), *pools.run(2, "tests.bench.test_bf16_probe", "setting", {{}})])
 pools.close()
 """
-    assert run(begin + code).stdout.splitlines()[1:] == [SET, str(3 * ["AVX512_CORE_BF16"])]
-    done = run(begin + "bf16_probe.main(['sh', '-c', 'echo $ONEDNN_MAX_CPU_ISA; exec true'])")
-    assert (done.stdout, done.stderr) == ("AVX512_CORE_BF16\n", f"{SET}\n")
+    command = "bf16_probe.main(['sh', '-c', 'echo $ONEDNN_MAX_CPU_ISA; exec true'])"
+    env = {name: value for name, value in os.environ.items() if name != bf16_probe.VARIABLE}
+    in_tests, in_command = (
+        subprocess.run(python(each), cwd=ROOT, env=env, capture_output=True, text=True, timeout=100, check=True)
+        for each in (code, code[: code.index("from tests import conftest")] + command)
+    )
+    assert in_tests.stdout.splitlines()[1:] == [SET, str(3 * ["AVX512_CORE_BF16"])]
+    assert (in_command.stdout, in_command.stderr) == ("AVX512_CORE_BF16\n", f"{SET}\n")
 
 
 def test_the_script_passes_the_exit_code_of_a_command_on() -> None:
@@ -125,14 +104,3 @@ def test_all_scripts_that_the_makefile_starts_are_started_safely() -> None:
     started = re.findall(r"^\t(.*)\$\(BIN\)/(?:torchrun|python (?:benchmarks|examples)/)", text, re.MULTILINE)
     assert len(started) >= 7
     assert all("$(SAFELY)" in before for before in started)
-
-
-def test_the_end_of_a_process_in_words() -> None:
-    for code, words in {
-        -signal.SIGILL: "was killed by SIGILL",
-        -(signal.SIGRTMIN + 1): f"was killed by signal-{signal.SIGRTMIN + 1}",
-        0: "exited with code 0",
-        3: "exited with code 3",
-        None: "has not ended",
-    }.items():
-        assert bf16_probe.ending(code) == words

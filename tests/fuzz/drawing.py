@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Set
+from collections.abc import Set
 from dataclasses import replace
 from random import Random
+from typing import Any
 
-from tests.fuzz.operations import MOVES, TEXTS, TURN, Do, Operation, Train
+from tests.fuzz.operations import HOOKS, MOVES, PART, TEXTS, TURN, VARIANTS, Do, Operation, Train
 from tests.fuzz.programs import Level, Program, allowed
 from tests.fuzz.tables import BASE, CLASSES, OFF, OTHER_REFUSED, PARTS, POLICIES, REFUSED, SCHEDULERS, Options
 
@@ -129,7 +130,7 @@ def _draw_operations(random: Random, optimizer: str, parts: list[str], levels: l
 
 
 def _draw_do(random: Random, optimizer: str, part: str) -> Do:
-    chosen, what = CLASSES[optimizer], random.choice(list(TEXTS))
+    chosen, what = CLASSES[optimizer], random.choice([*TEXTS, *HOOKS])  # hooks twice as often
     text = TEXTS[what].text
     keys = chosen.keys if "STATE" in text else chosen.edits if "OPTION" in text else ("",)
     return Do(what, part if "PAR" in text else "", random.choice(keys), random.choice(TEXTS[what].values))
@@ -141,24 +142,9 @@ def _draw_train(random: Random, parts: list[str], refused: Set[str]) -> Train:
     if random.random() < 0.4:
         return train
     part = random.choice(parts) if parts else ""
-    variants: list[Callable[[Train], Train]] = [
-        lambda train: replace(train, zero="kept"),
-        lambda train: replace(train, unsynchronised=random.randint(1, 2)),
-        lambda train: replace(train, unsynchronised=1, freeze_between=part),
-        lambda train: replace(train, synchronised=2),
-        lambda train: replace(train, closure=True),
-        lambda train: replace(train, max_norm=random.choice((0.01, 0.1, 100.0))),
-        lambda train: replace(train, max_norm=0.1, by_torch=False),
-        lambda train: replace(train, max_norm=0.01, norm_type=random.choice(("float('inf')", "3.0", "1.0"))),
-        lambda train: replace(train, steps=random.choice((0, 2))),
-        lambda train: replace(train, in_evaluation=True),
-        lambda train: replace(train, scale=256),
-        lambda train: replace(
-            train, edited=part, edit=random.choice(("p.grad.mul_(0.5)", "p.grad = None", "p.grad.zero_()"))
-        ),
-    ]
-    for vary in random.sample(variants, random.choice((1, 1, 2))):
-        varied = vary(train)
+    for variant in random.sample(VARIANTS, random.choice((1, 1, 2))):
+        drawn: dict[str, Any] = {name: random.choice(values) for name, values in variant.items()}
+        varied = replace(train, **{name: part if value == PART else value for name, value in drawn.items()})
         if not varied.features & refused and _consistent(varied):
             train = varied
     return train

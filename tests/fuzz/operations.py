@@ -99,6 +99,7 @@ WAIT = "model.state_dict()  # waits for what is on its way\n"
 GATHER = "state = whole_state(optimizer)\nseen.append((NUMBER, copy.deepcopy(state)))\n"
 STATES = "states = [optimizer.state.get(p, {}).get('STATE') for p in PARAMS]\n"
 
+PART = "PART"
 ADD = "add a group"
 HOOKS = ("hook the gradient", "hook the pass")
 KEEP, USE_KEPT = "keep the state", "multiply kept state"
@@ -352,5 +353,21 @@ class Train:
             clip = f"nn.utils.clip_grad_norm_(params, {arguments})"
         return CLIPPED.format(clip=clip, norm_type=self.norm_type, max_norm=self.max_norm).splitlines()
 
+
+VARIANTS: tuple[dict[str, tuple[Any, ...]], ...] = (
+    {"zero": ("kept",)},
+    {"unsynchronised": (1, 2)},
+    {"unsynchronised": (1,), "freeze_between": (PART,)},
+    {"synchronised": (2,)},
+    {"closure": (True,)},
+    {"max_norm": (0.01, 0.1, 100.0)},
+    {"max_norm": (0.1,), "by_torch": (False,)},
+    {"max_norm": (0.01,), "norm_type": ("float('inf')", "3.0", "1.0")},
+    {"steps": (0, 2)},
+    {"in_evaluation": (True,)},
+    {"scale": (256,)},
+    {"edited": (PART,), "edit": ("p.grad.mul_(0.5)", "p.grad = None", "p.grad.zero_()")},
+)
+"""What is drawn for a step, beside a plain one: fields with values to choose from."""
 
 Operation = Do | Train

@@ -62,29 +62,21 @@ def stub_signatures() -> dict[str, inspect.Signature | None]:
 
 
 def missing(theirs: inspect.Signature, ours: inspect.Signature, defaults: bool = True) -> list[str]:
-    """What a caller of ``theirs`` could pass, by position or by name, and ``ours`` would not take the same way."""
+    """The parameters that a caller of ``theirs`` could pass, by position or by name, and ``ours`` takes otherwise."""
+    mine, empty = ours.parameters, inspect.Parameter.empty
     problems = []
-    mine = ours.parameters
-    kinds = {parameter.kind for parameter in mine.values()}
     for position, (name, parameter) in enumerate(theirs.parameters.items()):
         if parameter.kind in VARIADIC:
-            if parameter.kind not in kinds:
-                problems.append(f"no {parameter.kind.description} parameter")
-        elif name not in mine or mine[name].kind is not parameter.kind:
-            problems.append(f"no parameter {name} of the same kind")
-        elif list(mine)[position] != name:
-            problems.append(f"parameter {name} is at another position")
-        elif name == NAMED_IF_MISSING:
-            continue
-        elif (mine[name].default is inspect.Parameter.empty) != (parameter.default is inspect.Parameter.empty):
-            problems.append(f"parameter {name} is required in one and not in the other")
-        elif defaults and mine[name].default != parameter.default:
-            problems.append(f"parameter {name} has another default")
-    for name, parameter in mine.items():
-        needed = parameter.default is inspect.Parameter.empty and parameter.kind not in VARIADIC
-        if needed and name not in theirs.parameters:
-            problems.append(f"parameter {name} is new and required")
-    return problems
+            same = parameter.kind in {each.kind for each in mine.values()}
+        else:
+            same = name in mine and mine[name].kind is parameter.kind and list(mine)[position] == name
+            if same and name != NAMED_IF_MISSING:
+                same = (mine[name].default is empty) == (parameter.default is empty)
+                same &= not defaults or mine[name].default == parameter.default
+        if not same:
+            problems.append(name)
+    new = [each for name, each in mine.items() if name not in theirs.parameters and each.kind not in VARIADIC]
+    return problems + [f"{each.name} is new and required" for each in new if each.default is empty]
 
 
 def test_the_comparison_of_signatures_notices_differences() -> None:

@@ -28,6 +28,7 @@ from onecopy.planning.collectives import (
     owned_bytes,
     sharing_rounds,
 )
+from onecopy.planning.memory import buffer_bytes, memory_bytes
 from onecopy.planning.models import Model, specs_of
 from tests.planning import table
 from tests.support.paths import ROOT
@@ -155,6 +156,44 @@ def test_level_2_by_hand() -> None:
     assert wide[Kind.ALL_GATHER] == (1, 2, 2 * half * 7 / 8), "two of eight ranks own something"
     with pytest.raises(ValueError, match="at least one rank, got 0"):
         collectives_of(Way.DDP, table.gpt_xl(), 0)
+
+
+# The bytes of one rank by kind; tests/step/test_memory_report.py compares them with real tensors
+
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("way", "splittable", "gradients", "state"),
+    [
+        (Way.DDP, True, 4e6, 8e6),
+        (Way.LEVEL_1, True, 4e6, 2e6),
+        (Way.LEVEL_2, True, 4e6, 2e6),
+        (Way.LEVEL_3, True, 1e6, 2e6),
+        (Way.LEVEL_1, False, 4e6, 0.6 * 8e6),
+        (Way.LEVEL_3, False, 0.6 * 4e6, 0.6 * 8e6),
+    ],
+)
+def test_memory_by_kind(way: Way, splittable: bool, gradients: float, state: float) -> None:
+    """A model of 4 MB, of which one parameter is 60%, on 4 ranks."""
+    model = Model(specs_of({"large": (600_000,), "small": (400_000,)}), splittable)
+    found = memory_bytes(way, model, 4, 8, 4)
+    assert (found["parameters"], found["gradients"]) == pytest.approx((4e6, gradients))
+    assert (found["state"], found["master weights"]) == pytest.approx((state, state / 2))
+
+
+def test_buffers_are_bounded() -> None:
+    model, embedding = table.gpt_xl(), 50257 * 2048 * 2
+    sizes = [sum(model.specs[index].nbytes for index in bucket) for bucket in ddp_buckets(model.specs, model.order)]
+    two_buckets = max(one + other for one, other in pairwise(sizes))
+    for way, ranks, expected in (
+        (Way.DDP, 8, 0),
+        (Way.LEVEL_1, 8, 2 * 64 * MIB),
+        (Way.LEVEL_2, 8, 2 * 64 * MIB + two_buckets * (1 + 1 / 8)),  # a copy of two of DDP's buckets, and a part
+        (Way.LEVEL_3, 8, embedding),
+        (Way.LEVEL_3, 512, 2 * 512 * MIB),
+    ):
+        assert buffer_bytes(way, model, ranks) == pytest.approx(expected), way
 
 
 def test_the_tables_of_the_page_are_the_generated_ones(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ def _draw(random: Random, seed: int) -> Program:
     ]
     drawn = random.sample(kinds, random.randint(0, min(4, len(kinds))))
     broadcast_buffers = random.random() < 0.85
-    levels = [draw_level(random, optimizer, broadcast_buffers) for _ in range(2 if random.random() < 0.25 else 1)]
+    levels = [_draw_level(random, optimizer, broadcast_buffers) for _ in range(2 if random.random() < 0.25 else 1)]
     ddp = {} if broadcast_buffers else {"forward_sync_buffers": "False"}
     ddp |= {"bucket_cap_mb": "0.001"} if random.random() < 0.5 else {}
     ddp |= {"gradient_as_bucket_view": "True"} if random.random() < 0.3 else {}
@@ -85,7 +85,7 @@ def _draw_groups(random: Random, optimizer: str) -> tuple[Options, ...]:
     return ((), tuple(second.items()))
 
 
-def draw_level(random: Random, optimizer: str, broadcast_buffers: bool) -> Level:
+def _draw_level(random: Random, optimizer: str, broadcast_buffers: bool) -> Level:
     """A level that this class can be trained at."""
     kind = random.choice(("zero", "zero", "overlap", "scatter", "sharded", "sharded"))
     arguments: dict[str, str] = {}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -15,57 +14,27 @@ from tests.support import bf16_probe
 from tests.support.paths import ROOT
 
 SETTING = "ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16"
-DIES = [sys.executable, "-c", "import os, signal; os.kill(os.getpid(), signal.SIGILL)"]
-DIES_WITHOUT = [
-    sys.executable,
-    "-c",
-    "import os, signal; 'ONEDNN_MAX_CPU_ISA' in os.environ or os.kill(os.getpid(), signal.SIGILL)",
-]
-WORKS = [sys.executable, "-c", ""]
-RAISES = [sys.executable, "-c", "raise ImportError('no torch')"]
+SET = f"torch's bf16 matmul dies with SIGILL on this processor: {SETTING} is set"
 
+
+def python(code: str) -> list[str]:
+    return [sys.executable, "-c", code]
+
+
+DIES = python("import os, signal; os.kill(os.getpid(), signal.SIGILL)")
+DIES_WITHOUT = python("import os, signal; 'ONEDNN_MAX_CPU_ISA' in os.environ or os.kill(os.getpid(), signal.SIGILL)")
 SUSPECT = "flags\t\t: fpu avx512f avx512_bf16 amx_bf16 amx_tile\n"
 
-
-@pytest.fixture
-def cpuinfo(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """A processor with AMX and no setting; the environment is as before after the test."""
-    path = tmp_path / "cpuinfo"
-    path.write_text(SUSPECT)
-    monkeypatch.setattr(bf16_probe, "CPUINFO", path)
-    monkeypatch.setenv(bf16_probe.VARIABLE, "")
-    monkeypatch.delenv(bf16_probe.VARIABLE)
-    return path
-
-
-def setting() -> str | None:
-    return os.environ.get("ONEDNN_MAX_CPU_ISA")
-
-
-def run_with_a_probe_that_dies(cpuinfo: Path, code: str) -> subprocess.CompletedProcess[str]:
-    """Run code in a process of its own, after the probe was replaced by one that dies without the setting."""
-    replace = f"bf16_probe.PROBE, bf16_probe.CPUINFO = {DIES_WITHOUT!r}, pathlib.Path({str(cpuinfo)!r})"
-    return subprocess.run(
-        [sys.executable, "-c", f"import pathlib\nfrom tests.support import bf16_probe\n{replace}\n{code}"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=True,
-    )
-
-
-SET = f"torch's bf16 matmul dies with SIGILL on this processor: {SETTING} is set"
 CASES = {
     "it dies": (DIES_WITHOUT, SUSPECT, None, SET),
-    "it dies with the variable, too": (
-        DIES,
+    "it dies with it": (DIES, SUSPECT, None, f"{SET}, but with it, too, the process was killed by SIGILL"),
+    "it works": (python(""), SUSPECT, None, ""),
+    "an ordinary error": (
+        python("raise ImportError('no torch')"),
         SUSPECT,
         None,
-        f"{SET}, but with it, too, the process was killed by SIGILL",
+        "could not be tried on this processor, so ONEDNN_MAX_CPU_ISA is not",
     ),
-    "it works": (WORKS, SUSPECT, None, ""),
-    "an ordinary error": (RAISES, SUSPECT, None, "could not be tried on this processor, so ONEDNN_MAX_CPU_ISA is not"),
     "the user has set the variable": (DIES, SUSPECT, "AVX2", ""),
     "the user has set it to nothing": (DIES, SUSPECT, "", ""),
     "a processor without AMX in the list": (DIES_WITHOUT, "flags : avx512_bf16 avx512_fp16\n", None, SET),
@@ -76,64 +45,47 @@ CASES = {
 """The command of the probe, the processor, the variable before, and what is told."""
 
 
+def setting() -> str | None:
+    return os.environ.get("ONEDNN_MAX_CPU_ISA")
+
+
 @pytest.mark.parametrize("case", CASES)
-def test_the_variable_is_set_where_the_matmul_dies(cpuinfo: Path, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+def test_the_variable_is_set_where_the_matmul_dies(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, case: str) -> None:
     probe, flags, before, told = CASES[case]
     monkeypatch.setattr(bf16_probe, "PROBE", probe)
-    cpuinfo.unlink()
+    monkeypatch.setattr(bf16_probe, "CPUINFO", tmp_path / "cpuinfo")
     if flags is not None:
-        cpuinfo.write_text(flags)
-    if before is not None:
-        monkeypatch.setenv(bf16_probe.VARIABLE, before)
+        (tmp_path / "cpuinfo").write_text(flags)
+    monkeypatch.setenv(bf16_probe.VARIABLE, before or "")  # so that it is as before after the test
+    if before is None:
+        monkeypatch.delenv(bf16_probe.VARIABLE)
     found = bf16_probe.protect()
     assert told in found
     assert bool(told) == bool(found)
     assert setting() == ("AVX512_CORE_BF16" if SET in told else before)
 
 
-def test_torch_obeys_a_variable_that_is_set_after_its_import() -> None:
-    """oneDNN tells which instructions it uses, in its first line about the processor, when it is first used."""
-    code = """
-import os
-import onecopy, torch
-os.environ["ONEDNN_MAX_CPU_ISA"] = "AVX2"
-torch.nn.functional.conv2d(torch.ones(16, 16, 32, 32), torch.ones(16, 16, 3, 3))
-"""
-    env = {name: value for name, value in os.environ.items() if name != bf16_probe.VARIABLE}
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**env, "ONEDNN_VERBOSE": "1"},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=True,
-    )
-    if "cpu,isa:" not in done.stdout:
-        pytest.skip("torch does not use oneDNN here")
-    assert "AVX-512" not in done.stdout
-    assert "AMX" not in done.stdout
-
-
-def test_the_setting_reaches_the_tests_and_their_workers(cpuinfo: Path) -> None:
-    code = """
+def test_the_setting_reaches_the_tests_their_workers_and_a_command_of_the_makefile(tmp_path: Path) -> None:
+    (tmp_path / "cpuinfo").write_text(SUSPECT)
+    code = f"""
+import pathlib
+from tests.support import bf16_probe
+bf16_probe.PROBE, bf16_probe.CPUINFO = {DIES_WITHOUT!r}, pathlib.Path({str(tmp_path / "cpuinfo")!r})
 from tests import conftest
 from tests.bench.test_bf16_probe import setting
 from tests.support.harness import pools
 print(*conftest.pytest_report_header(), sep="\\n")
-print([setting(), *pools.run(2, "tests.bench.test_bf16_probe", "setting", {})])
+print([setting(), *pools.run(2, "tests.bench.test_bf16_probe", "setting", {{}})])
 pools.close()
 """
-    lines = run_with_a_probe_that_dies(cpuinfo, code).stdout.splitlines()
-    assert lines[1:] == [
-        f"torch's bf16 matmul dies with SIGILL on this processor: {SETTING} is set",
-        str(3 * ["AVX512_CORE_BF16"]),
-    ]
-
-
-def test_the_setting_reaches_a_command_that_the_makefile_starts(cpuinfo: Path) -> None:
-    done = run_with_a_probe_that_dies(cpuinfo, "bf16_probe.main(['sh', '-c', 'echo $ONEDNN_MAX_CPU_ISA; exec true'])")
-    assert done.stdout == "AVX512_CORE_BF16\n"
-    assert done.stderr == f"torch's bf16 matmul dies with SIGILL on this processor: {SETTING} is set\n"
+    command = "bf16_probe.main(['sh', '-c', 'echo $ONEDNN_MAX_CPU_ISA; exec true'])"
+    env = {name: value for name, value in os.environ.items() if name != bf16_probe.VARIABLE}
+    in_tests, in_command = (
+        subprocess.run(python(each), cwd=ROOT, env=env, capture_output=True, text=True, timeout=100, check=True)
+        for each in (code, code[: code.index("from tests import conftest")] + command)
+    )
+    assert in_tests.stdout.splitlines()[1:] == [SET, str(3 * ["AVX512_CORE_BF16"])]
+    assert (in_command.stdout, in_command.stderr) == ("AVX512_CORE_BF16\n", f"{SET}\n")
 
 
 def test_the_script_passes_the_exit_code_of_a_command_on() -> None:
@@ -152,14 +104,3 @@ def test_all_scripts_that_the_makefile_starts_are_started_safely() -> None:
     started = re.findall(r"^\t(.*)\$\(BIN\)/(?:torchrun|python (?:benchmarks|examples)/)", text, re.MULTILINE)
     assert len(started) >= 7
     assert all("$(SAFELY)" in before for before in started)
-
-
-def test_the_end_of_a_process_in_words() -> None:
-    for code, words in {
-        -signal.SIGILL: "was killed by SIGILL",
-        -(signal.SIGRTMIN + 1): f"was killed by signal-{signal.SIGRTMIN + 1}",
-        0: "exited with code 0",
-        3: "exited with code 3",
-        None: "has not ended",
-    }.items():
-        assert bf16_probe.ending(code) == words

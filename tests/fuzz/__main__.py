@@ -9,9 +9,8 @@ import time
 
 from tests.fuzz.drawing import draw
 from tests.fuzz.programs import Program
-from tests.fuzz.running import Failure, plain_fails, run
+from tests.fuzz.running import Failure, plain_fails, run, shrink
 from tests.fuzz.script import script
-from tests.fuzz.shrinking import shrink
 from tests.support.harness import pools
 
 SHOWN = 3
@@ -72,7 +71,7 @@ def shortest(seed: int, failure: Failure, seconds: float) -> str:
 
     short = shrink(program, fails_alike, seconds)
     again = run(short)
-    text = again.text if again is not None else "it did not fail again: it depends on what ran before, or on time"
+    text = again.text if again else "it did not fail again: it depends on what ran before, or on time"
     return f"{text}\n{'-' * 80}\n{script(short, f'program_{seed}.py')}{'-' * 80}"
 
 

@@ -5,17 +5,20 @@ from __future__ import annotations
 import re
 from string import Template
 
-from tests.fuzz.operations import Do, EditState, Lines
-from tests.fuzz.programs import TOLERANCE, Program
+from tests.fuzz.operations import Do
+from tests.fuzz.programs import TOLERANCE, Level, Program
+from tests.fuzz.tables import PARTS, Options
 
-HEAD = Template('''\
-"""$title
+HEAD = '''\
+"""Program {seed} of make fuzz: onecopy must train as plain DDP does.
 
-torchrun --standalone --nproc-per-node $world_size $name
+torchrun --standalone --nproc-per-node {world_size} {name}
 """
 
-$imports
+{imports}
+'''
 
+BODY = """
 CLASS = torch.optim.$optimizer
 
 
@@ -42,6 +45,8 @@ $build
 
 
 $helpers
+
+
 def train(sharded, norms):
     $made = build(sharded, 0)
     seen = []
@@ -54,10 +59,15 @@ def main():
     global RANK, FOLDER
     RANK = dist.get_rank()
     warnings.simplefilter("error")
-$begin    norms = []
+    folder = [tempfile.mkdtemp() if RANK == 0 else None]
+    dist.broadcast_object_list(folder)
+    FOLDER = folder[0]
+    norms = []
     ours = train(True, norms)
     plain = train(False, norms)
-$end    for (operation, mine), (_, theirs) in zip(ours, plain, strict=True):
+    if RANK == 0:
+        shutil.rmtree(FOLDER)
+    for (operation, mine), (_, theirs) in zip(ours, plain, strict=True):
         compare(mine, theirs, f"operation {operation}")
 
 
@@ -67,19 +77,40 @@ if __name__ == "__main__":
     main()
     print(f"rank {RANK}: equal to plain DDP")
     dist.destroy_process_group()
-''')
-
-PARAMS_OF = """\
-def params_of(module, part):
-    return [p for name, p in module.named_parameters() if name.split(".")[0] == part]
 """
 
-VALUES = Template("""\
+IMPORTS = """\
+import collections
+import copy
+import shutil
+import tempfile
+import warnings
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import onecopy
+from onecopy import checkpoint
+"""
+
+HELPERS = {
+    "params_of": """\
+def params_of(module, part):
+    return [p for name, p in module.named_parameters() if name.split(".")[0] == part]
+""",
+    "fail": """\
+def fail():
+    raise LookupError("an error of the user's")
+""",
+    "values": """\
 def values(model):
     return {name: tensor.clone() for name, tensor in model.module.state_dict().items()$which}
-""")
-
-WHOLE_STATE = """\
+""",
+    "whole_state": """\
 def whole_state(optimizer):
     if not isinstance(optimizer, onecopy.ZeroRedundancyOptimizer):
         return optimizer.state_dict()
@@ -88,22 +119,15 @@ def whole_state(optimizer):
         if to == RANK:
             state = optimizer.state_dict()
     return state
-"""
-
-FAIL = """\
-def fail():
-    raise LookupError("an error of the user's")
-"""
-
-CHECK_REPLICAS = """\
+""",
+    "check_replicas": """\
 def check_replicas(module):
     mine = torch.cat([p.detach().double().reshape(-1) for p in module.parameters()])
     everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(everyone, mine)
     assert all(torch.equal(mine, other) for other in everyone), "the replicas differ"
-"""
-
-COMPARE = Template("""\
+""",
+    "compare": """\
 def compare(ours, plain, where):
     if isinstance(plain, torch.Tensor):
         assert ours.stride() == plain.stride(), f"{where}: strides {ours.stride()} instead of {plain.stride()}"
@@ -120,95 +144,65 @@ def compare(ours, plain, where):
             compare(mine, theirs, f"{where}, {number}")
     else:
         assert $equal, f"{where}: {ours!r} instead of {plain!r}"
-""")
-
-BEGIN_FOLDER = """\
-    folder = [tempfile.mkdtemp() if RANK == 0 else None]
-    dist.broadcast_object_list(folder)
-    FOLDER = folder[0]
-"""
-
-END_FOLDER = """\
-    if RANK == 0:
-        shutil.rmtree(FOLDER)
-"""
+""",
+}
+"""Functions of a script; those that it uses are printed."""
 
 
-def indented(lines: Lines) -> Lines:
-    """One level deeper."""
-    return [f"    {line}" for line in lines]
-
-
-def script(program: Program, name: str = "script.py", title: str = "") -> str:
+def script(program: Program, name: str = "script.py") -> str:
     """The program as Python."""
-    train = "\n".join(indented(_train(program)))
-    build = "\n".join(indented(_build(program)))
-    helpers = [PARAMS_OF] if "params_of(" in train + build else []
-    helpers += [FAIL] if "fail" in train else []
-    helpers += [VALUES.substitute(which=_which(program)), WHOLE_STATE]
-    helpers += [] if program.exact else [CHECK_REPLICAS]
-    helpers.append(
-        COMPARE.substitute(tolerance=0, equal="ours == plain")
-        if program.exact
-        else COMPARE.substitute(
-            tolerance=TOLERANCE, equal=f"ours == plain or abs(ours - plain) <= {TOLERANCE} * (1 + abs(plain))"
-        )
-    )
-    return HEAD.substitute(
-        title=title or f"Program {program.seed} of make fuzz: onecopy must train as plain DDP does.",
-        name=name,
-        world_size=program.world_size,
-        imports="\n".join(_imports(program, train + build)),
+    model, train = _indented(_model(program)), _indented(_train(program))
+    tolerance = 0 if program.exact else TOLERANCE
+    equal = "ours == plain" + ("" if program.exact else f" or abs(ours - plain) <= {TOLERANCE} * (1 + abs(plain))")
+    # A new DDP sends buffers where DDP skips it (after no_sync): only rank 0's are the same then.
+    differ = "batch_norm" in program.parts and program.moves
+    which = " if RANK == 0 or '.running_' not in name" if differ else ""
+    used = f"{model} {train} values whole_state compare"
+    helpers = [text for helper, text in HELPERS.items() if re.search(rf"\b{helper}\b", used)]
+    body = Template(BODY).substitute(
         optimizer=program.optimizer,
         options=_arguments(program.options),
-        model="\n".join(indented(_model(program))).replace("\n    \n", "\n\n"),
+        model=model,
         cast="" if program.dtype == "float32" else f".to(torch.{program.dtype})",
-        build=build,
+        build=_indented(_build(program)),
         made="module, model, optimizer, scheduler" + (", other" if program.of_other else ""),
         optimizers="optimizer, other" if program.of_other else "optimizer",
-        helpers="\n\n".join(helpers) + "\n",
+        helpers=Template("\n\n".join(helpers).rstrip()).substitute(which=which, tolerance=tolerance, equal=equal),
         train=train,
-        begin=BEGIN_FOLDER if "FOLDER" in train else "",
-        end=END_FOLDER if "FOLDER" in train else "",
     )
+    imports = [line for line in IMPORTS.splitlines() if not line or re.search(rf"(?<!\.)\b{line.split()[-1]}\b", body)]
+    head = HEAD.format(seed=program.seed, world_size=program.world_size, name=name, imports="\n".join(imports))
+    return head + body
 
 
-def _arguments(options: tuple[tuple[str, str], ...]) -> str:
+def _indented(lines: list[str]) -> str:
+    """Lines one level deeper."""
+    return "\n".join(f"    {line}" if line else "" for line in lines)
+
+
+def _arguments(options: Options) -> str:
     return ", ".join(f"{name}={value}" for name, value in options)
-
-
-def _imports(program: Program, text: str) -> list[str]:
-    standard = ["import warnings"]
-    standard += ["import collections"] if "collections." in text else []
-    standard += ["import copy"] if re.search(r"\bcopy\.", text) else []
-    standard += ["import shutil", "import tempfile"] if "FOLDER" in text else []
-    torchs = ["import torch", "import torch.distributed as dist", "from torch import nn"]
-    if "Join(" in text:
-        torchs.append("from torch.distributed.algorithms.join import Join")
-    if "allreduce_hook" in text:
-        torchs.append("from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook")
-    torchs.append("from torch.nn.parallel import DistributedDataParallel as DDP")
-    if program.scheduler:
-        torchs.append(f"from torch.optim.lr_scheduler import {program.scheduler.partition('(')[0]}")
-    ours = ["import onecopy", *(["from onecopy import checkpoint"] if "FOLDER" in text else [])]
-    return [*sorted(standard), "", *torchs, "", *ours]
 
 
 def _model(program: Program) -> list[str]:
     fails = Do("raise in a forward") in program.operations
-    forward = [part.forward() for part in program.parts]
+
+    def lines_of(which: str) -> list[list[str]]:
+        return [getattr(PARTS[part], which).replace("@", f"self.{part}").splitlines() for part in program.parts]
+
+    init, forward = lines_of("init"), lines_of("forward")
     if fails:
+        init.insert(0, ["self.fails = False"])
         forward.insert((len(forward) + 1) // 2, ["if self.fails:", "    fail()"])
     lines = ["def __init__(self):", "    super().__init__()"]
-    lines += ["    self.fails = False"] if fails else []
-    lines += [f"    {line}" for part in program.parts for line in part.init()]
+    lines += [f"    {line}" for each in init for line in each]
     lines += ["", "def forward(self, h, tokens, step):"]
-    lines += [f"    {line}" for lines in forward for line in lines]
+    lines += [f"    {line}" for each in forward for line in each]
     return [*lines, "    return h"]
 
 
 def _build(program: Program) -> list[str]:
-    ddp = f", {_arguments(program.ddp)}" if program.ddp else ""
+    ddp = "".join(f", {name}={value}" for name, value in program.ddp)
     lines = _groups(program)
     lines += ["if not sharded:", "    optimizer = CLASS(groups, **options())", f"    model = DDP(module{ddp})"]
     lines += ["    other = CLASS(others, **options())"] if program.of_other else []
@@ -216,40 +210,46 @@ def _build(program: Program) -> list[str]:
         # It divides by three where DDP itself multiplies by a third.
         lines.append("    model.register_comm_hook(None, allreduce_hook)")
     for number, level in enumerate(program.levels):
-        condition = "else:" if number == len(program.levels) - 1 else f"elif level == {number}:"
-        lines += [condition, *indented(level.lines(ddp, bool(program.of_other)))]
-    return [*lines, f"scheduler = {program.scheduler or None}"]
+        lines.append("else:" if number == len(program.levels) - 1 else f"elif level == {number}:")
+        lines += [f"    {line}" for line in _sharded(level, ddp, bool(program.of_other))]
+    return [*lines, f"scheduler = {f'torch.optim.lr_scheduler.{program.scheduler}' if program.scheduler else None}"]
+
+
+def _sharded(level: Level, ddp: str, with_other: bool) -> list[str]:
+    """Lines that make ``optimizer``, ``other`` and ``model`` from ``module``, ``groups`` and ``others``."""
+    arguments = "".join(f", {name}={value}" for name, value in level.arguments)
+    own = "" if level.kind == "sharded" else arguments
+    if level.kind == "overlap":
+        own += ", overlap_with_ddp=True"
+    lines = [f"optimizer = onecopy.ZeroRedundancyOptimizer(groups, CLASS{own}, **options())"]
+    if with_other:
+        lines.append(f"other = onecopy.ZeroRedundancyOptimizer(others, CLASS{own}, **options())")
+    given = "[optimizer, other]" if with_other else "optimizer"
+    if level.kind == "sharded":
+        return [*lines, f"model = onecopy.ShardedDataParallel(module, {given}{arguments})"]
+    lines.append(f"model = DDP(module{ddp})")
+    if level.kind == "scatter":
+        lines.append(f"model.register_comm_hook({given}, onecopy.reduce_scatter_hook)")
+    if level.kind == "overlap":
+        lines.append(f"model.register_comm_hook(None, onecopy.{level.hook}(allreduce_hook, model, optimizer))")
+    return lines
 
 
 def _groups(program: Program) -> list[str]:
-    source = "module.named_parameters()" if program.named else "module.parameters()"
-    late, others = program.added + program.of_other, []
-    if late:
-        pair = "(name, p)" if program.named else "p"
-        source = f"[{pair} for name, p in module.named_parameters() if name.split('.')[0] not in {late}]"
-    if program.of_other:
-        others = [f"others = {source.replace(f'not in {late}', f'in {program.of_other}')}"]
-    if len(program.groups) == 1:
-        return [f"groups = {source}" if late else f"groups = list({source})", *others]
+    pair = "(name, p)" if program.named else "p"
+    params = f"[{pair} for name, p in module.named_parameters() if name.split('.')[0]"
+    lines = [f"groups = params = {params} not in {program.added + program.of_other}]"]
+    lines += [f"others = {params} in {program.of_other}]"] if program.of_other else []
     count = len(program.groups)
     groups = [
         f"{{'params': params[{number}::{count}]" + "".join(f", {key!r}: {value}" for key, value in group) + "}"
         for number, group in enumerate(program.groups)
     ]
-    return [f"params = list({source})", f"groups = [{', '.join(groups)}]", *others]
-
-
-def _which(program: Program) -> str:
-    """A new DDP sends buffers where DDP skips it (after ``no_sync``): only rank 0's are the same then."""
-    if not (program.has("batch_norm") and program.moves):
-        return ""
-    return " if RANK == 0 or '.running_' not in name"
+    return [*lines, f"groups = [{', '.join(groups)}]"] if count > 1 else lines
 
 
 def _train(program: Program) -> list[str]:
     lines: list[str] = []
-    if any(isinstance(operation, EditState) and operation.kept for operation in program.operations):
-        lines.append("kept = []")
     for number, operation in enumerate(program.operations):
         lines += [f"# operation {number}", *operation.lines(number, program)]
     if not program.exact:

@@ -11,19 +11,13 @@ from pathlib import Path
 import pytest
 
 from tests.fuzz.drawing import draw
-from tests.fuzz.levels import OFF, REFUSED, Level
-from tests.fuzz.optimizers import CLASSES
-from tests.fuzz.parts import BASE, KINDS, Part
-from tests.fuzz.programs import Program
-from tests.fuzz.rules import allowed
-from tests.fuzz.running import run, run_text
+from tests.fuzz.operations import TEXTS, Train
+from tests.fuzz.programs import Level, Program, allowed
+from tests.fuzz.running import run, run_text, shrink
 from tests.fuzz.script import script
-from tests.fuzz.shrinking import shrink
-from tests.fuzz.training import Train
+from tests.fuzz.tables import BASE, CLASSES, OFF, PARTS, REFUSED
 from tests.support.harness import takes_long
 from tests.support.paths import ROOT
-
-SEEDS = range(8)
 
 FAULT = """\
 class Faulty(onecopy.ZeroRedundancyOptimizer):
@@ -43,7 +37,7 @@ def with_fault(text: str) -> str:
     return text.replace("onecopy.ZeroRedundancyOptimizer(", "Faulty(").replace("def build(", f"{FAULT}def build(")
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("seed", range(8))
 def test_random_programs_train_as_plain_ddp_does(seed: int) -> None:
     failure = run(draw(seed))
     assert failure is None, f"{failure.text}\n{script(draw(seed))}"
@@ -64,16 +58,18 @@ def test_a_program_is_a_function_of_its_seed() -> None:
 def test_the_first_programs_have_everything_that_can_be_drawn() -> None:
     programs = [draw(seed) for seed in range(600)]
     assert {program.optimizer for program in programs} == set(CLASSES)
-    assert {part.kind for program in programs for part in program.parts} == set(KINDS)
+    assert {part for program in programs for part in program.parts} == set(PARTS)
     assert {level.kind for program in programs for level in program.levels} == set(REFUSED)
     assert {program.world_size for program in programs} == {2, 3}
-    features = {name for program in programs for operation in program.operations for name in operation.features}
+    operations = {operation for program in programs for operation in program.operations}
+    assert {operation.what for operation in operations} == {*TEXTS, Train.what}
+    features = {name for operation in operations for name in operation.features}
     assert features >= frozenset().union(*REFUSED.values()) - OFF.keys()
     assert not features & OFF.keys()
 
 
 def test_a_refusal_is_a_failure() -> None:
-    plain = replace(draw(0), parts=(Part(BASE, BASE),), optimizer="SGD", options=(("lr", "0.1"),), groups=((),), ddp=())
+    plain = replace(draw(0), parts=(BASE,), optimizer="SGD", options=(("lr", "0.1"),), groups=((),), ddp=())
     level = Level("overlap", hook="hook_with_zero_step")
     program = replace(plain, levels=(level,), operations=(Train(), Train(closure=True)))
     assert not allowed(program)
@@ -92,7 +88,7 @@ def test_a_fault_is_found_and_printed_as_a_script_that_shows_it(tmp_path: Path) 
     short = shrink(draw(seed), fails, seconds=60.0)
     steps = [operation for operation in short.operations if isinstance(operation, Train)]
     assert len(steps) == len(short.operations) == 2
-    assert short.parts == (Part(BASE, BASE),)
+    assert short.parts == (BASE,)
     assert run(short) is None
     file = tmp_path / "program.py"
     file.write_text(with_fault(script(short)))

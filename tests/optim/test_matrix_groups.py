@@ -11,6 +11,7 @@ from torch import nn
 from onecopy.optim import matrix_groups
 
 MUON: dict[str, Any] = {"optimizer_class": torch.optim.Muon, "lr": 0.02}
+HIDDEN = "hidden.weight"
 
 
 class Language(nn.Module):
@@ -31,59 +32,42 @@ def convolutional() -> nn.Module:
 @pytest.mark.parametrize(
     ("model", "options", "expected"),
     [
-        (Language(), {}, ["hidden.weight"]),
-        (Language("last", tied=True), {}, ["hidden.weight"]),
-        (Language("to_words"), {}, ["hidden.weight"]),
-        (Language("last", classes=5), {"head": "last"}, ["hidden.weight"]),
-        (Language("last", classes=5), {"head": None}, ["hidden.weight", "last.weight"]),
-        (Language(), {"choose": ["hidden.weight"]}, []),
-        (
-            Language(),
-            {"choose": lambda name, _: True if name == "head.weight" else None},
-            ["hidden.weight", "head.weight"],
-        ),
+        (Language(), {}, [HIDDEN]),
+        (Language("last", tied=True), {}, [HIDDEN]),
+        (Language("to_words"), {}, [HIDDEN]),
+        (Language("last", classes=5), {"head": "last"}, [HIDDEN]),
+        (Language("last", classes=5), {"head": None}, [HIDDEN, "last.weight"]),
+        (Language(), {"choose": [HIDDEN]}, []),
+        (Language(), {"choose": lambda name, _: name == "head.weight" or None}, [HIDDEN, "head.weight"]),
         (convolutional(), {"head": "4"}, ["3.weight"]),
         (convolutional(), {"head": "4", "convolutions": True}, ["0.weight", "3.weight"]),
-        (nn.DataParallel(Language()), {}, ["module.hidden.weight"]),
+        (nn.DataParallel(Language()), {}, [f"module.{HIDDEN}"]),
+        (Language("last", classes=5), {}, "'last' is the last linear module, and may be the output head"),
+        (Language(), {"head": "other"}, "head='other' must name one module"),
+        (Language(), {"choose": ["nothing"]}, "choose names 'nothing'"),
     ],
 )
-def test_hidden_matrices_are_found(model: nn.Module, options: dict[str, Any], expected: list[str]) -> None:
+def test_hidden_matrices_are_found_and_doubts_are_named(model: nn.Module, options: Any, expected: Any) -> None:
+    if isinstance(expected, str):
+        with pytest.raises(ValueError, match=expected):
+            matrix_groups(model, MUON, **options)
+        return
     groups = matrix_groups(model, MUON, {"lr": 3e-4}, **options)
-    found = [name for group in groups if "optimizer_class" in group for name, _ in group["params"]]
-    assert found == expected
-    everything = [name for group in groups for name, _ in group["params"]]
-    assert sorted(everything) == sorted(name for name, _ in model.named_parameters())
-    assert all(group["lr"] == 3e-4 for group in groups if "optimizer_class" not in group)
+    found = {"optimizer_class" in group: [name for name, _ in group["params"]] for group in groups}
+    assert found.get(True, []) == expected
+    assert sorted(name for names in found.values() for name in names) == sorted(
+        name for name, _ in model.named_parameters()
+    )
+    assert [group["lr"] for group in groups if "optimizer_class" not in group] == [3e-4]
 
 
 def test_frozen_parameters_are_in_no_group_and_the_table_says_why() -> None:
     model = Language()
     model.norm.requires_grad_(False)
     groups = matrix_groups(model, MUON)
-    (matrix, other) = groups
-    assert [name for name, _ in [*matrix["params"], *other["params"]]] == [
-        "hidden.weight", "embed.weight", "hidden.bias", "head.weight",
-    ]  # fmt: skip
-    lines = str(groups).splitlines()
-    assert [line.split()[0] for line in lines] == [
-        "parameter",
-        "embed.weight",
-        "hidden.weight",
-        "hidden.bias",
-        "head.weight",
-    ]
-    assert lines[2].split()[-3:] == ["Muon", "hidden", "matrix"]
-    assert lines[4].endswith("output head")
-
-
-@pytest.mark.parametrize(
-    ("model", "options", "text"),
-    [
-        (Language("last", classes=5), {}, "'last' is the last linear module, and may be the output head"),
-        (Language(), {"head": "other"}, "head='other' must name one module"),
-        (Language(), {"choose": ["nothing"]}, "choose names 'nothing'"),
-    ],
-)
-def test_doubts_and_mistakes_are_named(model: nn.Module, options: dict[str, Any], text: str) -> None:
-    with pytest.raises(ValueError, match=text):
-        matrix_groups(model, MUON, **options)
+    names = [[name for name, _ in group["params"]] for group in groups]
+    assert names == [[HIDDEN], ["embed.weight", "hidden.bias", "head.weight"]]
+    first, *lines = (line.split() for line in str(groups).splitlines())
+    assert first[0] == "parameter"
+    assert [line[0] for line in lines] == ["embed.weight", HIDDEN, "hidden.bias", "head.weight"]
+    assert (lines[1][-3:], lines[3][-2:]) == (["Muon", "hidden", "matrix"], ["output", "head"])

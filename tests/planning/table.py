@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,71 +12,44 @@ from onecopy.planning.collectives import Way, collectives_of
 from onecopy.planning.models import Model, Shapes, specs_of
 
 RANKS = (2, 3, 8, 64, 512)
+WAYS = {"level 1": Way.LEVEL_1, "overlap hooks": Way.OVERLAP, "level 2": Way.LEVEL_2, "level 3": Way.LEVEL_3}
 
 BEGIN, END = "<!-- {}: begin -->", "<!-- {}: end -->"
 """The generated tables lie between these lines."""
 
 
-def gpt_shapes(blocks: int, width: int, vocabulary: int, positions: int) -> Shapes:
-    """Return the parameter shapes of a GPT with biases whose head is tied to its embedding."""
+def gpt(blocks: int, width: int, vocabulary: int, positions: int, dtype: torch.dtype = torch.float32) -> Model:
+    """Return a GPT with biases whose head is tied to its embedding."""
+    shapes: Shapes = {"embedding": (vocabulary, width), "positions": (positions, width)}
     block: Shapes = {
-        "norm1.weight": (width,),
-        "norm1.bias": (width,),
-        "qkv.weight": (3 * width, width),
-        "qkv.bias": (3 * width,),
-        "out.weight": (width, width),
-        "out.bias": (width,),
-        "norm2.weight": (width,),
-        "norm2.bias": (width,),
-        "up.weight": (4 * width, width),
-        "up.bias": (4 * width,),
-        "down.weight": (width, 4 * width),
-        "down.bias": (width,),
+        "norm1": (width,),
+        "qkv": (3 * width, width),
+        "out": (width, width),
+        "norm2": (width,),
+        "up": (4 * width, width),
+        "down": (width, 4 * width),
     }
-    return {
-        "embedding": (vocabulary, width),
-        "positions": (positions, width),
-        **{f"blocks.{number}.{name}": shape for number in range(blocks) for name, shape in block.items()},
-        "norm.weight": (width,),
-        "norm.bias": (width,),
-    }
-
-
-def gpt2_small() -> Model:
-    """Return GPT-2 small in float32: 12 blocks, 148 parameters, 124M elements."""
-    return Model(specs_of(gpt_shapes(12, 768, 50257, 1024)))
+    layers = {f"blocks.{number}.{name}": shape for number in range(blocks) for name, shape in block.items()}
+    for name, shape in {**layers, "norm": (width,)}.items():
+        shapes |= {f"{name}.weight": shape, f"{name}.bias": shape[:1]}
+    return Model(specs_of(shapes, dtype))
 
 
 def gpt_xl() -> Model:
     """Return a GPT of 1.3B elements in bf16: 24 blocks, 292 parameters."""
-    return Model(specs_of(gpt_shapes(24, 2048, 50257, 2048), torch.bfloat16))
-
-
-def rows_of(model: Model) -> Iterator[tuple[str, Way, Model]]:
-    """Every way of training that is compared, with its name."""
-    whole = replace(model, splittable=False)
-    yield "DDP, nothing sharded", Way.DDP, model
-    yield "level 1", Way.LEVEL_1, model
-    yield "level 1, whole parameters (Muon)", Way.LEVEL_1, whole
-    yield "overlap hooks", Way.OVERLAP, model
-    yield "overlap hooks, whole parameters (Muon)", Way.OVERLAP, whole
-    yield "level 2", Way.LEVEL_2, model
-    yield "level 2, whole parameters (Muon)", Way.LEVEL_2, whole
-    yield "level 3", Way.LEVEL_3, model
-    yield "level 3, whole parameters (Muon)", Way.LEVEL_3, whole
+    return gpt(24, 2048, 50257, 2048, torch.bfloat16)
 
 
 def tables() -> str:
     """The generated part of the page as Markdown."""
-    models = {
-        "GPT-2 small: 12 blocks, 148 parameters, fp32, 0.5 GB": gpt2_small(),
-    }
-    parts = []
-    for title, model in models.items():
-        lines = [["calls / operations, by ranks", *map(str, RANKS)], ["---", *["---:"] * len(RANKS)]]
-        lines += [[name, *(_counts(way, chosen, ranks) for ranks in RANKS)] for name, way, chosen in rows_of(model)]
-        parts += [f"**{title}**", "\n".join(f"| {' | '.join(line)} |" for line in lines)]
-    return "\n\n".join(parts)
+    model = gpt(12, 768, 50257, 1024)
+    lines = [["calls / operations, by ranks", *map(str, RANKS)], ["---", *["---:"] * len(RANKS)]]
+    lines.append(["DDP, nothing sharded", *(_counts(Way.DDP, model, ranks) for ranks in RANKS)])
+    for name, way in WAYS.items():
+        for suffix, chosen in (("", model), (", whole parameters (Muon)", replace(model, splittable=False))):
+            lines.append([name + suffix, *(_counts(way, chosen, ranks) for ranks in RANKS)])
+    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return f"**GPT-2 small: 12 blocks, 148 parameters, fp32, 0.5 GB**\n\n{table}"
 
 
 def _counts(way: Way, model: Model, ranks: int) -> str:

@@ -16,16 +16,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 from torch.distributed.run import parse_args
 
 from onecopy import checkpoint
+from tests.support.examples import EXAMPLES, result_in
 from tests.support.paths import ROOT
 
-EXAMPLES = ROOT / "examples"
 PAGE = (ROOT / "docs/clusters.md").read_text()
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"}
-
 
 KUBERNETES = "1.37"
 """The version whose schema is used, as the page says."""
@@ -37,20 +35,12 @@ def block(start: str) -> str:
     return str(found)
 
 
-def result_in(path: Path) -> tuple[Tensor, dict[str, Any]]:
-    """The parameters and the extra data of a checkpoint of the examples, or of the newest one in a directory."""
-    model = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 1))
-    loaded = checkpoint.load(path, model=model)
-    return torch.cat([param.detach().flatten() for param in model.parameters()]), loaded.extra
-
-
 # Ray Train, with examples/ray_train.py
 
 EPOCHS, LAST_STEP, SAVE_EVERY = 9, 75, 5
 """75 batches of 12 are 9 epochs of 100 samples."""
 
-PAUSE = 0.7
-"""Seconds in each step, so that the run is still there when Ray has noticed a new machine."""
+MACHINE = {"num_cpus": 1, "object_store_memory": 80_000_000}
 
 WAIT = 400.0
 """Seconds that the run may take to the next checkpoint: Ray starts processes that import torch."""
@@ -64,18 +54,14 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         monkeypatch.setenv(name, value)
     from ray.cluster_utils import Cluster
 
-    head = {"num_cpus": 0, "include_dashboard": False, "object_store_memory": 80_000_000}
+    head = {**MACHINE, "num_cpus": 0, "include_dashboard": False}
     cluster = Cluster(initialize_head=True, head_node_args=head)
     try:
         for _ in range(3):
-            add_machine(cluster)
+            cluster.add_node(**MACHINE)
         yield cluster
     finally:
         cluster.shutdown()
-
-
-def add_machine(cluster: Any) -> None:
-    cluster.add_node(num_cpus=1, object_store_memory=80_000_000)
 
 
 @contextlib.contextmanager
@@ -94,16 +80,12 @@ def ray_train(cluster: Any, root: Path, *options: str) -> Iterator[subprocess.Po
             run.kill()
 
 
-def output_of(root: Path) -> str:
-    return (root / "output").read_text()
-
-
 def wait_for(root: Path, ranks: list[int], run: subprocess.Popen[bytes]) -> None:
     """Wait until checkpoints were saved by these numbers of workers, one after the other."""
     end = time.monotonic() + WAIT
     while numbers_of_workers(root) != ranks:
-        assert run.poll() is None, output_of(root)
-        assert time.monotonic() < end, output_of(root)
+        assert run.poll() is None, (root / "output").read_text()
+        assert time.monotonic() < end, (root / "output").read_text()
         time.sleep(0.5)
 
 
@@ -117,21 +99,22 @@ def numbers_of_workers(root: Path) -> list[int]:
 def test_a_ray_run_that_loses_and_gains_a_machine_ends_as_an_undisturbed_one(cluster: Any, tmp_path: Path) -> None:
     undisturbed, disturbed = tmp_path / "undisturbed", tmp_path / "disturbed"
     with ray_train(cluster, undisturbed, "--workers", "3", "3") as run:
-        assert run.wait(WAIT) == 0, output_of(undisturbed)
-    options = ["--workers", "1", "3", "--pause", str(PAUSE), "--resize-every", "2"]
+        assert run.wait(WAIT) == 0, (undisturbed / "output").read_text()
+    # With a pause in each step the run is still there when Ray has noticed a new machine.
+    options = ["--workers", "1", "3", "--pause", "0.7", "--resize-every", "2"]
     with ray_train(cluster, disturbed, *options) as run:
         wait_for(disturbed, [3], run)
         cluster.remove_node(next(iter(cluster.worker_nodes)), allow_graceful=False)
         wait_for(disturbed, [3, 2], run)
-        add_machine(cluster)
-        assert run.wait(WAIT) == 0, output_of(disturbed)
+        cluster.add_node(**MACHINE)
+        assert run.wait(WAIT) == 0, (disturbed / "output").read_text()
 
-    params, extra = result_in(disturbed / "onecopy")
+    params, loaded = result_in(disturbed / "onecopy")
     expected, _ = result_in(undisturbed / "onecopy")
     earlier, _ = result_in(disturbed / "onecopy" / f"step-{LAST_STEP - SAVE_EVERY:08}")
     assert numbers_of_workers(disturbed) == [3, 2, 3]
-    assert len(extra["world_sizes"]) == LAST_STEP
-    assert f"\n{{'step': {LAST_STEP}," in output_of(disturbed), "fit() returns the last metrics"
+    assert len(loaded.extra["world_sizes"]) == LAST_STEP
+    assert f"\n{{'step': {LAST_STEP}," in (disturbed / "output").read_text(), "fit() returns the last metrics"
     # The samples of a step are the same, so only sums over workers are rounded differently.
     torch.testing.assert_close(params, expected, rtol=1e-4, atol=1e-5)
     assert (params - earlier).abs().max() > 100 * (params - expected).abs().max(), "a lost step would not be noticed"

@@ -18,14 +18,7 @@ import onecopy.checkpoint
 from tests.support.harness import pools
 from tests.support.paths import ROOT
 
-FOLDERS = sorted((ROOT / "docs/folders").glob("*.md"))
-PAGES = [
-    ROOT / "README.md",
-    ROOT / "CONTRIBUTING.md",
-    ROOT / "CHANGELOG.md",
-    *sorted((ROOT / "docs").glob("*.md")),
-    *FOLDERS,
-]
+PAGES = [*(ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "CHANGELOG")), *sorted(ROOT.glob("docs/*.md"))]
 
 BLOCK = re.compile(r"^```(\S*)[^\S\n]*(.*?)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
@@ -60,11 +53,6 @@ def first_cells(heading: str) -> set[str]:
     return {name for row in rows for name in NAME.findall(row)}
 
 
-def public(names: object) -> set[str]:
-    assert isinstance(names, (list, dict))
-    return {name for name in names if not name.startswith("_")}
-
-
 def run_page(page: str, folder: str) -> None:
     """Run a page's blocks in order, in one namespace, as one rank of a script."""
     namespace: dict[str, object] = {"__name__": "page"}
@@ -89,70 +77,57 @@ def test_the_code_on_a_page_runs_on_two_ranks(page: Path, tmp_path: Path) -> Non
     pools.run(2, __name__, "run_page", {"page": str(page), "folder": str(tmp_path)})
 
 
-def test_pages_with_python_have_runnable_python() -> None:
-    """A block that is not marked is not run, so every python block is marked."""
+def test_every_python_block_is_marked_so_that_it_is_run() -> None:
     for page in PAGES:
         kinds = [(match[1], match[2]) for match in BLOCK.finditer(page.read_text())]
         assert all(rest == "run" for kind, rest in kinds if kind == "python"), page.name
     assert len([page for page in PAGES if runnable_blocks(page)]) >= 5
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_relative_links_lead_somewhere(page: Path) -> None:
-    for link in LINK.findall(without_blocks(page)):
-        if link.startswith("https://"):
-            continue
-        path, _, anchor = link.partition("#")
-        target = (page.parent / path).resolve() if path else page
-        assert target.is_file(), f"{page.name}: {link}"
-        assert not anchor or anchor in anchors(target), f"{page.name}: {link} (there are {sorted(anchors(target))})"
+def test_links_lead_somewhere_and_every_page_is_reachable_from_the_readme() -> None:
+    linked: dict[Path, set[Path]] = {page: set() for page in PAGES}
+    for page in PAGES:
+        for link in LINK.findall(without_blocks(page)):
+            path, _, anchor = link.partition("#")
+            if not link.startswith("https://"):
+                target = (page.parent / path).resolve() if path else page
+                assert target.is_file(), f"{page.name}: {link}"
+                assert not anchor or anchor in anchors(target), f"{page.name}: {link} (of {sorted(anchors(target))})"
+                linked[page] |= {target} & linked.keys()
+    seen = {ROOT / "README.md"}
+    while more := set().union(*(linked[page] for page in seen)) - seen:
+        seen |= more
+    assert seen == set(PAGES)
 
 
 def test_the_index_lists_every_public_name() -> None:
-    assert set(onecopy.__all__) == first_cells("Public names")
+    zero = onecopy.ZeroRedundancyOptimizer
+    (attributes, _) = pools.run(2, __name__, "attributes_of_an_instance", {})
+    of_zero = {*dir(zero), *attributes, *inspect.signature(zero).parameters, "train", "eval"}  # two are forwarded
+    for heading, names in {
+        "Public names": onecopy.__all__,
+        "checkpoint": onecopy.checkpoint.__all__,
+        "ZeroRedundancyOptimizer": of_zero,
+        **{value.__name__: dir(value) for value in (onecopy.Layout, onecopy.ParamSpec, onecopy.Shard)},
+    }.items():
+        assert first_cells(heading) == {name for name in names if not name.startswith("_")}, heading
 
 
-def test_the_index_lists_every_name_of_the_checkpoints() -> None:
-    assert set(onecopy.checkpoint.__all__) == first_cells("checkpoint")
-
-
-def test_the_index_lists_every_attribute_and_argument_of_the_optimizer() -> None:
-    (names, _) = pools.run(2, __name__, "attributes_of_an_instance", {})
-    arguments = set(inspect.signature(onecopy.ZeroRedundancyOptimizer).parameters)
-    forwarded = {"train", "eval"}
-    expected = public(dir(onecopy.ZeroRedundancyOptimizer)) | public(names) | arguments | forwarded
-    assert expected == first_cells("ZeroRedundancyOptimizer")
-
-
-@pytest.mark.parametrize("value", [onecopy.Layout, onecopy.ParamSpec, onecopy.Shard], ids=lambda value: value.__name__)
-def test_the_index_lists_every_member_of_a_value(value: type) -> None:
-    assert public(dir(value)) == first_cells(value.__name__)
-
-
-def test_every_page_is_reachable_from_the_readme() -> None:
-    seen: set[Path] = set()
-    waiting = [ROOT / "README.md"]
-    while waiting:
-        page = waiting.pop()
-        if page in seen:
-            continue
-        seen.add(page)
-        links = [link.partition("#")[0] for link in LINK.findall(without_blocks(page))]
-        waiting += [(page.parent / link).resolve() for link in links if link.endswith(".md") and "://" not in link]
-    assert set(PAGES) <= seen
-
-
-def test_ci_runs_the_test_command_of_the_readme() -> None:
+def test_commands_on_pages_exist_and_ci_runs_the_test_command_of_the_readme() -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for page in PAGES:
+        assert set(re.findall(r"(?:`|^)make ([a-z-]+)", page.read_text(), re.MULTILINE)) <= targets, page.name
     shell = "\n".join(match[3] for match in BLOCK.finditer((ROOT / "README.md").read_text()) if match[1] == "sh")
     (command,) = re.findall(r"^(make test\b.*?)\s*(?:#.*)?$", shell, re.MULTILINE)
     script = ROOT / ".ci/run"
-    assert command in script.read_text().splitlines()
-    assert {"make lint", "make types"} <= set(script.read_text().splitlines())
+    assert {command, "make lint", "make types"} <= set(script.read_text().splitlines())
     assert script.stat().st_mode & 0o111, "it must be executable"
 
 
-def test_every_make_target_that_a_page_names_exists() -> None:
-    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    for page in PAGES:
-        for target in re.findall(r"(?:`|^)make ([a-z-]+)", page.read_text(), re.MULTILINE):
-            assert target in targets, f"{page.name}: make {target}"
+def test_the_files_of_a_release_agree() -> None:
+    for file, pattern in (("pyproject.toml", r'^version = "(.*)"$'), ("CITATION.cff", r"^version: (.*)$")):
+        assert re.findall(pattern, (ROOT / file).read_text(), re.MULTILINE) == [onecopy.__version__], file
+    workflow = (ROOT / ".github/workflows/release.yml").read_text()
+    assert "run: .ci/run" in workflow
+    assert "id-token: write" in workflow, "trusted publishing needs it"
+    assert "password" not in workflow

@@ -6,23 +6,24 @@ import ast
 import re
 from pathlib import Path
 
-import pytest
 import torch
 
-from tests.support.paths import ROOT
+from tests.support.paths import FIXTURES, ROOT
 
 PAGE = (ROOT / "docs/names.md").read_text()
-RECORDED = ROOT / "tests/fixtures/torch_zero_test_names.txt"
+CELLS = [line.split("|")[1:3] for line in PAGE.splitlines() if line.startswith("| `")]
+
+RECORDED = FIXTURES / "torch_zero_test_names.txt"
 """The names in torch's test file, which is not installed with torch. ``python -m tests.project.test_names FILE``."""
 
-TESTS = ROOT / "tests/fixtures/torch_zero_tests.txt"
+TESTS = (FIXTURES / "torch_zero_tests.txt").read_text().split()
 """The tests that unittest makes of torch's test file, each with its class."""
 
-FILES = [
+FILES = (
     "optim/zero_redundancy_optimizer.py",
     "optim/zero_redundancy_optimizer.pyi",
     "algorithms/ddp_comm_hooks/ddp_zero_hook.py",
-]
+)
 """Torch's modules and the stub, below ``torch/distributed``."""
 
 
@@ -35,36 +36,23 @@ def names_in(source: str) -> set[str]:
             found.add(node.name)
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self":
             found.add(node.attr)
-    for node in tree.body:
-        if isinstance(node, ast.Assign):
-            found.update(target.id for target in node.targets if isinstance(target, ast.Name))
-        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            found.add(node.target.id)
+    for statement in tree.body:
+        targets = getattr(statement, "targets", [getattr(statement, "target", None)])
+        found.update(target.id for target in targets if isinstance(target, ast.Name))
     return found - {"__all__"}
 
 
-def names_of_torch() -> set[str]:
+def test_the_page_has_the_names_of_torchs_modules_and_tests_and_no_others() -> None:
     folder = Path(torch.__file__).parent / "distributed"
-    found: set[str] = set()
-    return found.union(*(names_in((folder / file).read_text()) for file in FILES))
-
-
-def first_cells() -> set[str]:
-    """The names in the first column of the page's tables, without the classes before them."""
-    cells = [line.split("|")[1] for line in PAGE.splitlines() if line.startswith("| `")]
-    return {name.rpartition(".")[2] for cell in cells for name in re.findall(r"`([\w.]+)`", cell)}
-
-
-def test_the_page_has_every_name_of_torchs_modules() -> None:
-    names = names_of_torch()
-    assert len(names) > 90
-    assert names - first_cells() == set()
-
-
-def test_the_page_has_every_name_of_torchs_test_suite() -> None:
-    names = set(RECORDED.read_text().split())
-    assert {"SGDWithNewKey", "LocalModel", "ModelParallelModel", "test_ddp_zero_overlap"} <= names
-    assert names - first_cells() - {"__init__", "step", "main_hook", "join_hook", "zero"} == set()
+    of_modules = set().union(*(names_in((folder / file).read_text()) for file in FILES))
+    of_tests = set(RECORDED.read_text().split())
+    assert len(of_modules) > 90
+    assert {"SGDWithNewKey", "LocalModel", "ModelParallelModel", "test_ddp_zero_overlap"} <= of_tests
+    # Names in the first column, without the classes before them.
+    shown = {name.rpartition(".")[2] for cell, _ in CELLS for name in re.findall(r"`([\w.]+)`", cell)}
+    local = {"__init__", "step", "main_hook", "join_hook", "zero"}
+    assert of_modules | (of_tests - local) <= shown
+    assert shown <= of_modules | of_tests | {test.rpartition(".")[2] for test in TESTS}
 
 
 def test_the_page_has_each_of_torchs_tests_with_the_tests_that_cover_it() -> None:
@@ -74,39 +62,25 @@ def test_the_page_has_each_of_torchs_tests_with_the_tests_that_cover_it() -> Non
         for name, cell in re.findall(r"^\| `(\w+)` \| (.*) \|$", table, re.MULTILINE):
             found.append(f"{title}.{name}")
             assert "::" in cell, name
-    recorded = TESTS.read_text().split()
-    assert len(recorded) == 42
-    assert sorted(found) == sorted(recorded)
+    assert len(TESTS) == 42
+    assert sorted(found) == sorted(TESTS)
 
 
-def test_the_page_has_no_name_that_torch_does_not_have() -> None:
-    tests = {line.rpartition(".")[2] for line in TESTS.read_text().split()}
-    known = names_of_torch() | set(RECORDED.read_text().split()) | tests
-    assert first_cells() - known == set()
-
-
-@pytest.mark.parametrize("path", sorted(set(re.findall(r"`([\w/]+\.py)(?=[`:])", PAGE))))
-def test_every_file_exists(path: str) -> None:
-    assert (ROOT / "src/onecopy" / path).exists() or (ROOT / "tests" / path).exists()
-
-
-def test_every_test_exists() -> None:
-    found = re.findall(r"`([\w/]+\.py)::(\w+)`", PAGE)
-    assert len(found) > 20
-    for path, name in found:
-        assert f"def {name}(" in (ROOT / "tests" / path).read_text(), f"{path}::{name}"
-
-
-def test_every_name_of_ours_exists_in_its_file() -> None:
-    cells = [line.split("|")[2] for line in PAGE.splitlines() if line.startswith("| `")]
-    found = [pair for cell in cells for pair in re.findall(r"`([\w/]+\.py)`: `(\w+)(?:\.(\w+))?`", cell)]
-    assert len(found) > 15
-    for path, *names in found:
-        source = next(
-            root / path for root in (ROOT / "src/onecopy", ROOT / "tests") if (root / path).exists()
-        ).read_text()
-        for name in filter(None, names):
-            assert re.search(rf"\b{name}\b", source), f"{path}: {name}"
+def test_every_file_test_and_name_of_ours_exists() -> None:
+    texts = {}
+    for path in set(re.findall(r"`([\w/]+\.py)(?=[`:])", PAGE)):
+        (texts[path],) = [
+            (ROOT / top / path).read_text() for top in ("src/onecopy", "tests") if (ROOT / top / path).exists()
+        ]
+    tests = re.findall(r"`([\w/]+\.py)::(\w+)`", PAGE)
+    names = [pair for _, cell in CELLS for pair in re.findall(r"`([\w/]+\.py)`: `(\w+)(?:\.(\w+))?`", cell)]
+    assert len(tests) > 20
+    assert len(names) > 15
+    for path, name in tests:
+        assert f"def {name}(" in texts[path], f"{path}::{name}"
+    for path, *parts in names:
+        for part in filter(None, parts):
+            assert re.search(rf"\b{part}\b", texts[path]), f"{path}: {part}"
 
 
 if __name__ == "__main__":

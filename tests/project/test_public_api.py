@@ -55,13 +55,12 @@ def signature(function: Any) -> str:
 
 def lines_of_module(module: Any, instances: dict[str, list[str]]) -> Iterator[str]:
     for name in module.__all__:
-        value = getattr(module, name)
-        full = f"{module.__name__}.{name}"
-        if not inspect.isclass(value):
-            yield f"{full}{signature(value)}"
-        else:
+        value, full = getattr(module, name), f"{module.__name__}.{name}"
+        if inspect.isclass(value):
             yield from lines_of_class(full, value)
             yield from (f"{full}.{attribute}" for attribute in instances.get(name, ()))
+        else:
+            yield f"{full}{signature(value)}"
 
 
 def lines_of_class(full: str, cls: type) -> Iterator[str]:
@@ -73,15 +72,10 @@ def lines_of_class(full: str, cls: type) -> Iterator[str]:
     members: dict[str, Any] = {}
     for base in reversed(cls.__mro__):
         if base.__module__.partition(".")[0] == "onecopy":
-            members.update(dict.fromkeys(vars(base).get("__annotations__", {})))
-            members.update(vars(base))
+            members |= dict.fromkeys(vars(base).get("__annotations__", {})) | dict(vars(base))
     for name, value in members.items():
-        if name.startswith("_") or name in INTERNAL:
-            continue
-        if inspect.isfunction(value):
-            yield f"{full}.{name}{signature(value)}"
-        else:
-            yield f"{full}.{name}"
+        if not name.startswith("_") and name not in INTERNAL:
+            yield f"{full}.{name}{signature(value) if inspect.isfunction(value) else ''}"
 
 
 def lines_of_command(words: str, command: Any) -> Iterator[str]:
@@ -98,22 +92,16 @@ def lines_of_command(words: str, command: Any) -> Iterator[str]:
 def current() -> list[str]:
     """One line for everything that a user can write."""
     (instances,) = pools.run(1, "tests.project.test_public_api", "attributes_of_instances", {})
-    lines = {"onecopy.__version__"}
+    lines = {"onecopy.__version__", *(f"onecopy checkpoint convert --to {form.value}" for form in cli.Form)}
+    lines.update(lines_of_command("onecopy", typer.main.get_command(cli.app)))
     for module in (onecopy, checkpoint):
         lines.update(lines_of_module(module, instances))
-    lines.update(lines_of_command("onecopy", typer.main.get_command(cli.app)))
-    lines.update(f"onecopy checkpoint convert --to {form.value}" for form in cli.Form)
     return sorted(lines)
 
 
-def difference(recorded: list[str], found: list[str]) -> str:
-    """Lines that went (-) and came (+), without those between."""
-    lines = difflib.unified_diff(recorded, found, "recorded", "now", lineterm="", n=0)
-    return "\n".join(line for line in lines if not line.startswith("@@"))
-
-
 def test_the_public_interface_is_the_recorded_one() -> None:
-    found = difference(RECORD.read_text().splitlines(), current())
+    lines = difflib.unified_diff(RECORD.read_text().splitlines(), current(), "recorded", "now", lineterm="", n=0)
+    found = "\n".join(line for line in lines if not line.startswith("@@"))
     assert not found, f"the public interface has changed; if that is meant, run this file to record it:\n{found}"
 
 

@@ -9,7 +9,7 @@ from torch.distributed.algorithms.join import Joinable, JoinHook
 from torch.optim import Optimizer
 from typing_extensions import assert_type
 
-from onecopy import Layout, OnecopyError, ParamSpec, PeerFailedError, RanksDisagreeError, Shard, ZeroRedundancyOptimizer
+from onecopy import OnecopyError, PeerFailedError, RanksDisagreeError, Shard, ZeroRedundancyOptimizer
 
 
 def construct(model: torch.nn.Module) -> ZeroRedundancyOptimizer:
@@ -35,55 +35,27 @@ def loss() -> float:
     return 1.0
 
 
-def take(plain: Optimizer, joinable: Joinable) -> None: ...
-
-
 def use(optimizer: ZeroRedundancyOptimizer, param: torch.Tensor) -> None:
-    take(optimizer, optimizer)
-    assert_type(optimizer.step(loss), float)
+    plain: Optimizer = optimizer
+    joinable: Joinable = optimizer
+    assert plain is joinable
     assert_type(optimizer.step(closure=loss), float)
     assert_type(optimizer.step(loss, extra=1), float)
     nothing: None = assert_type(optimizer.step(), None)
     nothing = assert_type(optimizer.step(None, extra=1), None)
     assert nothing is None
 
-    assert_type(optimizer.layout, Layout)
     assert_type(optimizer.optim, Optimizer)
     assert_type(optimizer.world_size, int)
-    assert_type(optimizer.rank, int)
-    assert_type(optimizer.global_rank, int)
-    assert_type(optimizer.parameters_as_bucket_view, bool)
-    assert_type(optimizer.initialized, bool)
     assert_type(optimizer.state_dict(), dict[str, Any])
     assert_type(optimizer.join_hook(), JoinHook)
     assert_type(optimizer.join_device, torch.device)
     assert_type(optimizer.state[param], Any)
-    optimizer.consolidate_state_dict()
-    optimizer.consolidate_state_dict(to=1)
-    optimizer.load_state_dict(optimizer.state_dict())
-    optimizer.add_param_group({"params": [param]})
     torch.optim.lr_scheduler.StepLR(optimizer, 10)
+    assert_type(optimizer.layout.owned_by(0), tuple[Shard, ...])
 
 
-def look(layout: Layout) -> None:
-    assert_type(layout.params, tuple[ParamSpec, ...])
-    assert_type(layout.shards, tuple[Shard, ...])
-    assert_type(layout.owned_by(0), tuple[Shard, ...])
-    assert_type(layout.shards_of(0), tuple[Shard, ...])
-    assert_type(layout.is_whole(layout.shards[0]), bool)
-    assert_type(layout.cut_params, tuple[int, ...])
-    assert_type(layout.elements_per_rank, tuple[int, ...])
-    assert_type(layout.bytes_per_rank, tuple[int, ...])
-    assert_type(layout.imbalance, float)
-    assert_type(layout.digest(), int)
-    assert_type(layout.params[0].numel, int)
-    assert_type(layout.shards[0].numel, int)
-
-
-def catch() -> None:
-    try:
-        loss()
-    except (PeerFailedError, RanksDisagreeError) as error:
-        caught: OnecopyError = error
-        also: RuntimeError = caught
-        raise also from None
+def catch(error: PeerFailedError | RanksDisagreeError) -> None:
+    caught: OnecopyError = error
+    also: RuntimeError = caught
+    raise also

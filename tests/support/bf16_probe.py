@@ -37,21 +37,18 @@ torch.nn.Linear(256, 256, dtype=torch.bfloat16)(matrix).sum().backward()
 CPUINFO = Path("/proc/cpuinfo")
 
 BEYOND = ("amx", "avx10", "avx512_fp16")
-"""Prefixes of processor flags for instructions that oneDNN uses and that ``VALUE`` rules out."""
+"""Prefixes of processor flags for instructions that oneDNN uses and that ``VALUE`` rules out.
+
+Processors with AMX have the other two, and Linux may omit AMX from its list although oneDNN finds it.
+"""
 
 
 def protect() -> str:
     """Set the variable for this process and its children if torch's bf16 matmul needs it on this processor.
 
-    Another process tries the matmul first. It imports torch, which takes about two seconds. It is not started if the
-    variable is set already, or if Linux lists no instructions of the processor that the variable rules out, because
-    then the variable changes nothing. The flags of AVX10 and AVX512_FP16 count too. Processors with AMX have them, and
-    Linux may omit AMX from its list although the processor still reports it to oneDNN.
-
-    oneDNN reads the variable when it is first used, not when torch is imported.
-
-    Returns:
-        A message for the user; empty if the matmul works or was not tried.
+    Another process tries the matmul first, which takes about two seconds, unless the variable is set already or would
+    change nothing. oneDNN reads the variable when it is first used, not when torch is imported. Returns a message for
+    the user, empty if the matmul works or was not tried.
     """
     if VARIABLE in os.environ or not _has_more_than_the_variable_allows():
         return ""
@@ -72,11 +69,7 @@ def protect() -> str:
 
 
 def ending(code: int | None) -> str:
-    """Return in words how a process ended, from its exit code in ``subprocess`` or ``multiprocessing``.
-
-    Returns:
-        ``"was killed by SIGILL"``, ``"exited with code 3"`` or, for ``None``, ``"has not ended"``.
-    """
+    """Return in words how a process ended, from its exit code in ``subprocess`` or ``multiprocessing``."""
     if code is None:
         return "has not ended"
     names = {each.value: each.name for each in signal.Signals}

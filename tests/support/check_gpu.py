@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import subprocess
 import sys
 from typing import Any
 
+from tests.support.examples import EXAMPLES, example
 from tests.support.paths import ROOT
 
-EXAMPLE = ROOT / "examples" / "check_gpu.py"
+EXAMPLE = EXAMPLES / "check_gpu.py"
 
 
-def start(program: list[str], *options: str) -> subprocess.CompletedProcess[str]:
-    """Run a program with torchrun on two ranks."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *program]
+def start(program: list[str], *options: str, ranks: int = 2) -> subprocess.CompletedProcess[str]:
+    """Run a program with torchrun."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", *program]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join((str(ROOT / "src"), str(ROOT)))}
     return subprocess.run(
         [*command, *options], capture_output=True, text=True, check=False, env=environment, cwd=ROOT, timeout=600
@@ -24,13 +24,7 @@ def start(program: list[str], *options: str) -> subprocess.CompletedProcess[str]
 
 def load() -> Any:
     """Return the example as a module."""
-    sys.path.insert(0, str(EXAMPLE.parent))  # as for a script: it imports its neighbours
-    spec = importlib.util.spec_from_file_location("check_gpu", EXAMPLE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return example("check_gpu")
 
 
 def main() -> int:

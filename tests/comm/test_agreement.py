@@ -3,37 +3,23 @@
 from __future__ import annotations
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from onecopy import PeerFailedError, RanksDisagreeError
-from onecopy.comm.agreement import Fact, FailTogether, Vote, check_vote, vote_at_once, vote_row
+from onecopy.comm.agreement import Vote, check_vote, vote_at_once, vote_row
 from onecopy.comm.collectives import Collectives
 from tests.support.as_on_accelerators import as_on_accelerators
 from tests.support.failures import expect, failure_of
 from tests.support.harness import distributed
 
 
-def rows_of(*digests: int) -> list[int]:
-    """The largest of the rows of ranks with these digests."""
-    ranks = range(len(digests))
-    rows = [[0, 0, 0, digest << 20 | rank, -(digest << 20 | rank)] for rank, digest in zip(ranks, digests, strict=True)]
-    return [max(column) for column in zip(*rows, strict=True)]
-
-
 @pytest.mark.parametrize(
     ("digests", "different"),
-    [
-        ((5, 5, 5), None),
-        ((0, 0), None),
-        ((5, 5, 6), (0, 2)),
-        ((6, 5, 5), (1, 0)),
-        ((2**40 - 1, 0), (1, 0)),
-        ((1, 2, 3, 2), (0, 2)),
-    ],
+    [((5, 5, 5), None), ((0, 0), None), ((5, 5, 6), (0, 2)), ((2**40 - 1, 0), (1, 0)), ((1, 2, 3, 2), (0, 2))],
 )
 def test_a_row_names_two_ranks_that_differ(digests: tuple[int, ...], different: tuple[int, int] | None) -> None:
-    vote = Vote(rows_of(*digests))
+    rows = [[0, 0, 0, digest << 20 | rank, -(digest << 20 | rank)] for rank, digest in enumerate(digests)]
+    vote = Vote([max(column) for column in zip(*rows, strict=True)])
     assert vote.different(1) == different
     assert max(map(abs, vote.row)) < 1 << 62
 
@@ -77,26 +63,3 @@ def test_a_row_that_is_read_later_tells_what_was_wrong(world_size: int) -> None:
     with pytest.raises(RanksDisagreeError, match="the previous update: global ranks 0 and 1 have different lengths"):
         check_vote(vote(digest=1 + rank, later=True), collectives, "the update", values=["lengths"])
     check_vote(vote(later=True), collectives, "step()", values=["lengths"])
-
-
-@distributed(3)
-def test_a_block_fails_on_all_ranks_and_compares_what_must_be_equal(world_size: int) -> None:
-    rank, collectives = dist.get_rank(), Collectives()
-
-    def block(value: str, error: Exception | None = None) -> bool:
-        with FailTogether(collectives, "call()") as together:
-            together.facts = [Fact("one", "1"), Fact("two", value)]
-            together.flag = rank == 2
-            if error is not None:
-                raise error
-        return together.any_flag
-
-    assert block("2")
-    error = failure_of(lambda: block("3" if rank == 1 else "2"))
-    expect(error, RanksDisagreeError, r"disagree in call\(\)\. First difference: ranks 0, 2: two: 2; rank 1: two: 3\.")
-    error = failure_of(lambda: block("2", LookupError("not here") if rank == 1 else None))
-    kind, text = (LookupError, "not here") if rank == 1 else (PeerFailedError, r"failed on rank 1: LookupError: .*here")
-    expect(error, kind, text)
-    total = torch.ones(1)
-    dist.all_reduce(total)
-    assert int(total) == 3

@@ -14,8 +14,8 @@ from onecopy import PeerFailedError, RanksDisagreeError, ShardedDataParallel, Ze
 from onecopy.comm.status_flags import DeferredFlags, DeferredRead
 from tests.support.as_on_accelerators import as_on_accelerators
 from tests.support.data_parallel import ROUNDING, train
-from tests.support.harness import distributed
-from tests.support.models import assert_equal, assert_replicas_equal, small_loss, small_model
+from tests.support.harness import EVERYTHING, distributed
+from tests.support.models import assert_replicas_equal, small_loss, small_model
 from tests.support.parity import IN_ANY_ORDER, Case, Run, compare
 
 
@@ -25,7 +25,7 @@ def arriving_at_once() -> Any:
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["", "overlapped"])
-@pytest.mark.parametrize("case", IN_ANY_ORDER, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", IN_ANY_ORDER if EVERYTHING else IN_ANY_ORDER[::3], ids=lambda case: case.name)
 @distributed(2, 3)
 def test_sharded_training_equals_ddp(world_size: int, case: Case, overlap: bool) -> None:
     """One rank alone takes a branch, and the others learn of its gradients from the status flags."""
@@ -55,30 +55,17 @@ def test_different_options_are_told_one_step_later(world_size: int) -> None:
             zero.step()
 
 
-class WithNothing(nn.Module):
-    """Has a parameter without elements, of a type of its own, and so a bucket without elements."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-        self.nothing = nn.Parameter(torch.zeros(0, dtype=torch.float64))
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        outputs: Tensor = self.layer(inputs).sum() + self.nothing.sum()
-        return outputs
-
-
 @distributed(2, 3)
 def test_a_bucket_without_elements(world_size: int) -> None:
     with as_on_accelerators():
-        module = WithNothing()
-        before = module.layer.bias.detach().clone()
+        module = nn.Linear(4, 4)
+        module.register_parameter("nothing", nn.Parameter(torch.zeros(0, dtype=torch.float64)))  # in its own bucket
+        module.register_forward_hook(lambda layer, _, outputs: outputs.sum() + layer.nothing.sum())
+        before = module.bias.detach().clone()
         zero = ZeroRedundancyOptimizer(module.parameters(), torch.optim.SGD, lr=0.1)
-        model = ShardedDataParallel(module, zero)
-        model(torch.ones(2, 4)).backward()
+        ShardedDataParallel(module, zero)(torch.ones(2, 4)).backward()
         zero.step()
-        assert_equal([module.layer.bias], [before - 0.2], "bias", 1e-6)
-        assert_replicas_equal(list(model.parameters()))
+        torch.testing.assert_close(module.bias.detach(), before - 0.2)
 
 
 class FailsOnRankZero(torch.optim.SGD):
@@ -108,31 +95,18 @@ def test_a_failed_update_raises_at_once_there_and_in_the_next_step_elsewhere(wor
     dist.barrier()
 
 
-class Sparse(nn.Module):
-    """Has a sparse gradient on one rank."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.words = nn.Embedding(8, 4, sparse=dist.get_rank() == 0)
-        self.more = nn.Linear(4, 4)
-
-    def forward(self, words: Tensor) -> Tensor:
-        out: Tensor = self.more(self.words(words)).sum()
-        return out
-
-
 @distributed(2, 3)
 def test_a_failed_backward_raises_at_once_there_and_in_the_next_forward_elsewhere(world_size: int) -> None:
     with as_on_accelerators(), arriving_at_once():
-        module = Sparse()
+        module = nn.Sequential(nn.Embedding(8, 4, sparse=dist.get_rank() == 0), nn.Linear(4, 4))
         zero = ZeroRedundancyOptimizer(module.parameters(), torch.optim.SGD, lr=0.1)
         model = ShardedDataParallel(module, zero, bucket_bytes=64)
         words = torch.arange(8)
         if dist.get_rank() == 0:
             with pytest.raises(ValueError, match="sparse gradient"):
-                model(words).backward()
+                model(words).sum().backward()
         else:
-            model(words).backward()
+            model(words).sum().backward()
             with pytest.raises(PeerFailedError, match=r"previous backward\(\) failed on global rank 0"):
                 model(words)
 

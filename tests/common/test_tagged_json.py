@@ -13,7 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from onecopy.common import nested_tensors, tagged_json
+from onecopy.common import tagged_json
 
 LEAVES = st.one_of(
     st.none(),
@@ -52,7 +52,7 @@ def round_trip(value: object) -> Any:
     return tagged_json.decode(tagged_json.loads(tagged_json.dumps(tagged_json.encode(value, found, "it"))), found)
 
 
-@settings(max_examples=500)
+@settings(max_examples=200)
 @given(TREES)
 @example({1: "int", "1": "text", None: (), (1, "a"): [math.nan, math.inf, -math.inf]})
 @example([["tensor", 0], ["float", "nan"], ("tuple", [])])
@@ -86,7 +86,6 @@ REFUSED: dict[str, tuple[object, str]] = {
     "an enum inside a list": ([0, Colour.RED], r"state of 'w'\[1\] is of type .*Colour"),
     "a named tuple inside a dict": ({"a": {2: Pair(1)}}, r"state of 'w'\['a'\]\[2\] is of type .*Pair"),
     "a default dict": ((collections.defaultdict(int),), r"state of 'w'\[0\] is of type collections\.defaultdict"),
-    "a generator": ({"g": torch.Generator()}, r"state of 'w'\['g'\] is of type torch.*Generator"),
     "a device": ({"d": torch.device("cpu")}, r"state of 'w'\['d'\] is of type torch\.device"),
     "a function": ([len], r"state of 'w'\[0\] is of type builtins\.builtin_function_or_method"),
     "a key": ({frozenset(): 1}, r"a key of state of 'w' is of type builtins\.frozenset"),
@@ -98,29 +97,3 @@ def test_any_other_type_is_refused_with_its_place_and_type(kind: str) -> None:
     value, message = REFUSED[kind]
     with pytest.raises(TypeError, match=message):
         tagged_json.encode(value, [], "state of 'w'")
-
-
-def test_only_the_tensors_of_a_tree_are_mapped() -> None:
-    tree = {"a": torch.ones(1), "b": [2, (torch.zeros(1), "x")], 3: None}
-    mapped = nested_tensors.map_tensors(tree, lambda tensor: tensor.tolist())
-    assert mapped == {"a": [1.0], "b": [2, ([0.0], "x")], 3: None}
-    assert isinstance(mapped["b"][1], tuple)
-    assert isinstance(tree["a"], Tensor), "the original is left alone"
-
-
-@pytest.mark.parametrize(
-    "tensor",
-    [
-        torch.zeros(()),
-        torch.zeros(0, 3, dtype=torch.float64),
-        torch.zeros(2, 3, 4, 5, dtype=torch.bfloat16).to(memory_format=torch.channels_last),
-        torch.zeros(3, 2, dtype=torch.complex64).t(),
-        torch.zeros(2, dtype=torch.bool),
-        torch.zeros(2, dtype=torch.float8_e4m3fn),
-        torch.zeros(2, dtype=torch.uint8),
-    ],
-    ids=lambda tensor: str(tensor.dtype),
-)
-def test_a_receiver_can_allocate_a_tensor_from_its_description(tensor: Tensor) -> None:
-    made = tagged_json.empty_from(tagged_json.loads(tagged_json.dumps(tagged_json.describe_tensor(tensor))))
-    assert (made.dtype, made.shape, made.stride()) == (tensor.dtype, tensor.shape, tensor.stride())

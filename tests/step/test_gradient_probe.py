@@ -228,9 +228,9 @@ def test_accumulation_uneven_inputs_and_a_single_rank_are_no_mistake(world_size:
 
 
 GRADIENTS: dict[str, Callable[[Tensor, int], Tensor | None]] = {
-    "zeros": lambda param, rank: torch.zeros_like(param),
+    "zeros": lambda param, _: torch.zeros_like(param),
     "zeros on one rank": lambda param, rank: torch.zeros_like(param) if rank else torch.ones_like(param),
-    "none": lambda param, rank: None,
+    "none": lambda *_: None,
     "sparse": lambda param, rank: torch.sparse_coo_tensor(
         torch.tensor([[rank]]), torch.ones(1, *param.shape[1:]), param.shape
     ),

@@ -19,7 +19,7 @@ from tests.support.models import assert_equal, assert_same_tree
 
 
 class Net(nn.Module):
-    """A convolution and a square matrix large enough to be cut by element, and a small layer, which may have different types."""
+    """Two layers large enough to be cut by element, and a small one; they may have different types."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -228,6 +228,22 @@ def with_keywords(ddp: DistributedDataParallel, optimizer: Any) -> None:
         optimizer.step(scale=scale)
 
 
+def adding_a_group(ddp: DistributedDataParallel, optimizer: Any) -> list[Any]:
+    late = small_model(seed=4)
+    for step in range(6):
+        if step == 3:
+            before = getattr(optimizer, "layout", None)
+            held = list(optimizer.state.values())
+            optimizer.add_param_group({"params": late.parameters(), "lr": 0.05})
+            if before is not None:
+                assert optimizer.layout.shards[: len(before.shards)] == before.shards
+                assert [group["lr"] for group in optimizer.optim.param_groups] == [0.1, 0.05]
+            assert all(any(state is each for each in optimizer.state.values()) for state in held)
+        fill_gradients((*ddp.parameters(), *late.parameters()), 1.0 + step)
+        optimizer.step()
+    return [param.tolist() for param in late.parameters()]
+
+
 def adding_keys(ddp: DistributedDataParallel, optimizer: Optimizer) -> list[Any]:
     optimizer.add_param_group({"params": small_model(seed=4).parameters(), "lr": 0.2})
     seen = []
@@ -272,6 +288,7 @@ LOOPS: dict[str, tuple[Loop, dict[str, Any]]] = {
     "missing gradients": (missing_gradients, {**ADAMW, "weight_decay": 0.5}),
     "arguments of step": (with_keywords, {"optimizer": Descent}),
     "keys that the class adds to its groups": (adding_keys, {"optimizer": Descent}),
+    "a group added later": (adding_a_group, SGD),
     "a compiled step": (compiled, ADAMW),
 }
 
@@ -396,57 +413,6 @@ def test_a_profiler_sees_the_parts_of_a_step_and_without_one_nothing_is_recorded
         optimizer.step()
     names = {event.key for event in profiler.key_averages()}
     assert {"onecopy.update", "onecopy.confirm", "onecopy.share"} <= names
-
-
-# Groups, state, sizes
-
-
-@IN_ALL_MODES
-@distributed(2, 3)
-def test_a_group_added_later_trains_and_moves_nothing(world_size: int, mode: Modes) -> None:
-    plain, sharded = ([small_model(), small_model(seed=4)] for _ in range(2))
-    options: dict[str, Any] = {"lr": 0.1, "momentum": 0.9}
-    reference = torch.optim.SGD(plain[0].parameters(), **options)
-    optimizer = ours(sharded[0].parameters(), torch.optim.SGD, mode, **options)
-    shards, held = optimizer.layout.shards, list[Any]()
-    for step in range(6):
-        if step == 3:
-            held = [optimizer.state[param] for param in optimizer.state]
-            reference.add_param_group({"params": plain[1].parameters(), "lr": 0.05})
-            optimizer.add_param_group({"params": sharded[1].parameters(), "lr": 0.05})
-            assert [group["lr"] for group in optimizer.optim.param_groups] == [0.1, 0.05]
-        for model in (*plain, *sharded):
-            fill_gradients(model.parameters(), 1.0 + step)
-        reference.step()
-        optimizer.step()
-    assert optimizer.layout.shards[: len(shards)] == shards
-    assert held
-    assert all(any(state is each for each in optimizer.state.values()) for state in held)
-    for mine, theirs in zip(sharded, plain, strict=True):
-        assert_equal(mine.parameters(), theirs.parameters(), "parameters")
-    optimizer.consolidate_state_dict()
-    if optimizer.rank == 0:
-        assert_same_tree(optimizer.state_dict(), reference.state_dict(), "state dict")
-
-
-@IN_ALL_MODES
-@distributed(2, 3)
-def test_state_of_a_parameter_is_the_inner_optimizers(world_size: int, mode: Modes) -> None:
-    model = small_model()
-    optimizer = ours(model.parameters(), torch.optim.AdamW, mode, lr=0.1)
-    assert len(optimizer.state) == 0
-    fill_gradients(model.parameters())
-    optimizer.step()
-    inner = list(optimizer.optim.state.values())
-    mine = {shard.param: shard for shard in optimizer.layout.owned_by(optimizer.rank)}
-    assert len(optimizer.state) == len(inner) == len(mine)
-    for index, param in enumerate(model.parameters()):
-        assert (param in optimizer.state) == bool(optimizer.state[param]) == (index in mine)
-        if index in mine:
-            state = optimizer.state[param]
-            assert any(state is held for held in inner)
-            assert state["exp_avg"].numel() == mine[index].numel
-            assert not optimizer.layout.is_whole(mine[index]) or state is optimizer.optim.state[param]
 
 
 @distributed(2)

@@ -6,43 +6,15 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from onecopy.comm import limits
 from onecopy.comm.collectives import Collectives
-from onecopy.comm.sharing import PIECE_MULTIPLE, OwnedMemory, SharedBucket, Sharing, _plan_rounds
+from onecopy.comm.sharing import OwnedMemory, SharedBucket, Sharing
 from onecopy.common.flat_views import as_bytes
 from tests.support.harness import distributed
-
-SIZES = st.lists(st.tuples(st.integers(0, 3), st.integers(1, 1000)), min_size=1, max_size=30)
-
-
-@settings(max_examples=100)
-@given(SIZES, st.sampled_from([1, 1000, 100_000]))
-@example([(0, 64), (1, 64), (2, 64), (3, 64)], 1024)
-def test_rounds_have_every_element_once_in_order_and_within_bounds(sizes: list[tuple[int, int]], limit: int) -> None:
-    memory = torch.arange(sum(size for _, size in sizes), dtype=torch.int32)
-    parts = memory.split([size for _, size in sizes])
-    group = [
-        (OwnedMemory(owner, (index,), as_bytes(part), 4), part)
-        for index, ((owner, _), part) in enumerate(zip(sizes, parts, strict=True))
-    ]
-    with mock.patch.object(limits, "PADDING_BYTES_PER_RANK", 0):
-        rounds = _plan_rounds(group, 4, limit)
-    for owner in range(4):
-        sent = [value for each in rounds for part, _ in each.memories[owner] for value in part.tolist()]
-        assert sent == [value for owned, part in group if owned.owner == owner for value in part.tolist()]
-    for each in rounds:
-        assert sum(each.sizes) <= max(4 * PIECE_MULTIPLE, limit // 4)
-        assert each.params == {
-            index
-            for index, part in enumerate(parts)
-            for memories in each.memories
-            for piece, _ in memories
-            if piece.numel() and part.numel() and part[0] <= piece[0] <= part[-1]
-        }
 
 
 @given(st.lists(st.integers(0, 100), min_size=1, max_size=8).filter(any))

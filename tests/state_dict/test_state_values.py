@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import collections
 import copy
+import enum
 import math
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -99,13 +101,21 @@ def test_a_slice_kept_as_state_comes_back_with_its_values(world_size: int) -> No
         assert state_dict["state"][0]["expanded"].tolist() == [2.5, 2.5, 2.5]
 
 
-class Anything:
-    """No plain data."""
+class Colour(enum.IntEnum):
+    RED = 1
+
+
+class Named(NamedTuple):
+    left: int
 
 
 FORBIDDEN: dict[str, tuple[Any, str]] = {
     "a set": ({1, 2}, r"builtins\.set"),
-    "an object": (Anything(), r"test_state_values\.Anything"),
+    "an object": (object(), r"builtins\.object"),
+    "an enum": (Colour.RED, r"test_state_values\.Colour"),
+    "a named tuple": (Named(1), r"test_state_values\.Named"),
+    "a default dict": (collections.defaultdict(int), r"collections\.defaultdict"),
+    "a key": ({frozenset(): 1}, r"builtins\.frozenset"),
     "bytes": (b"abc", r"builtins\.bytes"),
     "a function": (copy.copy, r"function"),
     "a sparse tensor": (torch.eye(2).to_sparse(), "sparse"),
@@ -137,6 +147,7 @@ CUT: dict[str, Any] = {"shard_by": "element", "elementwise": True}
 DISAGREEING: dict[str, Callable[[Tensor], Any]] = {
     "its rank": lambda _: dist.get_rank(),
     "its kind": lambda _: None if dist.get_rank() else torch.ones(3),
+    "its type": lambda param: torch.ones_like(param, dtype=torch.float64 if dist.get_rank() else torch.float32),
     # Of the size of the first rank's range, but not one value per element.
     "a table": lambda _: torch.arange(1216.0),
 }

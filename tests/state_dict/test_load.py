@@ -13,15 +13,23 @@ import torch.distributed as dist
 from torch.optim import Adam, AdamW, Optimizer
 
 from onecopy import ZeroRedundancyOptimizer
+from tests.support.both import set_gradients, tensors_of
 from tests.support.harness import distributed
 from tests.support.state_dicts import Pair, expect_same, make_params, part
+
+
+def take_over(source: Pair, *args: Any, **options: Any) -> Pair:
+    """A pair that goes on where ``source`` stands, but for our optimizer's state."""
+    pair = Pair(*args, **options).restart(tensors_of(source.plain), source.steps)
+    pair.plain.load_state_dict(copy.deepcopy(source.plain.state_dict()))
+    return pair
 
 
 @distributed(2, 3)
 @pytest.mark.parametrize("shard_by", ["parameter", "element"])
 def test_a_plain_dict_loads_and_the_callers_copy_stays_its_own(world_size: int, shard_by: str) -> None:
     source = Pair().train()
-    pair = Pair(options={"lr": 0.7}, shard_by=shard_by).restart(source)
+    pair = take_over(source, options={"lr": 0.7}, shard_by=shard_by)
     state_dict = source.plain.state_dict()
     kept = copy.deepcopy(state_dict)
     pair.ours.load_state_dict(state_dict)
@@ -42,7 +50,7 @@ def test_a_plain_dict_loads_and_the_callers_copy_stays_its_own(world_size: int, 
 @distributed(2)
 def test_our_dict_loads_into_the_plain_optimizer(world_size: int) -> None:
     source = Pair(shard_by="element").train()
-    pair = Pair().restart(source)
+    pair = take_over(source)
     for to in range(world_size):
         state_dict = source.consolidated(to)
         if source.ours.rank == to:
@@ -63,15 +71,11 @@ def test_a_file_moves_between_world_sizes_and_policies(
         source = Pair(group=groups[saved_by], shard_by=policies[0]).train()
         state_dict = source.consolidated()
         if rank == 0:
-            torch.save([state_dict, dict(source.params)], path)
+            torch.save([state_dict, tensors_of(source.ours)], path)
     dist.barrier()
     if rank < loaded_by:
         state_dict, params = torch.load(path, weights_only=True)
-        pair = Pair(group=groups[loaded_by], shard_by=policies[1])
-        with torch.no_grad():
-            for name, value in params.items():
-                pair.params[name].copy_(value)
-                pair.plain_params[name].copy_(value)
+        pair = Pair(group=groups[loaded_by], shard_by=policies[1]).restart(params, 2)
         pair.ours.load_state_dict(state_dict)
         pair.plain.load_state_dict(state_dict)
         pair.train()
@@ -84,12 +88,11 @@ def test_a_file_moves_between_world_sizes_and_policies(
 @pytest.mark.parametrize("kind", [torch.float64, torch.float32, torch.int64, float])
 def test_step_counters_land_where_fused_and_capturable_want_them(world_size: int, option: str, kind: Any) -> None:
     source = Pair(part(AdamW, lr=0.1), names=["matrix", "small"]).train()
-    pair = Pair(part(AdamW, lr=0.1), names=["matrix", "small"], options={option: True}, shard_by="element")
     state_dict = copy.deepcopy(source.plain.state_dict())
     for state in state_dict["state"].values():
         state["step"] = kind(2) if kind is float else state["step"].to(kind)
     state_dict["param_groups"][0][option] = True
-    pair.restart(source)
+    pair = take_over(source, part(AdamW, lr=0.1), ["matrix", "small"], options={option: True}, shard_by="element")
     pair.plain.load_state_dict(copy.deepcopy(state_dict))
     pair.ours.load_state_dict(state_dict)
     for state in pair.ours.optim.state.values():
@@ -180,9 +183,8 @@ def test_dicts_go_to_torchs_own_class_and_come_from_it(world_size: int) -> None:
         ours_dict = next(filter(None, [source.consolidated(to) for to in range(world_size)]))
         theirs.load_state_dict(ours_dict)
         source.train()
-        for k in (3, 4):  # the steps that the pair has just made
-            for position, param in enumerate(theirs_params.values()):
-                param.grad = torch.randn(param.shape, generator=torch.Generator().manual_seed(100 * k + position))
+        for step in (3, 4):  # the steps that the pair has just made
+            set_gradients(theirs, step)
             theirs.step()
         for name, param in theirs_params.items():
             expect_same(param.detach(), source.params[name].detach())
@@ -190,6 +192,6 @@ def test_dicts_go_to_torchs_own_class_and_come_from_it(world_size: int) -> None:
             theirs.consolidate_state_dict(to=to)
             if source.ours.rank == to:
                 theirs_dict = theirs.state_dict()
-    pair = Pair(names=names).restart(source)
+    pair = take_over(source, names=names)
     pair.ours.load_state_dict(theirs_dict)
     pair.train()

@@ -42,7 +42,11 @@ def assert_parity(world_size: int, case: Case) -> None:
                 policy: str = policy,
                 bucket_view: bool = bucket_view,
             ) -> Optimizer:
-                ours = {"shard_by": policy, "parameters_as_bucket_view": bucket_view, "elementwise": case.elementwise}
+                ours: dict[str, Any] = {
+                    "shard_by": policy,
+                    "parameters_as_bucket_view": bucket_view,
+                    "elementwise": case.elementwise,
+                }
                 return ZeroRedundancyOptimizer(params, optimizer, **ours, **options)
 
             ours = train(case, make)

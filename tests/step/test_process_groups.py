@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 
@@ -21,7 +23,7 @@ def test_two_subgroups_train_side_by_side(world_size: int, shard_by: str, bucket
     members = [[1, 3], [0, 2]]
     groups = [dist.new_group(ranks) for ranks in members]
     mine = 0 if dist.get_rank() in members[0] else 1
-    options = {"shard_by": shard_by, "parameters_as_bucket_view": bucket_view}
+    options: dict[str, Any] = {"shard_by": shard_by, "parameters_as_bucket_view": bucket_view}
     tensors = Tensors(values(seed=mine), process_group=groups[mine], **options)
     ours, rank = tensors.ours, dist.get_rank()
     assert (ours.world_size, ours.rank, ours.global_rank) == (2, members[mine].index(rank), rank)

@@ -55,7 +55,7 @@ def test_training_and_state_dicts_equal_the_plain_optimizers(
     world_size: int, case: str, bucket_view: bool, named: bool, shard_by: str
 ) -> None:
     optimizer_class, options = CLASSES[case]
-    ours = {"parameters_as_bucket_view": bucket_view, "shard_by": shard_by}
+    ours: dict[str, Any] = {"parameters_as_bucket_view": bucket_view, "shard_by": shard_by}
     with warned(2):
         both = Both(lambda: groups_of(named), optimizer_class, options, **ours)
     for _ in range(3):

@@ -99,7 +99,7 @@ def test_sparse_gradients_are_stepped(
 @BUCKET_VIEWS
 def test_sparse_gradients_of_single_elements_are_exact_or_refused(world_size: int, bucket_view: bool) -> None:
     values = [torch.ones(6) for _ in range(8)]
-    options = {"parameters_as_bucket_view": bucket_view}
+    options: dict[str, Any] = {"parameters_as_bucket_view": bucket_view}
     tensors = Tensors(values, SGD, grad_like=lambda gradient: gradient.relu().to_sparse(), **options)
     if not bucket_view:
         tensors.train()

@@ -41,6 +41,10 @@ ROUNDING = 1e-6
 Counts = Callable[[int], int]
 
 
+def even(_: int) -> int:
+    return 4
+
+
 @dataclass(frozen=True)
 class Setting:
     """How to train; ``contexts`` says how many inputs a rank has in each of the join contexts."""
@@ -66,7 +70,7 @@ SETTINGS = (
     Setting("whole parameters in buckets", ours={**WHOLE, **VIEW}),
     Setting("cut parameters in buckets", ours={**CUT, **VIEW}),
     Setting("the first rank goes on longest", EARLIER),
-    Setting("even inputs", (lambda _: 4,)),
+    Setting("even inputs", (even,)),
     Setting("closures", optimizer=torch.optim.SGD, options=SGD, ours=WHOLE, closure=True),
     Setting("closures and a scheduler", EARLIER, ours={**CUT, **VIEW}, closure=True, scheduler=True),
     Setting("gradients divided by the active ranks", join={"divide_by_initial_world_size": False}),

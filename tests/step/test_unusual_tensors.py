@@ -36,7 +36,7 @@ ODD: dict[str, Callable[[], list[Tensor]]] = {
 }
 
 
-def other_strides(gradient: Tensor) -> Tensor:
+def other_strides(gradient: Tensor, _: Tensor) -> Tensor:
     """The same values, in memory the other way round."""
     backwards = list(reversed(range(gradient.dim())))
     return gradient.permute(backwards).contiguous().permute(backwards)
@@ -100,7 +100,7 @@ def test_sparse_gradients_are_stepped(
 def test_sparse_gradients_of_single_elements_are_exact_or_refused(world_size: int, bucket_view: bool) -> None:
     values = [torch.ones(6) for _ in range(8)]
     options: dict[str, Any] = {"parameters_as_bucket_view": bucket_view}
-    tensors = Tensors(values, SGD, grad_like=lambda gradient: gradient.relu().to_sparse(), **options)
+    tensors = Tensors(values, SGD, grad_like=lambda gradient, _: gradient.relu().to_sparse(), **options)
     if not bucket_view:
         tensors.train()
         return

@@ -17,20 +17,29 @@ BUCKET_VIEWS = pytest.mark.parametrize("bucket_view", [False, True])
 POLICIES = pytest.mark.parametrize("shard_by", ["parameter", "element"])
 
 
+GradLike = Callable[[Tensor, Tensor], Tensor]
+"""Returns a gradient with the values of another one; it gets the parameter, too."""
+
+
 def tensors_of(optimizer: Optimizer) -> list[Tensor]:
     """All parameters; one that a group has several times is there once."""
     return list(dict.fromkeys(param for group in optimizer.param_groups for param in group["params"]))
 
 
-def as_it_is(gradient: Tensor) -> Tensor:
+def as_it_is(gradient: Tensor, _: Tensor) -> Tensor:
     return gradient
 
 
-def set_gradients(optimizer: Optimizer, step: int, grad_like: Callable[[Tensor], Tensor] = as_it_is) -> None:
+def as_the_parameter(gradient: Tensor, param: Tensor) -> Tensor:
+    """The same values with the strides of the parameter."""
+    return torch.empty_like(param.detach()).copy_(gradient)
+
+
+def set_gradients(optimizer: Optimizer, step: int, grad_like: GradLike = as_it_is) -> None:
     """Give every parameter a gradient, the same on every rank; ``grad_like`` may give it other strides."""
     for position, param in enumerate(tensors_of(optimizer)):
         generator = torch.Generator().manual_seed(10 * step + position)
-        param.grad = grad_like(torch.randn(param.shape, dtype=param.dtype, generator=generator))
+        param.grad = grad_like(torch.randn(param.shape, dtype=param.dtype, generator=generator), param)
 
 
 class Both:
@@ -42,7 +51,7 @@ class Both:
         self.ours = ZeroRedundancyOptimizer(make_params(), optimizer_class, **options, **ours)
         self.plain: Optimizer = optimizer_class(make_params(), **options)
         self.steps = 0
-        self.grad_like: Callable[[Tensor], Tensor] = as_it_is
+        self.grad_like: GradLike = as_it_is
 
     @property
     def optimizers(self) -> tuple[Any, Any]:
@@ -65,7 +74,7 @@ class Tensors(Both):
         self,
         values: list[Tensor],
         optimizer_class: type[Optimizer] = Adam,
-        grad_like: Callable[[Tensor], Tensor] = as_it_is,
+        grad_like: GradLike = as_it_is,
         **ours: Any,
     ) -> None:
         def copies() -> list[nn.Parameter]:

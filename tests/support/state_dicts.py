@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Adam, Optimizer
 
-from tests.support.both import Both, tensors_of
+from tests.support.both import Both, as_the_parameter, tensors_of
 from tests.support.models import values
 
 Factory = functools.partial[Optimizer]
@@ -56,6 +56,7 @@ class Pair(Both):
         factory = factory or part(Adam, lr=0.1)
         defaults = {**factory.keywords, **(options or {})}
         super().__init__(lambda: make_params(names).items(), factory.func, defaults, process_group=group, **ours)
+        self.grad_like = as_the_parameter  # the strides of a momentum are those of the first gradient
         self.params = dict(zip(names, tensors_of(self.ours), strict=True))
 
     def train(self, steps: int = 2) -> Pair:

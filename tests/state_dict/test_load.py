@@ -152,10 +152,11 @@ def test_names_are_kept_and_loaded_as_the_plain_optimizer_does(world_size: int, 
 def test_several_groups_keep_their_numbering_where_some_parameters_have_no_state(world_size: int) -> None:
     ours_params, plain_params = make_params(), make_params()
     order = [["small", "wave"], [], ["matrix", "nothing"], ["double"]]
-    ours, plain = (
-        make([{"params": [params[name] for name in names], "lr": 0.1 + k} for k, names in enumerate(order)])
-        for params, make in ((ours_params, lambda groups: ZeroRedundancyOptimizer(groups, Adam)), (plain_params, Adam))
-    )
+
+    def groups(params: Any) -> list[dict[str, Any]]:
+        return [{"params": [params[name] for name in names], "lr": 0.1 + k} for k, names in enumerate(order)]
+
+    ours, plain = ZeroRedundancyOptimizer(groups(ours_params), Adam), Adam(groups(plain_params))
     for params in (ours_params, plain_params):
         for name in ("wave", "matrix"):
             params[name].grad = torch.ones_like(params[name])

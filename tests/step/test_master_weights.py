@@ -310,7 +310,7 @@ def test_a_saved_run_goes_on_bit_by_bit_with_other_ranks_and_policies(
         sides.reference = ByHand((plain := Mixed()).parameters(), [ADAMW])
         sides.plain = plain
         train(plain.parameters(), sides.reference, range(steps))
-        load_both(sides.model, sides.zero, *box, weights_first)
+        load_both(sides.model, sides.zero, box[0], box[1], weights_first)
         sides.train(range(steps, steps + 3))
         sides.check_masters()
     dist.barrier()

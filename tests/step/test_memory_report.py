@@ -62,7 +62,8 @@ def test_measured_bytes_are_a_share_of_those_predicted_for_ddp(world_size: int, 
     shared = world_size if level == 3 else 1
     assert report.measured["gradients"] * shared == pytest.approx(report.ddp["gradients"], rel=0.05)
     assert bool(report.measured["master weights"]) == ("master_weights" in options)
-    assert (report.ddp["gradients"] < report.ddp["parameters"]) == ("frozen" in options)
+    has_frozen = report.measured["gradients"] * shared < 0.95 * report.measured["parameters"]
+    assert has_frozen == ("frozen" in options)
     assert (report.group_rank, report.world_size) == (optimizer.rank, world_size)
 
 

@@ -1,39 +1,34 @@
-"""The vote of the ranks: what its row tells, and ranks that are in different calls."""
+"""The vote of the ranks: what its row tells, ranks in different calls, and flags that the host reads one step later.
+
+``tests/accelerator`` runs training and failures with such flags, on a simulated accelerator.
+"""
 
 from __future__ import annotations
+
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
-from onecopy import PeerFailedError, RanksDisagreeError
-from onecopy.comm.agreement import Fact, FailTogether, Vote, check_vote, vote_at_once, vote_row
+from onecopy import PeerFailedError, RanksDisagreeError, ShardedDataParallel, ZeroRedundancyOptimizer
+from onecopy.comm.agreement import Vote, check_vote, vote_at_once, vote_row
 from onecopy.comm.collectives import Collectives
+from onecopy.comm.status_flags import DeferredFlags, DeferredRead
 from tests.support.as_on_accelerators import as_on_accelerators
 from tests.support.failures import expect, failure_of
 from tests.support.harness import distributed
-
-
-def rows_of(*digests: int) -> list[int]:
-    """The largest of the rows of ranks with these digests."""
-    ranks = range(len(digests))
-    rows = [[0, 0, 0, digest << 20 | rank, -(digest << 20 | rank)] for rank, digest in zip(ranks, digests, strict=True)]
-    return [max(column) for column in zip(*rows, strict=True)]
+from tests.support.models import small_loss, small_model
 
 
 @pytest.mark.parametrize(
     ("digests", "different"),
-    [
-        ((5, 5, 5), None),
-        ((0, 0), None),
-        ((5, 5, 6), (0, 2)),
-        ((6, 5, 5), (1, 0)),
-        ((2**40 - 1, 0), (1, 0)),
-        ((1, 2, 3, 2), (0, 2)),
-    ],
+    [((5, 5, 5), None), ((0, 0), None), ((5, 5, 6), (0, 2)), ((2**40 - 1, 0), (1, 0)), ((1, 2, 3, 2), (0, 2))],
 )
 def test_a_row_names_two_ranks_that_differ(digests: tuple[int, ...], different: tuple[int, int] | None) -> None:
-    vote = Vote(rows_of(*digests))
+    rows = [[0, 0, 0, digest << 20 | rank, -(digest << 20 | rank)] for rank, digest in enumerate(digests)]
+    vote = Vote([max(column) for column in zip(*rows, strict=True)])
     assert vote.different(1) == different
     assert max(map(abs, vote.row)) < 1 << 62
 
@@ -79,24 +74,46 @@ def test_a_row_that_is_read_later_tells_what_was_wrong(world_size: int) -> None:
     check_vote(vote(later=True), collectives, "step()", values=["lengths"])
 
 
-@distributed(3)
-def test_a_block_fails_on_all_ranks_and_compares_what_must_be_equal(world_size: int) -> None:
-    rank, collectives = dist.get_rank(), Collectives()
+@distributed(2, 3)
+def test_a_bucket_without_elements(world_size: int) -> None:
+    with as_on_accelerators():
+        module = nn.Linear(4, 4)
+        module.register_parameter("nothing", nn.Parameter(torch.zeros(0, dtype=torch.float64)))  # in its own bucket
+        module.register_forward_hook(lambda layer, _, outputs: outputs.sum() + layer.nothing.sum())
+        before = module.bias.detach().clone()
+        zero = ZeroRedundancyOptimizer(module.parameters(), torch.optim.SGD, lr=0.1)
+        ShardedDataParallel(module, zero)(torch.ones(2, 4)).backward()
+        zero.step()
+        torch.testing.assert_close(module.bias.detach(), before - 0.2)
 
-    def block(value: str, error: Exception | None = None) -> bool:
-        with FailTogether(collectives, "call()") as together:
-            together.facts = [Fact("one", "1"), Fact("two", value)]
-            together.flag = rank == 2
-            if error is not None:
-                raise error
-        return together.any_flag
 
-    assert block("2")
-    error = failure_of(lambda: block("3" if rank == 1 else "2"))
-    expect(error, RanksDisagreeError, r"disagree in call\(\)\. First difference: ranks 0, 2: two: 2; rank 1: two: 3\.")
-    error = failure_of(lambda: block("2", LookupError("not here") if rank == 1 else None))
-    kind, text = (LookupError, "not here") if rank == 1 else (PeerFailedError, r"failed on rank 1: LookupError: .*here")
-    expect(error, kind, text)
-    total = torch.ones(1)
-    dist.all_reduce(total)
-    assert int(total) == 3
+@distributed(2, 3)
+def test_a_parameter_frozen_on_one_rank_raises_in_the_next_forward(world_size: int) -> None:
+    # Status flags count as arrived as soon as they are exchanged, as if the accelerator were never behind.
+    with as_on_accelerators(), mock.patch.object(DeferredRead, "has_arrived", True):
+        module = small_model()
+        model = ShardedDataParallel(module, ZeroRedundancyOptimizer(module.parameters(), torch.optim.SGD, lr=0.1))
+        module[0].requires_grad_(dist.get_rank() != 0)
+        small_loss(model, 0).backward()
+        with pytest.raises(RanksDisagreeError, match="is frozen on some ranks"):
+            small_loss(model, 0)
+
+
+def failing_check(_flags: Tensor) -> None:
+    raise PeerFailedError("that one")
+
+
+def test_flags_are_checked_in_order_and_forgotten_behind_a_failure() -> None:
+    """A rank that has failed takes part in no later exchange: its later flags would never arrive."""
+    flags, checked = DeferredFlags(), list[int]()
+    never = mock.Mock(wait=mock.Mock(side_effect=AssertionError("waited for flags that never arrive")))
+    numbers = [flags.put(torch.tensor([each]), None, lambda flag: checked.append(int(flag))) for each in range(2)]
+    flags.check_through(numbers[0])
+    assert checked == [0]
+    flags.put(torch.tensor([2]), None, failing_check)
+    last = flags.put(torch.tensor([3]), never, failing_check)
+    with pytest.raises(PeerFailedError, match="that one"):
+        flags.check_through(last)
+    assert checked == [0, 1]
+    flags.check_through(last)
+    flags.check_all()

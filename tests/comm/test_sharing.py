@@ -6,43 +6,15 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from onecopy.comm import limits
 from onecopy.comm.collectives import Collectives
-from onecopy.comm.sharing import PIECE_MULTIPLE, OwnedMemory, SharedBucket, Sharing, _plan_rounds
+from onecopy.comm.sharing import OwnedMemory, SharedBucket, Sharing
 from onecopy.common.flat_views import as_bytes
 from tests.support.harness import distributed
-
-SIZES = st.lists(st.tuples(st.integers(0, 3), st.integers(1, 1000)), min_size=1, max_size=30)
-
-
-@settings(max_examples=200)
-@given(SIZES, st.sampled_from([1, 1000, 100_000]))
-@example([(0, 64), (1, 64), (2, 64), (3, 64)], 1024)
-def test_rounds_have_every_element_once_in_order_and_within_bounds(sizes: list[tuple[int, int]], limit: int) -> None:
-    memory = torch.arange(sum(size for _, size in sizes), dtype=torch.int32)
-    parts = memory.split([size for _, size in sizes])
-    group = [
-        (OwnedMemory(owner, (index,), as_bytes(part), 4), part)
-        for index, ((owner, _), part) in enumerate(zip(sizes, parts, strict=True))
-    ]
-    with mock.patch.object(limits, "PADDING_BYTES_PER_RANK", 0):
-        rounds = _plan_rounds(group, 4, limit)
-    for owner in range(4):
-        sent = [value for each in rounds for part, _ in each.memories[owner] for value in part.tolist()]
-        assert sent == [value for owned, part in group if owned.owner == owner for value in part.tolist()]
-    for each in rounds:
-        assert sum(each.sizes) <= max(4 * PIECE_MULTIPLE, limit // 4)
-        assert each.params == {
-            index
-            for index, part in enumerate(parts)
-            for memories in each.memories
-            for piece, _ in memories
-            if piece.numel() and part.numel() and part[0] <= piece[0] <= part[-1]
-        }
 
 
 @given(st.lists(st.integers(0, 100), min_size=1, max_size=8).filter(any))
@@ -56,16 +28,7 @@ def test_parts_are_padded_only_where_that_adds_little(sizes: list[int]) -> None:
     assert lengths == ([max(sizes)] * len(sizes) if adds_little else sizes)
 
 
-def make_ranges(ranks: int, here: int, uneven: bool) -> tuple[list[Tensor], list[OwnedMemory]]:
-    """Parameters with the owner's values at the owner, and -1 elsewhere."""
-    dtypes = [torch.float32, torch.bfloat16, torch.float32, torch.int8, torch.complex128]
-    params, ranges = [], []
-    for number in range(4 * ranks):
-        owner = 0 if uneven and number < 3 * ranks else number % ranks
-        value = number if owner == here else -1
-        params.append(torch.full((50 + 13 * (number % 3),), value, dtype=dtypes[number % len(dtypes)]))
-        ranges.append(OwnedMemory(owner, (number,), as_bytes(params[-1]), params[-1].element_size()))
-    return params, ranges
+DTYPES = [torch.float32, torch.bfloat16, torch.float32, torch.int8, torch.complex128]
 
 
 @pytest.mark.parametrize("uneven", [False, True], ids=["even", "uneven"])
@@ -73,7 +36,13 @@ def make_ranges(ranks: int, here: int, uneven: bool) -> tuple[list[Tensor], list
 @distributed(2, 3)
 def test_all_ranks_end_with_the_owners_values(world_size: int, direct_bytes: int, uneven: bool) -> None:
     collectives = Collectives()
-    params, ranges = make_ranges(world_size, collectives.group_rank, uneven)
+    params: list[Tensor] = []
+    ranges: list[OwnedMemory] = []
+    for number in range(4 * world_size):
+        owner = 0 if uneven and number < 3 * world_size else number % world_size
+        value = number if owner == collectives.group_rank else -1
+        params.append(torch.full((50 + 13 * (number % 3),), value, dtype=DTYPES[number % len(DTYPES)]))
+        ranges.append(OwnedMemory(owner, (number,), as_bytes(params[-1]), params[-1].element_size()))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(limits, "DIRECT_BYTES", direct_bytes)
         patch.setattr(limits, "BUCKET_BYTES", 1024)

@@ -18,16 +18,12 @@ def layout(ranks: int, sizes: dict[str, int] = SIZES) -> Layout:
     return extend(None, specs, ranks, "element", True)
 
 
-def without_colours(text: str) -> str:
-    return re.sub(r"\x1b\[[\d;]*m", "", text)
-
-
 @pytest.mark.parametrize("width", [60, 100, 161])
-@pytest.mark.parametrize("ranks", [1, 2, 3, 7])
+@pytest.mark.parametrize("ranks", [1, 2, 7])
 def test_one_row_per_rank_none_longer_than_the_terminal(ranks: int, width: int) -> None:
     drawn = layout(ranks)
     for colour in (False, True):
-        lines = without_colours(drawn.draw(width, colour)).splitlines()
+        lines = re.sub(r"\x1b\[[\d;]*m", "", drawn.draw(width, colour)).splitlines()
         rows = [line for line in lines if line.startswith("rank ")]
         assert len(rows) == ranks
         assert all(len(row) <= width for row in rows)
@@ -36,10 +32,9 @@ def test_one_row_per_rank_none_longer_than_the_terminal(ranks: int, width: int) 
 
 
 def test_blocks_are_as_long_as_what_they_stand_for() -> None:
-    drawn = layout(1).draw(130, colour=False)
-    bar = drawn.splitlines()[0].removeprefix("rank 0 ")
+    bar = layout(1).draw(130, colour=False).splitlines()[0].removeprefix("rank 0 ")
     starts = [place for place, character in enumerate(bar) if character == "│"]
-    columns = len(bar.rpartition(" 11,584")[0].rstrip()) if " 11,584" in bar else 0
+    columns = len(bar.rpartition(" 11,584")[0].rstrip())
     assert bar.startswith("│embedding.weight")
     assert starts[1] / columns == pytest.approx(6400 / 11584, abs=0.02)
     assert "blocks.0.down.weight" in bar
@@ -49,11 +44,9 @@ def test_a_cut_parameter_has_one_colour_and_says_how_much_of_it_a_rank_owns() ->
     drawn = layout(2, {"large": 12800, "small": 640})
     assert len(drawn.cut_params) == 1
     plain = drawn.draw(90, colour=False)
-    percentages = [int(found) for found in re.findall(r"large (\d+)%", plain)]
-    assert sum(percentages) == 100
+    assert sum(int(found) for found in re.findall(r"large (\d+)%", plain)) == 100
     assert "is a part of a parameter" in plain
-    coloured = drawn.draw(90, colour=True)
-    backgrounds = re.findall(r"\x1b\[48;5;(\d+)m\x1b\[30m▏large", coloured)
+    backgrounds = re.findall(r"\x1b\[48;5;(\d+)m\x1b\[30m▏large", drawn.draw(90, colour=True))
     assert len(backgrounds) == 2
     assert len(set(backgrounds)) == 1
 
@@ -66,12 +59,9 @@ def test_colours_only_in_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "\x1b" not in layout(2).draw(80)
 
 
-def test_many_ranks_are_not_all_drawn() -> None:
+def test_many_ranks_are_not_all_drawn_and_a_layout_may_have_no_elements() -> None:
     lines = layout(40).draw(100).splitlines()
     assert sum(line.lstrip().startswith("rank ") for line in lines) == MOST_ROWS
     assert "… and 24 more ranks" in lines
-
-
-@pytest.mark.parametrize("sizes", [{}, {"empty": 0}])
-def test_a_layout_without_elements_is_drawn(sizes: dict[str, int]) -> None:
-    assert layout(2, sizes).draw(80).splitlines()[0].startswith("rank 0")
+    for sizes in ({}, {"empty": 0}):
+        assert layout(2, sizes).draw(80).splitlines()[0].startswith("rank 0")

@@ -10,11 +10,31 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.optim import ASGD, SGD, Adagrad, Adam, Adamax, Optimizer
+from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
 
+from onecopy import ZeroRedundancyOptimizer
 from tests.support.exact_training import KINDS, ExactTraining
 from tests.support.harness import distributed
-from tests.support.state_dicts import OPTIMIZERS, Pair, expect_not_consolidated, expect_same, part
+from tests.support.state_dicts import Factory, Pair, expect_same, part
+
+OPTIMIZERS: dict[str, Factory] = {
+    "SGD": part(SGD, lr=0.1),
+    "SGD with momentum": part(SGD, lr=0.1, momentum=0.9),
+    "Adam with amsgrad": part(Adam, lr=0.1, amsgrad=True),
+    "AdamW, foreach": part(AdamW, lr=0.1, foreach=True),
+    "RMSprop, centred": part(RMSprop, lr=0.01, momentum=0.9, centered=True),
+    "Adagrad": part(Adagrad, lr=0.1),
+    "NAdam": part(NAdam, lr=0.1),
+    "RAdam": part(RAdam, lr=0.1),
+    "Adadelta": part(Adadelta, lr=0.1),
+    "Rprop": part(Rprop, lr=0.1),
+}
+
+
+def expect_not_consolidated(optimizer: ZeroRedundancyOptimizer) -> None:
+    line = r"optimizer\.consolidate_state_dict\(\)  # on all ranks, before state_dict\(\)"
+    with pytest.raises(RuntimeError, match=rf"rank {optimizer.rank}: .*{line}"):
+        dict(optimizer.state_dict()["state"])  # after a consolidation on another rank only reading raises
 
 
 @distributed(2, 3)
@@ -23,28 +43,22 @@ from tests.support.state_dicts import OPTIMIZERS, Pair, expect_not_consolidated,
 def test_a_consolidated_dict_is_the_plain_optimizers(world_size: int, case: str, shard_by: str) -> None:
     pair = Pair(OPTIMIZERS[case], shard_by=shard_by).train()
     assert len(pair.ours.layout.cut_params) >= (5 if shard_by == "element" else 0)
-    state_dict = pair.consolidated()
-    if pair.ours.rank == 0:
-        expect_same(state_dict, pair.plain.state_dict())
+    pair.expect_plain()
 
 
 @distributed(2)
 @pytest.mark.parametrize("optimizer_class", [Adamax, ASGD])
 def test_real_valued_classes_consolidate_too(world_size: int, optimizer_class: type[Optimizer]) -> None:
-    pair = Pair(part(optimizer_class, lr=0.1), names=["matrix", "image", "small"], shard_by="element").train()
-    state_dict = pair.consolidated()
-    if pair.ours.rank == 0:
-        expect_same(state_dict, pair.plain.state_dict())
+    names = ["matrix", "image", "small"]
+    Pair(part(optimizer_class, lr=0.1), names=names, shard_by="element").train().expect_plain()
 
 
 @distributed(2, 3)
 def test_the_state_goes_to_the_rank_that_asks_for_it_and_to_no_other(world_size: int) -> None:
     pair = Pair(shard_by="element").train()
     for to in range(world_size):
-        pair.ours.consolidate_state_dict(to)
-        if pair.ours.rank == to:
-            expect_same(pair.ours.state_dict(), pair.plain.state_dict())
-        else:
+        pair.expect_plain(to)
+        if pair.ours.rank != to:
             expect_not_consolidated(pair.ours)
 
 
@@ -81,40 +95,16 @@ def test_every_level_gives_the_state_of_the_plain_optimizer(world_size: int, kin
 
 
 @distributed(2, 3)
-@pytest.mark.parametrize("optimizer_class", [SGD, Adam])
-def test_without_state_there_is_nothing_to_consolidate(world_size: int, optimizer_class: type[Optimizer]) -> None:
-    pair = Pair(part(optimizer_class, lr=0.1))
-    expect_same(pair.ours.state_dict(), pair.plain.state_dict())
-    for to in range(world_size):
-        pair.consolidated(to)
-    expect_same(pair.ours.state_dict(), pair.plain.state_dict())
-
-
-@distributed(2, 3)
-@pytest.mark.parametrize("names", [["small"], ["matrix", "small", "scalar"]])
-def test_a_class_whose_constructor_makes_state_must_be_consolidated_at_once(world_size: int, names: list[str]) -> None:
-    pair = Pair(part(Adagrad, lr=0.1), names=names)
-    expect_not_consolidated(pair.ours)
-    for to in range(world_size):
-        pair.consolidated(to)
-        if pair.ours.rank == to:
-            expect_same(pair.ours.state_dict(), pair.plain.state_dict())
-
-
-def step(pair: Pair) -> None:
-    pair.train(1)
-
-
-def load(pair: Pair) -> None:
-    pair.ours.load_state_dict(pair.plain.state_dict())
-
-
-def add_group(pair: Pair) -> None:
-    pair.ours.add_param_group({"params": [("late", nn.Parameter(torch.ones(3)))]})
-
-
-def assign_nothing(pair: Pair) -> None:
-    pair.ours.state = {}
+def test_only_a_class_whose_constructor_makes_state_must_be_consolidated_at_once(world_size: int) -> None:
+    for optimizer_class in (SGD, Adam):
+        pair = Pair(part(optimizer_class, lr=0.1))
+        expect_same(pair.ours.state_dict(), pair.plain.state_dict())
+        pair.expect_plain()
+    for names in (["small"], ["matrix", "small", "scalar"]):
+        pair = Pair(part(Adagrad, lr=0.1), names=names)
+        expect_not_consolidated(pair.ours)
+        for to in range(world_size):
+            pair.expect_plain(to)
 
 
 def assign_an_entry(pair: Pair) -> None:
@@ -130,43 +120,40 @@ def pop_an_entry(pair: Pair) -> None:
     assert "exp_avg" in pair.ours.state.pop(next(iter(pair.ours.state)))
 
 
-CHANGES = [step, load, add_group, assign_nothing, assign_an_entry, delete_an_entry, pop_an_entry]
+CHANGES: dict[str, Callable[[Pair], object]] = {
+    "a step": lambda pair: pair.train(1),
+    "a load": lambda pair: pair.ours.load_state_dict(pair.plain.state_dict()),
+    "a group": lambda pair: pair.ours.add_param_group({"params": [("late", nn.Parameter(torch.ones(3)))]}),
+    "no state": lambda pair: setattr(pair.ours, "state", {}),
+    "an entry is assigned": assign_an_entry,
+    "an entry is deleted": delete_an_entry,
+    "an entry is popped": pop_an_entry,
+}
 
 
 @distributed(2, 3)
-@pytest.mark.parametrize("change", CHANGES)
-def test_a_consolidation_is_stale_after_a_change(world_size: int, change: Callable[[Pair], None]) -> None:
+@pytest.mark.parametrize("case", CHANGES)
+def test_a_consolidation_is_stale_after_a_change(world_size: int, case: str) -> None:
     pair = Pair(names=["matrix", "small"], shard_by="element").train()
     for to in range(world_size):
         pair.consolidated(to)
     dist.barrier()
-    change(pair)
+    CHANGES[case](pair)
     expect_not_consolidated(pair.ours)
     pair.ours.consolidate_state_dict(to=1)
     if pair.ours.rank == 1:
         found = sorted(pair.ours.state_dict()["state"])
-        assert found == [0, 1] or change in (assign_nothing, delete_an_entry, pop_an_entry)
-    else:
-        expect_not_consolidated(pair.ours)
-
-
-@distributed(2)
-def test_loading_a_dict_without_state_needs_no_consolidation(world_size: int) -> None:
-    pair = Pair(names=["matrix", "small"])
-    empty = copy.deepcopy(pair.plain.state_dict())
-    pair.train()
-    pair.ours.load_state_dict(empty)
-    expect_same(pair.ours.state_dict(), empty)
-    assert not pair.ours.optim.state
+        assert found == [0, 1] or case in ("no state", "an entry is deleted", "an entry is popped")
 
 
 @distributed(2)
 def test_every_dict_is_a_fresh_one_that_shares_no_memory_with_live_state(world_size: int) -> None:
-    pair = Pair(shard_by="element").train()
+    pair = Pair(shard_by="element")
+    empty = copy.deepcopy(pair.plain.state_dict())
+    pair.train()
     pair.ours.consolidate_state_dict()
     if pair.ours.rank == 0:
         first, second = pair.ours.state_dict(), pair.ours.state_dict()
-        expect_same(first, second)
         kept = copy.deepcopy(second)
         first["state"][0].clear()
         del first["state"][1]
@@ -177,3 +164,6 @@ def test_every_dict_is_a_fresh_one_that_shares_no_memory_with_live_state(world_s
     pair.train(1)
     if pair.ours.rank == 0:
         expect_same(second, kept)
+    pair.ours.load_state_dict(empty)  # afterwards there is nothing to consolidate
+    expect_same(pair.ours.state_dict(), empty)
+    assert not pair.ours.optim.state

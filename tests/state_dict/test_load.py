@@ -13,48 +13,48 @@ import torch.distributed as dist
 from torch.optim import Adam, AdamW, Optimizer
 
 from onecopy import ZeroRedundancyOptimizer
+from tests.support.both import set_gradients, tensors_of
 from tests.support.harness import distributed
 from tests.support.state_dicts import Pair, expect_same, make_params, part
+
+
+def take_over(source: Pair, *args: Any, **options: Any) -> Pair:
+    """A pair that goes on where ``source`` stands, but for our optimizer's state."""
+    pair = Pair(*args, **options).restart(tensors_of(source.plain), source.steps)
+    pair.plain.load_state_dict(copy.deepcopy(source.plain.state_dict()))
+    return pair
 
 
 @distributed(2, 3)
 @pytest.mark.parametrize("shard_by", ["parameter", "element"])
 def test_a_plain_dict_loads_and_the_callers_copy_stays_its_own(world_size: int, shard_by: str) -> None:
     source = Pair().train()
-    pair = Pair(options={"lr": 0.7}, shard_by=shard_by).restart(source)
+    pair = take_over(source, options={"lr": 0.7}, shard_by=shard_by)
     state_dict = source.plain.state_dict()
     kept = copy.deepcopy(state_dict)
     pair.ours.load_state_dict(state_dict)
     expect_same(state_dict, kept)
     assert pair.ours.param_groups[0]["lr"] == 0.1
-    pair.train()
-    expect_same(state_dict, kept)
-    pair.ours.param_groups[0]["lr"] = 99
-    expect_same(state_dict, kept)
-
-
-@distributed(2, 3)
-def test_a_rank_keeps_only_its_shards_of_a_loaded_dict(world_size: int) -> None:
-    source = Pair().train()
-    pair = Pair(shard_by="element")
-    pair.ours.load_state_dict(source.plain.state_dict())
-    held = sum(
-        value.numel() for state in pair.ours.optim.state.values() for key, value in state.items() if key == "exp_avg"
-    )
-    assert held == pair.ours.layout.elements_per_rank[pair.ours.rank]
-    for state in pair.ours.optim.state.values():
+    states = pair.ours.optim.state.values()
+    held = sum(state["exp_avg"].numel() for state in states)
+    assert held == pair.ours.layout.elements_per_rank[pair.ours.rank], "a rank keeps only its shards"
+    for state in states:
         for value in state.values():
             assert value.untyped_storage().nbytes() <= max(1, value.numel()) * value.element_size()
+    pair.train()
+    pair.ours.param_groups[0]["lr"] = 99
+    pair.ours.param_groups[0]["betas"] = (0.0, 0.0)
+    expect_same(state_dict, kept)
 
 
 @distributed(2)
 def test_our_dict_loads_into_the_plain_optimizer(world_size: int) -> None:
     source = Pair(shard_by="element").train()
-    pair = Pair().restart(source)
+    pair = take_over(source)
     for to in range(world_size):
-        source.consolidated(to)
+        state_dict = source.consolidated(to)
         if source.ours.rank == to:
-            pair.plain.load_state_dict(source.ours.state_dict())
+            pair.plain.load_state_dict(state_dict)
         pair.ours.load_state_dict(source.plain.state_dict())
     pair.train()
 
@@ -71,21 +71,15 @@ def test_a_file_moves_between_world_sizes_and_policies(
         source = Pair(group=groups[saved_by], shard_by=policies[0]).train()
         state_dict = source.consolidated()
         if rank == 0:
-            torch.save([state_dict, dict(source.params)], path)
+            torch.save([state_dict, tensors_of(source.ours)], path)
     dist.barrier()
     if rank < loaded_by:
         state_dict, params = torch.load(path, weights_only=True)
-        pair = Pair(group=groups[loaded_by], shard_by=policies[1])
-        with torch.no_grad():
-            for name, value in params.items():
-                pair.params[name].copy_(value)
-                pair.plain_params[name].copy_(value)
+        pair = Pair(group=groups[loaded_by], shard_by=policies[1]).restart(params, 2)
         pair.ours.load_state_dict(state_dict)
         pair.plain.load_state_dict(state_dict)
         pair.train()
-        state_dict = pair.consolidated()
-        if rank == 0:
-            expect_same(state_dict, pair.plain.state_dict())
+        pair.expect_plain()
     dist.barrier()
 
 
@@ -94,12 +88,11 @@ def test_a_file_moves_between_world_sizes_and_policies(
 @pytest.mark.parametrize("kind", [torch.float64, torch.float32, torch.int64, float])
 def test_step_counters_land_where_fused_and_capturable_want_them(world_size: int, option: str, kind: Any) -> None:
     source = Pair(part(AdamW, lr=0.1), names=["matrix", "small"]).train()
-    pair = Pair(part(AdamW, lr=0.1), names=["matrix", "small"], options={option: True}, shard_by="element")
     state_dict = copy.deepcopy(source.plain.state_dict())
     for state in state_dict["state"].values():
         state["step"] = kind(2) if kind is float else state["step"].to(kind)
     state_dict["param_groups"][0][option] = True
-    pair.restart(source)
+    pair = take_over(source, part(AdamW, lr=0.1), ["matrix", "small"], options={option: True}, shard_by="element")
     pair.plain.load_state_dict(copy.deepcopy(state_dict))
     pair.ours.load_state_dict(state_dict)
     for state in pair.ours.optim.state.values():
@@ -111,89 +104,68 @@ def test_step_counters_land_where_fused_and_capturable_want_them(world_size: int
 @distributed(2)
 def test_hooks_of_both_methods_see_and_may_replace_the_whole_dict(world_size: int) -> None:
     pair = Pair(names=["matrix", "small"]).train()
-    seen: list[str] = []
-
-    def before_save(optimizer: Optimizer) -> None:
-        assert optimizer is pair.ours
-        seen.append("before save")
+    seen: list[Any] = []
 
     def after_save(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        assert optimizer is pair.ours
-        seen.append(f"after save, {len(state_dict['state'])} parameters")
+        seen.append((optimizer, "after save", len(state_dict["state"])))
         return {**state_dict, "epoch": 3}
 
     def before_load(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        assert optimizer is pair.ours
-        seen.append(f"before load, {len(state_dict['state'])} parameters")
+        seen.append((optimizer, "before load", len(state_dict["state"])))
         groups = [{**group, "lr": 0.2} for group in state_dict["param_groups"]]
         return {**state_dict, "param_groups": groups}
 
-    def after_load(optimizer: Optimizer) -> None:
-        assert optimizer is pair.ours
-        seen.append(f"after load, lr {optimizer.param_groups[0]['lr']}")
-
-    pair.ours.register_state_dict_pre_hook(before_save)
-    pair.ours.register_state_dict_post_hook(after_save)
-    pair.ours.register_load_state_dict_pre_hook(before_load)
-    pair.ours.register_load_state_dict_post_hook(after_load)
+    ours = pair.ours
+    ours.register_state_dict_pre_hook(lambda optimizer: seen.append((optimizer, "before save")))
+    ours.register_state_dict_post_hook(after_save)
+    ours.register_load_state_dict_pre_hook(before_load)
+    ours.register_load_state_dict_post_hook(lambda each: seen.append((each, "after load", each.param_groups[0]["lr"])))
     expected = {**pair.plain.state_dict(), "epoch": 3}
     for to in range(world_size):
         state_dict = pair.consolidated(to) or expected
     expect_same(state_dict, expected)
-    pair.ours.load_state_dict(state_dict)
+    ours.load_state_dict(state_dict)
     assert seen == [
-        "before save",
-        "after save, 2 parameters",
-        "before load, 2 parameters",
-        "after load, lr 0.2",
+        (ours, "before save"),
+        (ours, "after save", 2),
+        (ours, "before load", 2),
+        (ours, "after load", 0.2),
     ]
     pair.plain.param_groups[0]["lr"] = 0.2
     pair.train()
 
 
 @distributed(2)
-@pytest.mark.parametrize("names", ["kept", "absent", "other"])
-def test_names_are_kept_and_loaded_as_the_plain_optimizer_does(world_size: int, names: str) -> None:
+@pytest.mark.parametrize("names", [["matrix", "small"], None, ["left", "right"]], ids=["kept", "absent", "other"])
+def test_names_are_kept_and_loaded_as_the_plain_optimizer_does(world_size: int, names: list[str] | None) -> None:
     pair = Pair(names=["matrix", "small"]).train()
     state_dict = copy.deepcopy(pair.plain.state_dict())
-    assert state_dict["param_groups"][0]["param_names"] == ["matrix", "small"]
-    if names == "absent":
-        del state_dict["param_groups"][0]["param_names"]
-    elif names == "other":
-        state_dict["param_groups"][0]["param_names"] = ["left", "right"]
+    assert state_dict["param_groups"][0].pop("param_names") == ["matrix", "small"]
+    if names is not None:
+        state_dict["param_groups"][0]["param_names"] = names
     pair.ours.load_state_dict(state_dict)
     pair.plain.load_state_dict(state_dict)
-    pair.train()
-    loaded = pair.consolidated()
-    if pair.ours.rank == 0:
-        assert loaded["param_groups"] == pair.plain.state_dict()["param_groups"]
+    pair.train().expect_plain()
 
 
 @distributed(2)
 def test_several_groups_keep_their_numbering_where_some_parameters_have_no_state(world_size: int) -> None:
     ours_params, plain_params = make_params(), make_params()
     order = [["small", "wave"], [], ["matrix", "nothing"], ["double"]]
-    ours = ZeroRedundancyOptimizer(
-        [{"params": [ours_params[name] for name in names], "lr": 0.1 + k} for k, names in enumerate(order)], Adam
-    )
-    plain = Adam([{"params": [plain_params[name] for name in names], "lr": 0.1 + k} for k, names in enumerate(order)])
-    for name in ("wave", "matrix"):
-        ours_params[name].grad = torch.ones_like(ours_params[name])
-        plain_params[name].grad = torch.ones_like(plain_params[name])
+
+    def groups(params: Any) -> list[dict[str, Any]]:
+        return [{"params": [params[name] for name in names], "lr": 0.1 + k} for k, names in enumerate(order)]
+
+    ours, plain = ZeroRedundancyOptimizer(groups(ours_params), Adam), Adam(groups(plain_params))
+    for params in (ours_params, plain_params):
+        for name in ("wave", "matrix"):
+            params[name].grad = torch.ones_like(params[name])
     ours.step()
     plain.step()
     ours.consolidate_state_dict(to=1)
     if ours.rank == 1:
         expect_same(ours.state_dict(), plain.state_dict())
         assert list(ours.state_dict()["state"]) == [1, 2]
-
-
-def torch_zero() -> type[Any]:
-    """torch's own class, whose module warns when it is imported."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
-    return TorchZero
 
 
 @distributed(2, 3)
@@ -206,16 +178,14 @@ def test_dicts_go_to_torchs_own_class_and_come_from_it(world_size: int) -> None:
             param.copy_(source.params[name])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        theirs = torch_zero()(list(theirs_params.values()), Adam, lr=0.1)
-        for to in range(world_size):
-            source.consolidated(to)
-            if source.ours.rank == to:
-                ours_dict = source.ours.state_dict()
+        from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
+
+        theirs: Any = TorchZero(list(theirs_params.values()), Adam, lr=0.1)
+        ours_dict = next(filter(None, [source.consolidated(to) for to in range(world_size)]))
         theirs.load_state_dict(ours_dict)
         source.train()
-        for k in (3, 4):  # the steps that the pair has just made
-            for position, param in enumerate(theirs_params.values()):
-                param.grad = torch.randn(param.shape, generator=torch.Generator().manual_seed(100 * k + position))
+        for step in (3, 4):  # the steps that the pair has just made
+            set_gradients(theirs, step)
             theirs.step()
         for name, param in theirs_params.items():
             expect_same(param.detach(), source.params[name].detach())
@@ -223,6 +193,6 @@ def test_dicts_go_to_torchs_own_class_and_come_from_it(world_size: int) -> None:
             theirs.consolidate_state_dict(to=to)
             if source.ours.rank == to:
                 theirs_dict = theirs.state_dict()
-    pair = Pair(names=names).restart(source)
+    pair = take_over(source, names=names)
     pair.ours.load_state_dict(theirs_dict)
     pair.train()

@@ -11,7 +11,7 @@ from pathlib import Path
 LIMIT = 90.0
 
 PROGRAM = """
-import gc, sys
+import gc, os, sys, time
 from datetime import timedelta
 import torch
 import torch.distributed as dist
@@ -33,6 +33,11 @@ for number in range(3):
     train(number)
     gc.collect()
     dist.destroy_process_group()
+    gone = f"{sys.argv[1]} {number}"  # rank 1 must not find the old store, which is on rank 0
+    if os.environ["RANK"] == "0":
+        open(gone, "w").close()
+    while not os.path.exists(gone):
+        time.sleep(0.05)
 """
 
 
@@ -40,7 +45,7 @@ def test_a_process_group_is_made_again_at_the_same_address(tmp_path: Path) -> No
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", PROGRAM, str(tmp_path)]
+    command = [sys.executable, "-c", PROGRAM, str(tmp_path / "run")]
     ranks = [
         subprocess.Popen(command, env={**os.environ, **place, "RANK": str(rank)}, stderr=subprocess.PIPE, text=True)
         for rank in range(2)

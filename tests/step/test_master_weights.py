@@ -1,8 +1,9 @@
-"""Master weights: training equals masters kept by hand, bit by bit."""
+"""Master weights: training and state dicts equal masters kept by hand, bit by bit."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -13,43 +14,92 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
-from onecopy import (
-    hook_with_zero_step,
-    hook_with_zero_step_interleaved,
-    reduce_scatter_hook,
-)
+from onecopy import hook_with_zero_step, hook_with_zero_step_interleaved, reduce_scatter_hook
 from tests.support.harness import distributed
 from tests.support.master_weights import (
     ADAMW,
     BF16,
-    ELEMENT,
     HALF,
-    MASTERS,
-    POLICIES,
     RECIPES,
-    ROUNDING,
     ByHand,
-    Mixed,
     Part,
     adamw_for,
     compare_with_masters_by_hand,
     loss_of,
     made_copies,
-    masters_in,
     optimizers_of,
-    saved,
-    train,
-    without_masters,
+    wrap,
     zeros_for,
 )
-from tests.support.models import (
-    assert_equal,
-    assert_replicas_equal,
-    assert_same_tree,
-    small_model,
-    values,
-)
+from tests.support.models import assert_equal, assert_replicas_equal, assert_same_tree, small_model, values
+
+ROUNDING = 2e-2
+"""Three ranks and another order of adding bf16 gradients up: a few units in the last place of bf16."""
+
+MASTERS: dict[str, Any] = {"master_weights": True, "shard_by": "parameter"}
+ELEMENT: dict[str, Any] = {"master_weights": True, "shard_by": "element"}
+VIEW: dict[str, Any] = {"master_weights": True, "parameters_as_bucket_view": True}
+POLICIES = pytest.mark.parametrize("ours", [MASTERS, ELEMENT, VIEW], ids=["parameter", "element", "bucket views"])
+TWO_POLICIES = pytest.mark.parametrize("ours", [MASTERS, ELEMENT], ids=["parameter", "element"])
+
+
+class Mixed(nn.Module):
+    """Two bf16 layers with a float32 gain between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = (layer.to(HALF) for layer in (small_model()[0], small_model()[2]))
+        self.gain = nn.Parameter(torch.linspace(0.5, 1.5, 160))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs: Tensor = self.last((self.gain * torch.tanh(self.first(inputs.to(HALF)))).to(HALF))
+        return outputs
+
+
+def train(params: Iterable[Tensor], optimizer: Any, steps: Iterable[int]) -> None:
+    """Steps with the same gradients on every rank, so that training does not depend on their number."""
+    params = list(params)
+    for step in steps:
+        generator = torch.Generator().manual_seed(step)
+        for param in params:
+            param.grad = torch.randn(param.shape, generator=generator).to(param.dtype)
+        optimizer.step()
+
+
+class Sides:
+    """Equal models, one with our optimizer and one with masters by hand, after equal steps."""
+
+    def __init__(self, steps: int, part: Part = ADAMW, **ours: Any) -> None:
+        self.model, self.plain = Mixed(), Mixed()
+        (self.zero,) = zeros_for(self.model.parameters(), [part], **ours)
+        self.reference = ByHand(self.plain.parameters(), [part])
+        self.train(range(steps))
+
+    def train(self, steps: Iterable[int]) -> None:
+        train(self.model.parameters(), self.zero, steps)
+        train(self.plain.parameters(), self.reference, steps)
+        assert_equal(self.model.parameters(), self.plain.parameters(), "weights")
+
+    def check_masters(self) -> None:
+        """The masters of our state dict are those kept by hand of the parameters in half precision."""
+        coarse = [index for index, param in enumerate(self.plain.parameters()) if param.dtype == HALF]
+        expected = {index: self.reference.masters[index] for index in coarse}
+        assert_same_tree(saved(self.zero)["master_weights"], expected, "masters")
+
+
+def saved(zero: Any) -> dict[str, Any]:
+    """The whole state dict, on every rank of the optimizer."""
+    zero.consolidate_state_dict(to=0)
+    box: list[Any] = [zero.state_dict() if zero.rank == 0 else None]
+    dist.broadcast_object_list(box, src=0, group=zero.process_group)
+    state: dict[str, Any] = box[0]
+    return state
+
+
+def without_masters(state: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in state.items() if key != "master_weights"}
 
 
 @POLICIES
@@ -72,7 +122,7 @@ def test_training_equals_masters_by_hand(world_size: int, parts: tuple[Part, ...
 
 
 @pytest.mark.parametrize("hook", [hook_with_zero_step, hook_with_zero_step_interleaved, reduce_scatter_hook])
-@pytest.mark.parametrize("ours", [MASTERS, ELEMENT], ids=["parameter", "element"])
+@TWO_POLICIES
 @distributed(2, 3)
 def test_the_hooks_equal_masters_by_hand(world_size: int, ours: dict[str, Any], hook: Any) -> None:
     overlapped = hook is not reduce_scatter_hook
@@ -80,18 +130,18 @@ def test_the_hooks_equal_masters_by_hand(world_size: int, ours: dict[str, Any], 
     zero, reference = adamw_for(model, overlap_with_ddp=overlapped, **ours), ByHand(plain.parameters(), [ADAMW])
     model.register_comm_hook(*((None, hook(allreduce_hook, model, zero)) if overlapped else (zero, hook)))
     plain.register_comm_hook(None, allreduce_hook)
+    tolerance = 0.0 if world_size == 2 else ROUNDING
     for step in range(6):
         for each, optimizer in ((model, zero), (plain, reference)):
             each.zero_grad()
             loss_of(each, step).backward()
             optimizer.step()
-        assert_equal(model.parameters(), plain.parameters(), f"step {step}", 0.0 if world_size == 2 else ROUNDING)
-    state, exact = saved(zero), reference.optimizers[0].state_dict()
-    assert_same_tree(without_masters(state), exact, "state", 0.0 if world_size == 2 else ROUNDING)
+        assert_equal(model.parameters(), plain.parameters(), f"step {step}", tolerance)
+    assert_same_tree(without_masters(saved(zero)), reference.optimizers[0].state_dict(), "state", tolerance)
 
 
 @pytest.mark.parametrize("hook", [False, True], ids=["all-reduce", "reduce-scatter"])
-@pytest.mark.parametrize("ours", [MASTERS, ELEMENT], ids=["parameter", "element"])
+@TWO_POLICIES
 @distributed(2, 3)
 def test_uneven_inputs_equal_masters_by_hand(world_size: int, ours: dict[str, Any], hook: bool) -> None:
     model, plain = (DistributedDataParallel(Mixed()) for _ in range(2))
@@ -113,12 +163,10 @@ def test_uneven_inputs_equal_masters_by_hand(world_size: int, ours: dict[str, An
 def test_a_master_weight_exists_on_its_owner_only_and_only_for_low_precision_parameters(
     world_size: int, ours: dict[str, Any]
 ) -> None:
-    model = Mixed()
-    zero = adamw_for(model, **ours)
-    train(list(model.parameters()), [zero], range(1))
-    copies = made_copies(zero, model.parameters())
+    sides = Sides(1, **ours)
+    copies = made_copies(sides.zero, sides.model.parameters())
     assert all(copy.dtype == torch.float32 for copy in copies)
-    elements = [param.numel() for param in model.parameters() if param.dtype == HALF]
+    elements = [param.numel() for param in sides.model.parameters() if param.dtype == HALF]
     total = torch.tensor(sum(copy.untyped_storage().nbytes() for copy in copies))
     assert total <= 4 * (sum(elements) / world_size + max(elements)), "this rank has more than it can own"
     dist.all_reduce(total)
@@ -127,19 +175,13 @@ def test_a_master_weight_exists_on_its_owner_only_and_only_for_low_precision_par
 
 @distributed(2)
 def test_schedule_free_averages_reach_the_parameters(world_size: int) -> None:
-    part = Part(AdamWScheduleFree, {"lr": 1e-2, "foreach": False})
-    model, plain = Mixed(), Mixed()
-    (zero,), reference = zeros_for(model.parameters(), [part], **MASTERS), ByHand(plain.parameters(), [part])
-    inner: Any = reference.optimizers[0]
+    sides = Sides(0, Part(AdamWScheduleFree, {"lr": 1e-2, "foreach": False}), **MASTERS)
+    inner: Any = sides.reference.optimizers[0]
     for mode in ("train", "eval", "train"):
-        getattr(zero, mode)()
-        getattr(inner, mode)()
-        reference.write_to_params()
-        assert_equal(model.parameters(), plain.parameters(), f"after {mode}()")
-        if mode == "train":
-            train(list(model.parameters()), [zero], range(3))
-            train(list(plain.parameters()), [reference], range(3))
-            assert_equal(model.parameters(), plain.parameters(), "trained")
+        for optimizer in (sides.zero, inner):
+            getattr(optimizer, mode)()
+        sides.reference.write_to_params()
+        sides.train(range(3 if mode == "train" else 0))
 
 
 @distributed(2)
@@ -147,13 +189,23 @@ def test_a_model_converted_before_the_first_step_gets_masters_or_an_error(world_
     model, plain = small_model(), small_model().to(HALF)
     zero = adamw_for(model, **MASTERS)
     model.to(HALF)
-    reference = ByHand(plain.parameters(), [ADAMW])
-    train(list(plain.parameters()), [reference], range(3))
+    train(plain.parameters(), ByHand(plain.parameters(), [ADAMW]), range(3))
     try:
-        train(list(model.parameters()), [zero], range(3))
+        train(model.parameters(), zero, range(3))
     except RuntimeError:
         return
     assert_equal(model.parameters(), plain.parameters(), "converted after construction")
+
+
+@distributed(2, 3)
+def test_offloading_to_where_parameters_are_changes_nothing(world_size: int) -> None:
+    model, plain = small_model(), small_model()
+    zero, optimizer = adamw_for(model, offload="cpu"), torch.optim.AdamW(plain.parameters(), **ADAMW.options)
+    train(model.parameters(), zero, range(3))
+    train(plain.parameters(), optimizer, range(3))
+    assert_equal(model.parameters(), plain.parameters(), "weights")
+    assert not made_copies(zero, model.parameters())
+    assert_same_tree(saved(zero), optimizer.state_dict(), "state")
 
 
 # Writing into parameters
@@ -185,18 +237,19 @@ def write_through_data(model: nn.Module) -> None:
 def test_a_written_value_wins_and_the_others_stay_precise(
     world_size: int, ours: dict[str, Any], write: Callable[[nn.Module], None]
 ) -> None:
-    model, plain = Mixed(), Mixed()
-    zero, reference = adamw_for(model, **ours), ByHand(plain.parameters(), [ADAMW])
-    for _ in range(2):
-        train(list(model.parameters()), [zero], range(3))
-        train(list(plain.parameters()), [reference], range(3))
-        assert_equal(model.parameters(), plain.parameters(), "weights")
-        write(model)
-        if write.__name__ == "write_through_data":  # autograd's version counter does not show it
-            zero.refresh_master_weights()
-        write_rows(reference.masters)
-        reference.write_to_params()
-    assert any(not torch.equal(a, b) for a, b in zip(reference.masters, values(plain.parameters()), strict=True))
+    sides = Sides(3, **ours)
+    sides.zero.consolidate_state_dict()
+    write(sides.model)
+    write_rows(sides.reference.masters)
+    sides.reference.write_to_params()
+    if write.__name__ == "write_through_data":  # autograd's version counter does not show it
+        sides.zero.refresh_master_weights()
+        with pytest.raises(RuntimeError, match="has changed since it was gathered"):
+            sides.zero.state_dict()
+        sides.check_masters()
+    exact = zip(sides.reference.masters, values(sides.plain.parameters()), strict=True)
+    assert any(not torch.equal(a, b) for a, b in exact)
+    sides.train(range(3))
 
 
 @distributed(2)
@@ -213,36 +266,109 @@ def test_a_written_value_wins_under_sharding_too(world_size: int) -> None:
     zero.step()
     reference.step(gradients)
     assert_equal(model.parameters(), reference.params, "weights")
-    assert_equal(masters_in(saved(zero)).values(), reference.masters, "masters")
+    assert_equal(saved(zero)["master_weights"].values(), reference.masters, "masters")
+
+
+# State dicts
 
 
 @POLICIES
-@distributed(2)
-def test_refreshed_master_weights_are_the_written_values_at_once(world_size: int, ours: dict[str, Any]) -> None:
-    model, plain = Mixed(), Mixed()
-    zero = adamw_for(model, **ours)
-    reference = ByHand(plain.parameters(), [ADAMW])
-    train(list(model.parameters()), [zero], range(2))
-    train(list(plain.parameters()), [reference], range(2))
-    zero.consolidate_state_dict()
-    write_rows([param.data for param in model.parameters()])
-    write_rows(reference.masters)
-    zero.refresh_master_weights()
-    with pytest.raises(RuntimeError, match="has changed since it was gathered"):
-        zero.state_dict()
-    for index, master in masters_in(saved(zero)).items():
-        assert_equal([master], [reference.masters[index]], f"master weight {index}")
-
-
-# State in CPU memory
-
-
 @distributed(2, 3)
-def test_offloading_to_where_parameters_are_changes_nothing(world_size: int) -> None:
-    model, plain = small_model(), small_model()
-    zero, optimizer = adamw_for(model, offload="cpu"), torch.optim.AdamW(plain.parameters(), **ADAMW.options)
-    train(list(model.parameters()), [zero], range(3))
-    train(list(plain.parameters()), [optimizer], range(3))
-    assert_equal(model.parameters(), plain.parameters(), "weights")
-    assert not made_copies(zero, model.parameters())
-    assert_same_tree(saved(zero), optimizer.state_dict(), "state")
+def test_a_state_dict_has_whole_masters_beside_the_plain_state(world_size: int, ours: dict[str, Any]) -> None:
+    sides = Sides(3, **ours)
+    sides.check_masters()
+    assert_same_tree(without_masters(saved(sides.zero)), sides.reference.optimizers[0].state_dict(), "state")
+
+
+def load_both(model: nn.Module, zero: Any, weights: dict[str, Any], state: dict[str, Any], weights_first: bool) -> None:
+    if weights_first:
+        model.load_state_dict(weights)
+    zero.load_state_dict(state)
+    if not weights_first:
+        model.load_state_dict(weights)
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+@pytest.mark.parametrize("weights_first", [True, False])
+@pytest.mark.parametrize(
+    ("saved_by", "loaded_by", "before", "after"),
+    [(2, 3, MASTERS, ELEMENT), (3, 2, ELEMENT, MASTERS), (2, 2, VIEW, ELEMENT), (3, 3, MASTERS, MASTERS)],
+    ids=["2 to 3", "3 to 2", "2", "3"],
+)
+@distributed(3)
+def test_a_saved_run_goes_on_bit_by_bit_with_other_ranks_and_policies(
+    world_size: int, saved_by: int, loaded_by: int, before: Any, after: Any, weights_first: bool, steps: int
+) -> None:
+    groups = {size: dist.new_group(list(range(size))) for size in (2, 3)}
+    box: list[Any] = [None, None]
+    if dist.get_rank() < saved_by:
+        sides = Sides(steps, process_group=groups[saved_by], **before)
+        box = [sides.model.state_dict(), saved(sides.zero)]
+    dist.broadcast_object_list(box, src=0)
+    if dist.get_rank() < loaded_by:
+        sides = Sides(1, process_group=groups[loaded_by], **after)  # of another run
+        sides.reference = ByHand((plain := Mixed()).parameters(), [ADAMW])
+        sides.plain = plain
+        train(plain.parameters(), sides.reference, range(steps))
+        load_both(sides.model, sides.zero, box[0], box[1], weights_first)
+        sides.train(range(steps, steps + 3))
+        sides.check_masters()
+    dist.barrier()
+
+
+@pytest.mark.parametrize("weights_first", [True, False])
+@pytest.mark.parametrize("steps", [0, 3])
+@distributed(2)
+def test_a_saved_sharded_run_goes_on_bit_by_bit(world_size: int, steps: int, weights_first: bool) -> None:
+    whole, reference = compare_with_masters_by_hand(small_model, [ADAMW], BF16, steps=6)
+    model, _ = compare_with_masters_by_hand(small_model, [ADAMW], BF16, steps=steps)
+    weights, state = deepcopy(model.state_dict()), saved(optimizers_of(model)[0])
+    model = wrap(small_model(seed=8), [ADAMW], BF16)
+    (zero,) = optimizers_of(model)
+    load_both(model, zero, weights, state, weights_first)
+    for step in range(steps, 6):
+        zero.zero_grad()
+        loss_of(model, step).backward()
+        zero.step()
+    assert_equal(model.parameters(), whole.parameters(), "weights")
+    assert_equal(saved(zero)["master_weights"].values(), reference.masters, "masters")
+
+
+@distributed(2)
+def test_state_from_before_the_first_step_has_the_masters(world_size: int) -> None:
+    for zero in (adamw_for(Mixed(), **MASTERS), *optimizers_of(wrap(small_model(), [ADAMW], BF16))):
+        with pytest.raises(RuntimeError, match="consolidate_state_dict"):
+            zero.state_dict()  # the masters are finer than the parameters
+        assert saved(zero)["master_weights"]
+
+
+@pytest.mark.parametrize("stepped", [False, True], ids=["new", "after steps"])
+@distributed(2)
+def test_without_masters_in_the_dict_they_begin_with_the_parameters(world_size: int, stepped: bool) -> None:
+    source = Mixed()
+    optimizer = torch.optim.AdamW(source.parameters(), **ADAMW.options)
+    train(source.parameters(), optimizer, range(2))
+    sides = Sides(1 if stepped else 0, **ELEMENT)
+    sides.zero.load_state_dict(optimizer.state_dict())
+    sides.reference = ByHand(sides.plain.parameters(), [ADAMW])
+    sides.reference.optimizers[0].load_state_dict(optimizer.state_dict())
+    sides.train(range(2, 5))
+    sides.check_masters()
+
+
+@pytest.mark.parametrize("steps", [0, 2], ids=["before the first step", "later"])
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+@pytest.mark.parametrize("sharded", [True, False], ids=["ours", "torch's"])
+@distributed(2)
+def test_optimizers_without_masters_load_a_dict_that_has_them(
+    world_size: int, sharded: bool, dtype: torch.dtype, steps: int
+) -> None:
+    state = saved(Sides(steps, **ELEMENT).zero)
+    target, plain = Mixed().to(dtype), Mixed().to(dtype)
+    optimizer: Optimizer = adamw_for(target) if sharded else torch.optim.AdamW(target.parameters(), **ADAMW.options)
+    reference = torch.optim.AdamW(plain.parameters(), **ADAMW.options)
+    optimizer.load_state_dict(deepcopy(state))  # torch's own go on with the tensors they are given
+    reference.load_state_dict(without_masters(state))
+    train(target.parameters(), optimizer, range(3))
+    train(plain.parameters(), reference, range(3))
+    assert_equal(target.parameters(), plain.parameters(), "weights")

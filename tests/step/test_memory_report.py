@@ -1,4 +1,4 @@
-"""``optimizer.memory_report()``: measured bytes beside those of plain DDP."""
+"""``optimizer.memory_report()``: measured bytes of a rank beside those of plain DDP."""
 
 from __future__ import annotations
 
@@ -16,10 +16,13 @@ from tests.support.harness import distributed
 WIDTH = 64
 
 
-def trained(level: int, optimizer_class: type[Optimizer], dtype: torch.dtype, **options: Any) -> tuple[Any, Any]:
+def trained(
+    level: int, optimizer_class: type[Optimizer], dtype: torch.dtype = torch.float32, frozen: int = 0, **options: Any
+) -> tuple[ZeroRedundancyOptimizer, Any]:
     """An optimizer after two steps, with gradients, and its wrapped model."""
     torch.manual_seed(0)
     module = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(6)), nn.Linear(WIDTH, 1500)).to(dtype)
+    module[:frozen].requires_grad_(False)
     model: Any
     if level == 3:
         optimizer = ZeroRedundancyOptimizer(module.parameters(), optimizer_class, lr=1e-3, **options)
@@ -36,22 +39,22 @@ def trained(level: int, optimizer_class: type[Optimizer], dtype: torch.dtype, **
     return optimizer, model
 
 
+CASES: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
+    "AdamW": (AdamW, {}),
+    "AdamW with master weights": (AdamW, {"dtype": torch.bfloat16, "master_weights": True}),
+    "amsgrad in bf16": (Adam, {"dtype": torch.bfloat16, "amsgrad": True}),
+    "momentum": (SGD, {"momentum": 0.9}),
+    "RMSprop": (RMSprop, {"centered": True, "momentum": 0.5}),
+    "frozen layers": (AdamW, {"frozen": 3}),
+}
+
+
 @pytest.mark.parametrize("level", [1, 2, 3])
-@pytest.mark.parametrize(
-    ("optimizer_class", "dtype", "options"),
-    [
-        (AdamW, torch.float32, {}),
-        (AdamW, torch.bfloat16, {"master_weights": True}),
-        (Adam, torch.bfloat16, {"amsgrad": True}),
-        (SGD, torch.float32, {"momentum": 0.9}),
-        (RMSprop, torch.float32, {"centered": True, "momentum": 0.5}),
-    ],
-)
+@pytest.mark.parametrize("case", CASES)
 @distributed(1, 2, 3)
-def test_measured_bytes_are_a_share_of_those_predicted_for_ddp(
-    world_size: int, level: int, optimizer_class: type[Optimizer], dtype: torch.dtype, options: dict[str, Any]
-) -> None:
-    optimizer, _model = trained(level, optimizer_class, dtype, **options)
+def test_measured_bytes_are_a_share_of_those_predicted_for_ddp(world_size: int, level: int, case: str) -> None:
+    optimizer_class, options = CASES[case]
+    optimizer, _model = trained(level, optimizer_class, **options)
     report = optimizer.memory_report()
     assert report.measured["parameters"] == pytest.approx(report.ddp["parameters"], rel=0.02)
     assert all(report.measured[kind] for kind in ("parameters", "gradients", "state"))
@@ -59,12 +62,18 @@ def test_measured_bytes_are_a_share_of_those_predicted_for_ddp(
     shared = world_size if level == 3 else 1
     assert report.measured["gradients"] * shared == pytest.approx(report.ddp["gradients"], rel=0.05)
     assert bool(report.measured["master weights"]) == ("master_weights" in options)
+    has_frozen = report.measured["gradients"] * shared < 0.95 * report.measured["parameters"]
+    assert has_frozen == ("frozen" in options)
     assert (report.group_rank, report.world_size) == (optimizer.rank, world_size)
+
+
+class Unknown(torch.optim.SGD):
+    """A class that the planner does not know."""
 
 
 @distributed(2)
 def test_it_prints_as_a_table_and_says_what_is_missing(world_size: int) -> None:
-    optimizer, _model = trained(1, AdamW, torch.float32)
+    optimizer, _model = trained(1, AdamW)
     if optimizer.rank == 0:
         assert optimizer.memory_report().in_flight >= 0  # it needs no other rank
     text = str(optimizer.memory_report())
@@ -76,30 +85,8 @@ def test_it_prints_as_a_table_and_says_what_is_missing(world_size: int) -> None:
     assert "master weights" not in text
     optimizer.zero_grad()
     assert "there are no gradients now" in str(optimizer.memory_report())
-
-
-class Unknown(torch.optim.SGD):
-    """A class that the planner does not know."""
-
-
-@distributed(2)
-def test_the_state_of_an_unknown_class_is_measured_and_not_predicted(world_size: int) -> None:
-    optimizer, _model = trained(1, Unknown, torch.float32, momentum=0.9, elementwise=True)
+    optimizer, _model = trained(1, Unknown, momentum=0.9, elementwise=True)
     report = optimizer.memory_report()
     assert report.ddp["state"] is None
     assert report.measured["state"] > 0
     assert str(report).count(" - ") == 2  # the state and the total
-
-
-@distributed(2)
-def test_frozen_parameters_have_no_gradients_and_no_state(world_size: int) -> None:
-    module = nn.Sequential(nn.Linear(WIDTH, 200), nn.Linear(200, WIDTH))
-    module[0].requires_grad_(False)
-    model = DistributedDataParallel(module, gradient_as_bucket_view=True)
-    optimizer = ZeroRedundancyOptimizer(module.parameters(), AdamW, lr=1e-3)
-    model(torch.ones(2, WIDTH)).sum().backward()
-    optimizer.step()
-    report = optimizer.memory_report()
-    assert report.measured["gradients"] == pytest.approx(report.ddp["gradients"], rel=0.02)
-    assert 2 * report.measured["state"] == pytest.approx(report.ddp["state"], rel=0.05)
-    assert report.measured["gradients"] < report.measured["parameters"]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import pytorch_optimizer
 import schedulefree  # type: ignore[import-untyped]
@@ -11,7 +9,7 @@ import torch
 from torch.optim import Optimizer
 
 from onecopy import MixedPrecision, ShardedDataParallel, ZeroRedundancyOptimizer
-from onecopy.step.optimizer_classes import check_class, check_dtypes, check_options, is_elementwise
+from onecopy.step.optimizer_classes import ELEMENTWISE, check_class, check_dtypes, check_options, is_elementwise
 from tests.support.harness import distributed
 
 
@@ -23,17 +21,14 @@ class MyLBFGS(torch.optim.LBFGS):
     """A user's variation."""
 
 
-KNOWN_ELEMENTWISE = [
-    torch.optim.SGD,
-    torch.optim.Adam,
-    torch.optim.AdamW,
-    torch.optim.RMSprop,
-    torch.optim.Adagrad,
-    torch.optim.NAdam,
-    torch.optim.RAdam,
-    torch.optim.Adamax,
-    torch.optim.Adadelta,
-]
+class MyLamb(pytorch_optimizer.Lamb):
+    """A user's variation."""
+
+
+class MyAdafactor(torch.optim.Adafactor):
+    """A user's variation."""
+
+
 NEVER_CUT = [
     torch.optim.Adafactor,
     torch.optim.Muon,
@@ -46,39 +41,17 @@ NEVER_CUT = [
 ]
 
 
-@pytest.mark.parametrize("optimizer_class", [*KNOWN_ELEMENTWISE, *NEVER_CUT])
+@pytest.mark.parametrize("optimizer_class", [*sorted(ELEMENTWISE, key=str), *NEVER_CUT])
 def test_a_class_is_elementwise_if_it_is_known_or_declared(optimizer_class: type[Optimizer]) -> None:
+    """That a known class updates a cut tensor as the whole one is tested by training, in ``test_parity.py``."""
     check_class(optimizer_class, ZeroRedundancyOptimizer)
-    assert is_elementwise(optimizer_class, None) == (optimizer_class in KNOWN_ELEMENTWISE)
+    assert is_elementwise(optimizer_class, None) == (optimizer_class not in NEVER_CUT)
     assert is_elementwise(optimizer_class, True)
     assert not is_elementwise(optimizer_class, False)
 
 
-@pytest.mark.parametrize("optimizer_class", KNOWN_ELEMENTWISE)
-def test_a_known_class_updates_a_cut_tensor_bitwise_as_the_whole_one(optimizer_class: type[Optimizer]) -> None:
-    torch.manual_seed(0)
-    whole = torch.randn(1_000)
-    cut = [whole[:128].clone(), whole[128:].clone()]
-    plain, sharded = optimizer_class([whole], lr=0.1), optimizer_class(cut, lr=0.1)  # type: ignore[call-arg]
-    for _ in range(3):
-        whole.grad = torch.randn(1_000)
-        cut[0].grad, cut[1].grad = whole.grad[:128].clone(), whole.grad[128:].clone()
-        plain.step()
-        sharded.step()
-        assert whole.equal(torch.cat(cut))
-
-
-COMBINING = [
-    torch.optim.LBFGS,
-    MyLBFGS,
-    pytorch_optimizer.Prodigy,
-    pytorch_optimizer.DAdaptAdam,
-    pytorch_optimizer.DAdaptAdaGrad,
-    pytorch_optimizer.DAdaptAdan,
-    pytorch_optimizer.DAdaptLion,
-    pytorch_optimizer.DAdaptSGD,
-    pytorch_optimizer.SAM,
-]
+COMBINING = [torch.optim.LBFGS, MyLBFGS, pytorch_optimizer.Prodigy, pytorch_optimizer.SAM]
+COMBINING += [getattr(pytorch_optimizer, f"DAdapt{name}") for name in ("Adam", "AdaGrad", "Adan", "Lion", "SGD")]
 
 
 @pytest.mark.parametrize("optimizer_class", COMBINING)
@@ -87,33 +60,18 @@ def test_a_class_that_combines_parameters_is_refused_with_the_reason(optimizer_c
         check_class(optimizer_class, ZeroRedundancyOptimizer)
 
 
-class MyLamb(pytorch_optimizer.Lamb):
-    """A user's variation."""
-
-
-GLOBALLY_CLIPPING: dict[str, Callable[[], Optimizer]] = {
-    "as a default": lambda: pytorch_optimizer.Lamb([torch.ones(1)], pre_norm=True, max_grad_norm=1.0),
-    "unless told otherwise": lambda: pytorch_optimizer.Lamb([torch.ones(1)], pre_norm=True),
-    "as a default that a group cannot change": lambda: pytorch_optimizer.Lamb(
-        [{"params": [torch.ones(1)], "max_grad_norm": 0.0}], pre_norm=True, max_grad_norm=1.0
-    ),
-    "in a subclass": lambda: MyLamb([torch.ones(1)], pre_norm=True, max_grad_norm=1.0),
-}
-
-
-@pytest.mark.parametrize("kind", GLOBALLY_CLIPPING)
-def test_lamb_is_refused_while_it_clips_by_the_norm_of_all_gradients(kind: str) -> None:
-    with pytest.raises(ValueError, match=r"Lamb with max_grad_norm.*clip_grad_norm_"):
-        check_options(GLOBALLY_CLIPPING[kind]())
-
-
-def test_lamb_without_global_clipping_is_accepted() -> None:
-    check_class(pytorch_optimizer.Lamb, ZeroRedundancyOptimizer)
-    check_options(pytorch_optimizer.Lamb([torch.ones(1)], max_grad_norm=0.0))
-
-
-class MyAdafactor(torch.optim.Adafactor):
-    """A user's variation."""
+def test_lamb_is_refused_while_it_clips_by_the_norm_of_all_gradients() -> None:
+    param = torch.ones(1)
+    group = {"params": [param], "max_grad_norm": 0.0}  # Lamb reads the default, whatever its groups say
+    for clipping in (
+        pytorch_optimizer.Lamb([param], pre_norm=True, max_grad_norm=1.0),
+        pytorch_optimizer.Lamb([param], pre_norm=True),
+        pytorch_optimizer.Lamb([group], pre_norm=True, max_grad_norm=1.0),
+        MyLamb([param], pre_norm=True, max_grad_norm=1.0),
+    ):
+        with pytest.raises(ValueError, match=r"Lamb with max_grad_norm.*clip_grad_norm_"):
+            check_options(clipping)
+    check_options(pytorch_optimizer.Lamb([param], max_grad_norm=0.0))
 
 
 FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
@@ -123,16 +81,14 @@ FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
 def test_adafactor_over_several_dtypes_in_a_group_is_refused(optimizer_class: type[torch.optim.Adafactor]) -> None:
     """torch takes the epsilon of the first parameter's dtype for all parameters of the group."""
     optimizer = optimizer_class([{"params": [torch.ones(2)]}, {"params": [torch.ones(2)]}])
+    several = [(0, FLOAT32), (1, FLOAT32), (1, BFLOAT16)]
     with pytest.raises(
         ValueError, match=r"Adafactor over .*\(parameter group 1: torch.bfloat16, torch.float32\).*eps="
     ):
-        check_dtypes(optimizer, [(0, FLOAT32), (1, FLOAT32), (1, BFLOAT16)])
+        check_dtypes(optimizer, several)
     check_dtypes(optimizer, [(0, FLOAT32), (1, BFLOAT16), (1, BFLOAT16)])
     optimizer.param_groups[1]["eps"] = (1e-7, 1e-3)
-    check_dtypes(optimizer, [(0, FLOAT32), (1, FLOAT32), (1, BFLOAT16)])
-
-
-def test_another_class_over_several_dtypes_is_accepted() -> None:
+    check_dtypes(optimizer, several)
     check_dtypes(torch.optim.AdamW([torch.ones(1)]), [(0, FLOAT32), (0, BFLOAT16)])
 
 
@@ -149,15 +105,11 @@ def test_adafactor_is_refused_on_all_ranks_although_each_owns_one_dtype(world_si
     with pytest.raises(ValueError, match=r"parameter group 2: torch.bfloat16, torch.float32"):
         optimizer.add_param_group({"params": [torch.ones(2, requires_grad=True), torch.ones(2, dtype=BFLOAT16)]})
     assert len(optimizer.param_groups) == len(optimizer.optim.param_groups) == 2
-
-
-@distributed(2)
-def test_adafactor_is_refused_where_mixed_precision_would_leave_several_dtypes(world_size: int) -> None:
+    # Where mixed precision would leave several dtypes.
     module = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8))
     optimizer = ZeroRedundancyOptimizer(module.parameters(), torch.optim.Adafactor)
+    coarse, fine = (MixedPrecision(param_dtype=BFLOAT16, master_weights=fine) for fine in (False, True))
     with pytest.raises(ValueError, match="Adafactor over several dtypes"):
-        ShardedDataParallel(
-            module, optimizer, mixed_precision=MixedPrecision(param_dtype=BFLOAT16, master_weights=False)
-        )
+        ShardedDataParallel(module, optimizer, mixed_precision=coarse)
     assert {param.dtype for param in module.parameters()} == {FLOAT32}
-    ShardedDataParallel(module, optimizer, mixed_precision=MixedPrecision(param_dtype=BFLOAT16))
+    ShardedDataParallel(module, optimizer, mixed_precision=fine)

@@ -1,32 +1,88 @@
-"""Bad or different arguments of a call are an error on every rank, soon, and nothing has changed anywhere."""
+"""Bad or different arguments, failing steps, and ranks at different calls: an error on every rank, soon."""
 
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable
+from itertools import combinations
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.optim import SGD
+from torch import Tensor, nn
+from torch.optim import SGD, Adam, AdamW
 
 from onecopy import PeerFailedError, RanksDisagreeError, ZeroRedundancyOptimizer
-from tests.support.failures import expect_disagreement, expect_failure_of, parameter
+from tests.support.both import Both, tensors_of
+from tests.support.failures import (
+    check_pool,
+    expect,
+    expect_disagreement,
+    expect_failure_of,
+    failure_of,
+    named,
+    parameter,
+)
 from tests.support.harness import distributed
 from tests.support.state_dicts import expect_same
-from tests.support.unchanged import VARIANTS, Training
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "whole": {"shard_by": "parameter"},
+    "cut in buckets": {"shard_by": "element", "parameters_as_bucket_view": True},
+}
+"""Arguments of the optimizer under which a refused call must leave everything alone."""
+
+
+class Training(Both):
+    """Both optimizers after two steps; the first parameter may be cut."""
+
+    def __init__(self, optimizer_class: Any = Adam, **ours: Any) -> None:
+        shapes = ((64, 40), (7,), (3, 5))
+        super().__init__(lambda: named(*(parameter(*shape) for shape in shapes)), optimizer_class, {"lr": 0.1}, **ours)
+        self.train()
+
+    @property
+    def params(self) -> list[Tensor]:
+        return tensors_of(self.ours)
+
+    def train(self) -> None:
+        self.step()
+        self.step()
+        self.check()
+
+    def restore(self) -> None:
+        """Make all ranks whole again after a step that some of them have made: load, and train on."""
+        with torch.no_grad():
+            for param, plain in zip(self.params, tensors_of(self.plain), strict=True):
+                param.copy_(plain)
+        self.ours.load_state_dict(self.plain.state_dict())
+        self.train()
+
+    def snapshot(self) -> list[Any]:
+        """Everything of this rank that a refused call must leave alone, with where the memory is."""
+        state = [
+            (name, value.clone() if isinstance(value, Tensor) else value)
+            for param in self.params
+            for name, value in self.ours.state[param].items()
+        ]
+        places = [param.data_ptr() for param in self.params]
+        groups = [
+            [copy.deepcopy({key: value for key, value in group.items() if key != "params"}), len(group["params"])]
+            for group in (*self.ours.param_groups, *self.ours.optim.param_groups)
+        ]
+        values = [param.detach().clone() for param in self.params]
+        return [state, places, groups, values, self.ours.layout, len(self.ours.optim.state)]
+
+
+# Arguments of calls
 
 Make = Callable[[Training], Any]
 
 
 def new_group(
-    count: int = 1,
-    shape: tuple[int, ...] = (2,),
-    dtype: torch.dtype = torch.float32,
-    name: str = "four",
-    **values: Any,
+    count: int = 1, shape: tuple[int, ...] = (2,), dtype: torch.dtype = torch.float32, name: str = "four", **values: Any
 ) -> dict[str, Any]:
     members = [(label, parameter(*shape, dtype=dtype)) for label in (name, "five")[:count]]
     return {"params": members, **values}
@@ -42,12 +98,12 @@ def one_more(make: Callable[[Training], Any]) -> Make:
 
 
 def changed(change: Callable[[dict[str, Any]], Any]) -> Make:
-    """The plain optimizer's state dict after a change to it, or what the change returns."""
+    """The plain optimizer's state dict after a change to it."""
 
     def make(training: Training) -> Any:
         state_dict = copy.deepcopy(training.plain.state_dict())
-        result = change(state_dict)
-        return state_dict if result is None else result
+        change(state_dict)
+        return state_dict
 
     return make
 
@@ -60,26 +116,10 @@ def with_state(index: Any, value: Any) -> Make:
     return changed(lambda state_dict: state_dict["state"].update({index: value}))
 
 
-def with_average(index: int, make: Callable[[torch.Tensor], torch.Tensor]) -> Make:
+def with_average(index: int, make: Callable[[Tensor], Tensor]) -> Make:
     return changed(
         lambda state_dict: state_dict["state"][index].update(exp_avg=make(state_dict["state"][index]["exp_avg"]))
     )
-
-
-def drop_group(state_dict: dict[str, Any]) -> None:
-    state_dict["param_groups"].pop()
-
-
-def drop_parameter(state_dict: dict[str, Any]) -> None:
-    state_dict["param_groups"][0]["params"].pop()
-
-
-def drop_state(state_dict: dict[str, Any]) -> None:
-    del state_dict["state"][1]
-
-
-def count_on(state_dict: dict[str, Any]) -> None:
-    state_dict["state"][1]["step"] += 40
 
 
 CALLS: dict[str, tuple[Callable[[Training, Any], object], Make]] = {
@@ -90,11 +130,11 @@ CALLS: dict[str, tuple[Callable[[Training, Any], object], Make]] = {
 """Each call with the argument of a rank that makes no mistake."""
 
 ADD, LOAD, GATHER = CALLS
+WANTED = "takes an optimizer's state dict"
 
 BAD: dict[str, tuple[str, Make, type[Exception], str]] = {
     "a group that is no dict": (ADD, lambda _: [parameter(2)], TypeError, "parameter group 1 must be a dict, got list"),
     "a group without params": (ADD, lambda _: {"lr": 1.0}, ValueError, "parameter group 1 has no 'params'"),
-    "no tensor": (ADD, one_more(lambda _: 3), TypeError, "'four' is not a tensor but int"),
     "known already": (ADD, one_more(lambda each: each.params[1]), ValueError, "'four' is in two groups.*'two'"),
     "shares memory": (
         ADD,
@@ -102,15 +142,19 @@ BAD: dict[str, tuple[str, Make, type[Exception], str]] = {
         ValueError,
         "'(two|four)' and '(two|four)' share memory",
     ),
-    "expanded": (ADD, one_more(lambda _: nn.Parameter(torch.ones(1).expand(3))), ValueError, "'four'.*expanded"),
     "differentiable": (ADD, group(differentiable=True), ValueError, r"differentiable=True \(parameter group 1\)"),
     "without a name": (ADD, lambda _: {"params": [parameter(2)]}, ValueError, "name"),
-    "a list to load": (LOAD, lambda _: [1], TypeError, "takes an optimizer's state dict"),
-    "no groups": (LOAD, lambda _: {"state": {}}, TypeError, "takes an optimizer's state dict.*'param_groups'"),
-    "a group less": (LOAD, changed(drop_group), ValueError, "0 parameter groups, the optimizer has 1"),
+    "a list to load": (LOAD, lambda _: [1], TypeError, WANTED),
+    "no groups": (LOAD, lambda _: {"state": {}}, TypeError, f"{WANTED}.*'param_groups'"),
+    "a group less": (
+        LOAD,
+        changed(lambda state_dict: state_dict["param_groups"].pop()),
+        ValueError,
+        "0 parameter groups, the optimizer has 1",
+    ),
     "a parameter less": (
         LOAD,
-        changed(drop_parameter),
+        changed(lambda state_dict: state_dict["param_groups"][0]["params"].pop()),
         ValueError,
         "group 0 has 2 parameters in the state dict and 3",
     ),
@@ -139,7 +183,7 @@ BAD: dict[str, tuple[str, Make, type[Exception], str]] = {
 def test_a_refused_call_changes_nothing(world_size: int, case: str) -> None:
     name, make_bad, kind, text = BAD[case]
     call, make_good = CALLS[name]
-    for ours in VARIANTS:
+    for ours in SETTINGS.values():
         training = Training(**ours)
         for optimizer in (training.ours, training.plain):
             optimizer.param_groups[0].update(lr=0.25, note=["mine"])
@@ -152,26 +196,30 @@ def test_a_refused_call_changes_nothing(world_size: int, case: str) -> None:
             training.train()
 
 
-TWO, FOUR = "state of parameter 'two'", r"parameter 3 \('four'\)"
+TWO, FOUR, GROUP = "state of parameter 'two'", r"parameter 3 \('four'\)", "parameter group"
+SAME = changed(lambda _: None)
 
 DIFFERENT: dict[str, tuple[str, Make, Make, str, str]] = {
     "the number of parameters": (ADD, group(), group(count=2), "", r"parameter 4 \('five'\)"),
-    "a shape": (ADD, group(), group(shape=(3,)), rf"{FOUR}: shape \(2,\)", r"parameter 3 .*shape \(3,\)"),
-    "a dtype": (ADD, group(), group(dtype=torch.bfloat16), f"{FOUR}: .*float32", f"{FOUR}: .*bfloat16"),
-    "a name": (ADD, group(), group(name="vier"), FOUR, r"parameter 3 \('vier'\)"),
-    "an option": (ADD, group(lr=0.5), group(lr=0.25), "parameter group 1: lr=0.5", "parameter group 1: lr=0.25"),
-    "a loaded option": (
+    "an option": (ADD, group(lr=0.5), group(lr=0.25), f"{GROUP} 1: lr=0.5", f"{GROUP} 1: lr=0.25"),
+    "a loaded option": (LOAD, with_rate(0.1), with_rate(0.25), f"{GROUP} 0: lr=0.1", f"{GROUP} 0: lr=0.25"),
+    "a counter": (
         LOAD,
-        with_rate(0.1),
-        with_rate(0.25),
-        "parameter group 0: lr=0.1",
-        "parameter group 0: lr=0.25",
+        SAME,
+        changed(lambda state_dict: state_dict["state"][1]["step"].add_(40)),
+        rf"{TWO}: step=.* 2.0",
+        rf"{TWO}: step=.* 42.0",
     ),
-    "a counter": (LOAD, changed(lambda _: None), changed(count_on), rf"{TWO}: step=.* 2.0", rf"{TWO}: step=.* 42.0"),
-    "a parameter's state": (LOAD, changed(lambda _: None), changed(drop_state), TWO, "state of parameter 'three'"),
+    "a parameter's state": (
+        LOAD,
+        SAME,
+        changed(lambda state_dict: state_dict["state"].pop(1)),
+        TWO,
+        "state of parameter 'three'",
+    ),
     "the dtype of state": (
         LOAD,
-        changed(lambda _: None),
+        SAME,
         with_average(1, torch.Tensor.double),
         f"{TWO}: exp_avg=.*float32",
         f"{TWO}: .*float64",
@@ -192,7 +240,7 @@ DIFFERENT: dict[str, tuple[str, Make, Make, str, str]] = {
 def test_arguments_that_differ_are_refused_and_change_nothing(world_size: int, case: str) -> None:
     name, make, make_odd, text, odd_text = DIFFERENT[case]
     odd = world_size - 1
-    for ours in VARIANTS:
+    for ours in SETTINGS.values():
         training = Training(**ours)
         before = training.snapshot()
         argument = (make_odd if dist.get_rank() == odd else make)(training)
@@ -238,27 +286,119 @@ def test_a_load_that_fails_on_one_rank_is_an_error_on_all(world_size: int, by: s
 
 
 @distributed(2, 3)
-@pytest.mark.parametrize("ours", VARIANTS, ids=["whole", "cut in buckets"])
-def test_after_a_refused_group_a_consolidation_is_valid_and_another_group_is_accepted(
-    world_size: int, ours: dict[str, Any]
-) -> None:
-    training = Training(**ours)
+def test_a_refused_group_leaves_a_consolidation_valid_and_no_need_of_one(world_size: int) -> None:
+    training = Training()
     training.ours.consolidate_state_dict(to=0)
-    with pytest.raises(RanksDisagreeError):
-        training.ours.add_param_group(new_group(lr=0.1 * dist.get_rank()))
+    # Master weights of parameters in half precision would have to be consolidated.
+    zero = ZeroRedundancyOptimizer([("one", parameter(9))], SGD, lr=0.5, master_weights=True)
+    before = zero.state_dict()
+    for optimizer in (training.ours, zero):
+        with pytest.raises((RanksDisagreeError, PeerFailedError), match="lr="):
+            optimizer.add_param_group(new_group(dtype=torch.bfloat16, lr=0.1 * dist.get_rank()))
+    assert zero.state_dict() == before
     if dist.get_rank() == 0:
         expect_same(training.ours.state_dict(), training.plain.state_dict())
-    dist.barrier()
-    added, plain_added = parameter(80, 20), parameter(80, 20)
-    training.ours.add_param_group({"params": [("four", added)], "lr": 0.3})
-    training.plain.add_param_group({"params": [("four", plain_added)], "lr": 0.3})
-    training.train()
+
+
+# Steps that fail, and ranks at different calls
+
+
+class Fragile(SGD):
+    """Its step fails where it is told to."""
+
+    broken: Exception | None = None
+
+    def step(self, closure: Any = None) -> Any:
+        if self.broken is not None:
+            raise self.broken
+        return super().step(closure)
+
+
+FAILURES = {
+    "an ordinary error": ArithmeticError("the tank is empty"),
+    "an error with text that is no Unicode": OSError("the tank is empty: /data/\udcff"),
+    "an error without text": ArithmeticError(),
+}
 
 
 @distributed(2, 3)
-def test_a_refused_group_in_half_precision_leaves_no_need_to_consolidate(world_size: int) -> None:
-    zero = ZeroRedundancyOptimizer([("one", parameter(9))], SGD, lr=0.5, master_weights=True)
-    before = zero.state_dict()
-    with pytest.raises((RanksDisagreeError, PeerFailedError), match="lr="):
-        zero.add_param_group(new_group(dtype=torch.bfloat16, lr=0.1 * dist.get_rank()))
-    assert zero.state_dict() == before
+@pytest.mark.parametrize("culprit", ["first", "last"])
+@pytest.mark.parametrize("case", FAILURES)
+def test_a_failing_inner_step_is_raised_there_and_reported_elsewhere_and_a_load_makes_all_whole_again(
+    world_size: int, case: str, culprit: str
+) -> None:
+    training = Training(Fragile)
+    failing = 0 if culprit == "first" else world_size - 1
+    error = FAILURES[case]
+    assert isinstance(training.ours.optim, Fragile)
+    if dist.get_rank() == failing:
+        training.ours.optim.broken = error
+    caught = failure_of(training.ours.step)
+    if dist.get_rank() == failing:
+        assert caught is error
+    else:
+        text = "the tank is empty" if error.args else ""
+        expect(caught, PeerFailedError, rf"step\(\) failed on rank {failing}: {type(error).__name__}: {text}")
+    training.ours.optim.broken = None
+    training.restore()
+
+
+@distributed(2, 3)
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_gradients_for_different_parameters_are_an_error_that_names_the_first(world_size: int, setting: str) -> None:
+    training = Training(**SETTINGS[setting])
+    odd = world_size - 1
+    training.ours.zero_grad()
+    training.params[0].grad = torch.zeros(64, 40)
+    if dist.get_rank() == odd:
+        training.params[2].grad = torch.zeros(3, 5)
+    which = "parameter 'three':"
+    expect_disagreement(odd, training.ours.step, f"{which} no gradient, shape", f"{which} a gradient, shape")
+    check_pool()
+
+
+AT: dict[str, Callable[[Any], object]] = {
+    "step()": lambda training: training.ours.step(),
+    "consolidate_state_dict()": lambda training: training.ours.consolidate_state_dict(),
+    "load_state_dict()": lambda training: training.ours.load_state_dict(training.plain.state_dict()),
+    "add_param_group()": lambda training: training.ours.add_param_group({"params": [parameter(3)]}),
+    "grad_norm() or clip_grad_norm_()": lambda training: training.ours.clip_grad_norm_(1.0),
+}
+
+
+@distributed(2, 3)
+@pytest.mark.parametrize(("one", "other"), list(combinations(AT, 2)))
+def test_ranks_at_different_calls_are_all_told_where_each_of_them_is(world_size: int, one: str, other: str) -> None:
+    training = Training()
+    here = one if dist.get_rank() == 0 else other
+    error = failure_of(lambda: AT[here](training))
+    pattern = rf"different calls\. rank 0: {re.escape(one)}; rank 1: {re.escape(other)}[;.]"
+    expect(error, RanksDisagreeError, pattern)
+    training.restore()  # a rank that was at step() has stepped what it owns
+
+
+@distributed(2, 3)
+def test_an_unknown_argument_on_one_rank_and_a_sparse_gradient_are_errors_on_all(world_size: int) -> None:
+    training = Training()
+    kwargs: dict[str, Any] = {"speed": 3} if dist.get_rank() == 0 else {}
+    expect_failure_of([0], lambda: training.ours.step(**kwargs), TypeError, "speed")
+    embedding = nn.Embedding(64, 32, sparse=True)
+    optimizer = ZeroRedundancyOptimizer(embedding.named_parameters(), AdamW, lr=0.1)
+    assert optimizer.layout.cut_params == (0,)
+    embedding(torch.tensor([1, 2])).sum().backward()
+    expect(failure_of(optimizer.step), RuntimeError, "parameter 'weight' has a sparse gradient, which AdamW does not")
+    check_pool()
+
+
+@distributed(2, 3)
+def test_an_exception_of_the_closure_comes_through_unchanged(world_size: int) -> None:
+    training = Training()
+    error = LookupError("no more data")
+
+    def closure() -> float:
+        raise error
+
+    before = training.snapshot()
+    assert failure_of(lambda: training.ours.step(closure)) is error
+    expect_same(training.snapshot(), before)
+    training.train()

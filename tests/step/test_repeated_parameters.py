@@ -11,17 +11,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.optim import SGD, Adagrad, Adam, Optimizer
+from torch import nn
+from torch.optim import SGD, Adagrad, Adam
 
 from onecopy import PeerFailedError, RanksDisagreeError, ShardedDataParallel, ZeroRedundancyOptimizer, checkpoint
+from tests.support.both import POLICIES, Both, tensors_of
 from tests.support.harness import distributed
 from tests.support.models import assert_equal, assert_same_tree, small_inputs, small_model
 
 WARNING = "optimizer contains a parameter group with duplicate parameters"
 
 CLASSES: dict[str, tuple[Any, dict[str, Any]]] = {
-    "SGD with momentum": (SGD, {"lr": 0.1, "momentum": 0.9}),
     "SGD, foreach": (SGD, {"lr": 0.1, "momentum": 0.9, "foreach": True}),
     "Adam": (Adam, {"lr": 0.1}),
     "Adagrad": (Adagrad, {"lr": 0.1}),
@@ -42,24 +42,12 @@ def groups_of(named: bool) -> list[dict[str, Any]]:
     generator = torch.Generator().manual_seed(0)
     a, b, c, d = (nn.Parameter(torch.randn(shape, generator=generator)) for shape in ((40, 70), (30, 30), (64,), (9,)))
     first = [("a", a), ("b", b), ("a", a), ("c", c), ("also a", a), ("b", b)]
-    second = [("d", d)]
-    groups: list[dict[str, Any]] = [{"params": first, "lr": 0.05}, {"params": second}]
+    groups: list[dict[str, Any]] = [{"params": first, "lr": 0.05}, {"params": [("d", d)]}]
     return groups if named else [{**group, "params": [param for _, param in group["params"]]} for group in groups]
 
 
-def tensors_of(optimizer: Optimizer) -> list[Tensor]:
-    return list(dict.fromkeys(param for group in optimizer.param_groups for param in group["params"]))
-
-
-def step(optimizer: Optimizer, number: int) -> None:
-    for position, param in enumerate(tensors_of(optimizer)):
-        generator = torch.Generator().manual_seed(10 * number + position)
-        param.grad = torch.randn(param.shape, generator=generator)
-    optimizer.step()
-
-
 @distributed(2, 3)
-@pytest.mark.parametrize("shard_by", ["parameter", "element"])
+@POLICIES
 @pytest.mark.parametrize("named", [False, True])
 @pytest.mark.parametrize("bucket_view", [False, True])
 @pytest.mark.parametrize("case", CLASSES)
@@ -67,42 +55,28 @@ def test_training_and_state_dicts_equal_the_plain_optimizers(
     world_size: int, case: str, bucket_view: bool, named: bool, shard_by: str
 ) -> None:
     optimizer_class, options = CLASSES[case]
-    with warned():
-        plain = optimizer_class(groups_of(named), **options)
-    with warned():
-        ours = ZeroRedundancyOptimizer(
-            groups_of(named), optimizer_class, parameters_as_bucket_view=bucket_view, shard_by=shard_by, **options
-        )
-    for number in range(3):
-        step(plain, number)
-        step(ours, number)
-        assert_equal(tensors_of(ours), tensors_of(plain), f"step {number}")
-    ours.consolidate_state_dict()
-    if ours.rank == 0:
-        assert_same_tree(ours.state_dict(), plain.state_dict(), "state dict")
+    ours: dict[str, Any] = {"parameters_as_bucket_view": bucket_view, "shard_by": shard_by}
+    with warned(2):
+        both = Both(lambda: groups_of(named), optimizer_class, options, **ours)
+    for _ in range(3):
+        both.step()
+        both.check()
+    both.ours.consolidate_state_dict()
+    if both.ours.rank == 0:
+        assert_same_tree(both.ours.state_dict(), both.plain.state_dict(), "state dict")
     with warned():
         again = ZeroRedundancyOptimizer(groups_of(named), optimizer_class, **options)
     with torch.no_grad():
-        for param, value in zip(tensors_of(again), tensors_of(plain), strict=True):
+        for param, value in zip(tensors_of(again), tensors_of(both.plain), strict=True):
             param.copy_(value)
-    again.load_state_dict(plain.state_dict())
-    step(plain, 3)
-    step(again, 3)
-    assert_equal(tensors_of(again), tensors_of(plain), "after loading")
-
-
-@distributed(2, 3)
-def test_a_group_added_later_may_repeat_a_parameter(world_size: int) -> None:
-    optimizers: list[Any] = []
-    for sharded in (False, True):
-        first, second = (nn.Parameter(torch.arange(5.0)), nn.Parameter(torch.arange(7.0)))
-        optimizer: Any = ZeroRedundancyOptimizer([first], SGD, lr=0.1) if sharded else SGD([first], lr=0.1)
-        step(optimizer, 0)
-        with warned():
-            optimizer.add_param_group({"params": [second, second]})
-        step(optimizer, 1)
-        optimizers.append(optimizer)
-    assert_equal(tensors_of(optimizers[1]), tensors_of(optimizers[0]), "after the group")
+    again.load_state_dict(both.plain.state_dict())
+    both.ours = again
+    with warned(2):
+        for optimizer in both.optimizers:  # a group that is added later may repeat a parameter, too
+            late = nn.Parameter(torch.arange(7.0))
+            optimizer.add_param_group({"params": [("e", late), ("e", late)] if named else [late, late]})
+    both.step()
+    both.check()
 
 
 @distributed(2, 3)

@@ -13,15 +13,12 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Optimizer
 
 from onecopy import ZeroRedundancyOptimizer
+from tests.support.both import BUCKET_VIEWS, POLICIES, Tensors, as_it_is
 from tests.support.harness import distributed
-from tests.support.parameter_storage import BOTH, POLICIES, Tensors
+from tests.support.models import assert_same_tree
 
 ODD: dict[str, Callable[[], list[Tensor]]] = {
     "channels-last": lambda: [torch.randn(20, 8, 3, 3).to(memory_format=torch.channels_last), torch.randn(5)],
-    "channels-last in 3-d": lambda: [
-        torch.randn(5, 8, 3, 3, 4).to(memory_format=torch.channels_last_3d),
-        torch.randn(5),
-    ],
     "transposed": lambda: [torch.randn(60, 40).t(), torch.randn(3, 7).t()],
     "permuted": lambda: [torch.randn(5, 4, 3, 6, 7).permute(3, 0, 4, 2, 1), torch.randn(2, 3, 4).permute(2, 0, 1)],
     "complex": lambda: [torch.randn(40, 50, dtype=torch.complex64), torch.randn(3, dtype=torch.complex64)],
@@ -34,26 +31,19 @@ ODD: dict[str, Callable[[], list[Tensor]]] = {
         torch.randn(1, 1, dtype=torch.float64),
         torch.randn(7, dtype=torch.float16),
     ],
-    "nothing and scalars": lambda: [
-        torch.zeros(0),
-        torch.randn(()),
-        torch.zeros(3, 0, 2),
-        torch.randn(1),
-        torch.randn(()).double(),
-    ],
-    "one parameter": lambda: [torch.randn(5)],
+    "nothing and scalars": lambda: [torch.zeros(0), torch.randn(()), torch.zeros(3, 0, 2), torch.randn(()).double()],
     "one scalar": lambda: [torch.randn(())],
 }
 
 
-def other_strides(gradient: Tensor) -> Tensor:
+def other_strides(gradient: Tensor, _: Tensor) -> Tensor:
     """The same values, in memory the other way round."""
     backwards = list(reversed(range(gradient.dim())))
     return gradient.permute(backwards).contiguous().permute(backwards)
 
 
 @distributed(2, 3)
-@BOTH
+@BUCKET_VIEWS
 @POLICIES
 @pytest.mark.parametrize("case", ODD)
 def test_odd_parameters_train_as_with_the_plain_optimizer(
@@ -61,32 +51,22 @@ def test_odd_parameters_train_as_with_the_plain_optimizer(
 ) -> None:
     torch.manual_seed(3)
     values = ODD[case]()
-    for grad_like in (lambda gradient: gradient, other_strides):
+    for grad_like in (as_it_is, other_strides):
         tensors = Tensors(values, grad_like=grad_like, shard_by=shard_by, parameters_as_bucket_view=bucket_view)
         large = [index for index, value in enumerate(values) if value.numel() > 1000]
         assert shard_by == "parameter" or list(tensors.ours.layout.cut_params) == large
         tensors.train()
-
-
-@distributed(2)
-def test_gradients_keep_their_strides_and_values(world_size: int) -> None:
-    values = [torch.randn(60, 40)]
-    tensors = Tensors(values, SGD, grad_like=other_strides, shard_by="element")
-    tensors.train()
-    assert tensors.params[0].grad is not None
-    assert tensors.plain_params[0].grad is not None
-    assert tensors.params[0].grad.stride() == (1, 60)
-    assert torch.equal(tensors.params[0].grad, tensors.plain_params[0].grad)
+        gradients, plain = ([each.grad for each in params] for params in (tensors.params, tensors.plain_params))
+        assert_same_tree(gradients, plain, "gradients keep their strides and values")
 
 
 @distributed(2, 3)
-@BOTH
+@BUCKET_VIEWS
 @pytest.mark.parametrize("whole", [False, True], ids=["cut", "whole"])
 @pytest.mark.parametrize(("optimizer_class", "options"), [(SGD, {}), (SGD, {"momentum": 0.9}), (Adagrad, {})])
 def test_sparse_gradients_are_stepped(
     world_size: int, bucket_view: bool, optimizer_class: type[Optimizer], options: dict[str, Any], whole: bool
 ) -> None:
-    torch.manual_seed(2)
     torch.sparse.check_sparse_tensor_invariants.disable()  # torch warns once in a process where this is not said
     ours_model, plain_model = (
         nn.ModuleList([nn.Embedding(64, 40, sparse=True), nn.Embedding(9, 4, sparse=True)]) for _ in range(2)
@@ -116,21 +96,17 @@ def test_sparse_gradients_are_stepped(
 
 
 @distributed(2)
-@BOTH
+@BUCKET_VIEWS
 def test_sparse_gradients_of_single_elements_are_exact_or_refused(world_size: int, bucket_view: bool) -> None:
-    ours_params, plain_params = ([nn.Parameter(torch.ones(6)) for _ in range(8)] for _ in range(2))
-    ours = ZeroRedundancyOptimizer(ours_params, SGD, lr=0.5, parameters_as_bucket_view=bucket_view)
-    plain = SGD(plain_params, lr=0.5)
-    for param in (*ours_params, *plain_params):
-        param.grad = torch.tensor([0.0, 1.0, 0.0, 2.0, 0.0, 0.0]).to_sparse()
-    if bucket_view:
-        with pytest.raises(ValueError, match=r"parameter 'group0\[\d\]' has a sparse gradient of single elements"):
-            ours.step()
-        assert all(torch.equal(param, torch.ones(6)) for param in ours_params)
+    values = [torch.ones(6) for _ in range(8)]
+    options: dict[str, Any] = {"parameters_as_bucket_view": bucket_view}
+    tensors = Tensors(values, SGD, grad_like=lambda gradient, _: gradient.relu().to_sparse(), **options)
+    if not bucket_view:
+        tensors.train()
         return
-    ours.step()
-    plain.step()
-    assert all(map(torch.equal, ours_params, plain_params))
+    with pytest.raises(ValueError, match=r"parameter 'group0\[\d\]' has a sparse gradient of single elements"):
+        tensors.step()
+    assert all(torch.equal(param, torch.ones(6)) for param in tensors.params)
 
 
 def peak_growth(action: Callable[[], object]) -> int:
@@ -148,7 +124,7 @@ def peak_growth(action: Callable[[], object]) -> int:
 
 
 @distributed(2)
-@BOTH
+@BUCKET_VIEWS
 def test_many_small_parameters_travel_in_bounded_memory(world_size: int, bucket_view: bool) -> None:
     values = [torch.full((256, 240), float(index)) for index in range(220)]
     assert sum(value.numel() * 4 for value in values) > 50 << 20
@@ -158,7 +134,6 @@ def test_many_small_parameters_travel_in_bounded_memory(world_size: int, bucket_
         plain.grad = param.grad
     growth = peak_growth(tensors.ours.step)
     tensors.plain.step()
-    for param, plain in zip(tensors.params, tensors.plain_params, strict=True):
-        assert torch.equal(param, plain)
+    tensors.check()
     assert bucket_view or tensors.ours.engine.sharing.messages > 5, "several packed rounds"
     assert growth < 48 << 20

@@ -13,43 +13,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from onecopy import (
-    MixedPrecision,
-    ShardedDataParallel,
-    ZeroRedundancyOptimizer,
-)
-from tests.support.models import (
-    assert_equal,
-    small_inputs,
-    small_model,
-    values,
-)
+from onecopy import MixedPrecision, ShardedDataParallel, ZeroRedundancyOptimizer
+from tests.support.models import assert_equal, small_inputs, values
 
 HALF = torch.bfloat16
-ROUNDING = 2e-2
-"""Three ranks and another order of adding bf16 gradients up: a few units in the last place of bf16."""
-
-MASTERS: dict[str, Any] = {"master_weights": True, "shard_by": "parameter"}
-ELEMENT: dict[str, Any] = {"master_weights": True, "shard_by": "element"}
-VIEW: dict[str, Any] = {"master_weights": True, "parameters_as_bucket_view": True}
-POLICIES = pytest.mark.parametrize("ours", [MASTERS, ELEMENT, VIEW], ids=["parameter", "element", "bucket views"])
 BF16 = MixedPrecision(param_dtype=HALF)
-
-
-# Models and optimizers
-
-
-class Mixed(nn.Module):
-    """Two bf16 layers with a float32 gain between them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = (layer.to(HALF) for layer in (small_model()[0], small_model()[2]))
-        self.gain = nn.Parameter(torch.linspace(0.5, 1.5, 160))
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        outputs: Tensor = self.last((self.gain * torch.tanh(self.first(inputs.to(HALF)))).to(HALF))
-        return outputs
 
 
 def loss_of(model: nn.Module, step: int) -> Tensor:
@@ -136,38 +104,6 @@ def made_copies(zero: ZeroRedundancyOptimizer, params: Iterable[Tensor]) -> list
     homes = {param.untyped_storage().data_ptr() for param in params}
     stepped = [tensor for group in zero.optim.param_groups for tensor in group["params"]]
     return [tensor for tensor in stepped if tensor.untyped_storage().data_ptr() not in homes]
-
-
-def set_gradients(params: Iterable[Tensor], step: int) -> None:
-    """The same gradients on every rank, so that training does not depend on their number."""
-    generator = torch.Generator().manual_seed(step)
-    for param in params:
-        param.grad = torch.randn(param.shape, generator=generator).to(param.dtype)
-
-
-def train(params: Sequence[Tensor], optimizers: Sequence[Any], steps: Iterable[int]) -> None:
-    for step in steps:
-        set_gradients(params, step)
-        for optimizer in optimizers:
-            optimizer.step()
-
-
-def saved(zero: ZeroRedundancyOptimizer) -> dict[str, Any]:
-    """The whole state dict, on every rank of the optimizer."""
-    zero.consolidate_state_dict(to=0)
-    box: list[Any] = [zero.state_dict() if zero.rank == 0 else None]
-    dist.broadcast_object_list(box, src=0, group=zero.process_group)
-    state: dict[str, Any] = box[0]
-    return state
-
-
-def masters_in(state: dict[str, Any]) -> dict[int, Tensor]:
-    masters: dict[int, Tensor] = state.get("master_weights", {})
-    return masters
-
-
-def without_masters(state: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in state.items() if key != "master_weights"}
 
 
 def wrap(model: nn.Module, parts: Sequence[Part], policy: MixedPrecision, **options: Any) -> ShardedDataParallel:

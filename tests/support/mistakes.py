@@ -61,37 +61,9 @@ def trained(
     return model, optimizer
 
 
-def no_ddp(folder: Path) -> None:
-    trained(Net(), steps=3)
-
-
 def no_process_group(folder: Path) -> None:
     """In a process that belongs to no group."""
     ZeroRedundancyOptimizer(Net().parameters(), AdamW, lr=1e-3)
-
-
-def consumed_generator(folder: Path) -> None:
-    params = Net().parameters()
-    sum(param.numel() for param in params)
-    ZeroRedundancyOptimizer(params, AdamW, lr=1e-3)
-
-
-def no_class(folder: Path) -> None:
-    ZeroRedundancyOptimizer(Net().parameters(), lr=1e-3)
-
-
-def instance(folder: Path) -> None:
-    model = Net()
-    wrong: Any = AdamW(model.parameters(), lr=1e-3)
-    ZeroRedundancyOptimizer(model.parameters(), wrong)
-
-
-def lbfgs(folder: Path) -> None:
-    ZeroRedundancyOptimizer(Net().parameters(), torch.optim.LBFGS)
-
-
-def different_options(folder: Path) -> None:
-    ZeroRedundancyOptimizer(Net().parameters(), AdamW, lr=1e-3 * (1 + dist.get_rank()))
 
 
 def different_gradients(folder: Path) -> None:
@@ -100,10 +72,6 @@ def different_gradients(folder: Path) -> None:
     if dist.get_rank() == 1:
         list(model.parameters())[2].grad = None
     optimizer.step()
-
-
-def not_gathered(folder: Path) -> None:
-    trained()[1].state_dict()
 
 
 def another_call(folder: Path) -> None:
@@ -130,10 +98,6 @@ def scaler_with_overlap(folder: Path) -> None:
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(model(batch()).sum()).backward()
     scaler.step(optimizer)
-
-
-def pickled(folder: Path) -> None:
-    copy.deepcopy(trained()[1])
 
 
 def other_state_dict(folder: Path) -> None:
@@ -170,13 +134,35 @@ def damaged(folder: Path) -> None:
     checkpoint.load(folder / "run", model=Net())
 
 
+def zero(*arguments: Any, **options: Any) -> object:
+    return ZeroRedundancyOptimizer(*arguments, **options)
+
+
+def consumed() -> Any:
+    params = Net().parameters()
+    sum(param.numel() for param in params)
+    return params
+
+
 Mistake = Callable[[Path], object]
 ALONE: list[Mistake] = [no_process_group]
-TOGETHER: list[Mistake] = [
-    *(no_ddp, consumed_generator, no_class, instance, lbfgs, different_options, different_gradients),
-    *(not_gathered, another_call, no_call, scaler_with_overlap, pickled),
-    *(other_state_dict, other_model, step_exists, damaged),
-]
+TOGETHER: dict[str, Mistake] = {
+    "no_ddp": lambda _: trained(Net(), steps=3),
+    "consumed_generator": lambda _: zero(consumed(), AdamW, lr=1e-3),
+    "no_class": lambda _: zero(Net().parameters(), lr=1e-3),
+    "instance": lambda _: zero(Net().parameters(), AdamW(Net().parameters(), lr=1e-3)),
+    "lbfgs": lambda _: zero(Net().parameters(), torch.optim.LBFGS),
+    "different_options": lambda _: zero(Net().parameters(), AdamW, lr=1e-3 * (1 + dist.get_rank())),
+    "not_gathered": lambda _: trained()[1].state_dict(),
+    "pickled": lambda _: copy.deepcopy(trained()[1]),
+    **{
+        each.__name__: each
+        for each in (
+            *(different_gradients, another_call, no_call, scaler_with_overlap),
+            *(other_state_dict, other_model, step_exists, damaged),
+        )
+    },
+}
 
 
 def message_of(mistake: Mistake, folder: Path) -> str:
@@ -195,11 +181,7 @@ def message_of(mistake: Mistake, folder: Path) -> str:
 
 def messages_of_rank(folder: str) -> dict[str, str]:
     """In a rank: make all mistakes that several ranks make together."""
-    found = {}
-    for mistake in TOGETHER:
-        place = Path(folder) / mistake.__name__
-        found[mistake.__name__] = message_of(mistake, place)
-    return found
+    return {name: message_of(mistake, Path(folder) / name) for name, mistake in TOGETHER.items()}
 
 
 def on_page(messages: list[str]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -71,11 +70,14 @@ class Case:
 
 
 ADAMW = {"lr": 1e-2, "weight_decay": 0.1}
+MOMENTUM = {"lr": 0.1, "momentum": 0.9}
+CENTERED = {"lr": 1e-3, "centered": True}
+MUON: dict[str, Any] = {"cuts": False, "rest": (torch.optim.AdamW, ADAMW), "magnifies": True}
 
 CASES = (
-    Case("SGD with momentum", torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 1e-3}),
-    Case("SGD Nesterov", torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
-    Case("SGD fused", torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 1e-3, "fused": True}),
+    Case("SGD with momentum", torch.optim.SGD, {**MOMENTUM, "weight_decay": 1e-3}),
+    Case("SGD Nesterov", torch.optim.SGD, {**MOMENTUM, "nesterov": True}),
+    Case("SGD fused", torch.optim.SGD, {**MOMENTUM, "weight_decay": 1e-3, "fused": True}),
     Case("Adam", torch.optim.Adam, {"lr": 1e-2, "weight_decay": 1e-3}),
     Case("AdamW", torch.optim.AdamW, ADAMW),
     Case("AdamW amsgrad", torch.optim.AdamW, {**ADAMW, "amsgrad": True}),
@@ -83,12 +85,7 @@ CASES = (
     Case("AdamW fused", torch.optim.AdamW, {**ADAMW, "fused": True}),
     Case("AdamW maximize", torch.optim.AdamW, {**ADAMW, "maximize": True}),
     Case("RMSprop", torch.optim.RMSprop, {"lr": 1e-3}),
-    Case(
-        "RMSprop centered with momentum",
-        torch.optim.RMSprop,
-        {"lr": 1e-3, "centered": True, "momentum": 0.9},
-        magnifies=True,
-    ),
+    Case("RMSprop with momentum", torch.optim.RMSprop, {**CENTERED, "momentum": 0.9}, magnifies=True),
     Case("Adagrad", torch.optim.Adagrad, {"lr": 1e-2, "lr_decay": 0.1}),
     Case("NAdam", torch.optim.NAdam, {"lr": 1e-2}),
     Case("RAdam", torch.optim.RAdam, {"lr": 1e-2}),
@@ -97,15 +94,7 @@ CASES = (
     Case("ASGD", torch.optim.ASGD, {"lr": 1e-1, "t0": 5.0}),
     Case("Rprop", torch.optim.Rprop, {"lr": 1e-3}),
     Case("Adafactor", torch.optim.Adafactor, {"lr": 1e-2}, WHOLE, cuts=False),
-    Case(
-        "Muon and AdamW",
-        torch.optim.Muon,
-        {"lr": 1e-2},
-        WHOLE,
-        cuts=False,
-        rest=(torch.optim.AdamW, ADAMW),
-        magnifies=True,
-    ),
+    Case("Muon and AdamW", torch.optim.Muon, {"lr": 1e-2}, WHOLE, **MUON),
     Case("AdaBelief", AdaBelief, {"lr": 1e-3}, WHOLE, cuts=False),
     Case("Lion", Lion, {"lr": 1e-3, "weight_decay": 0.1}, WHOLE, cuts=False),
     Case("Lion declared element-wise", Lion, {"lr": 1e-3, "weight_decay": 0.1}, elementwise=True),
@@ -176,14 +165,6 @@ def switch_mode(case: Case, optimizers: Sequence[Optimizer], mode: str) -> None:
 
 def make_plain(params: list[Tensor], optimizer: type[Optimizer], options: dict[str, Any]) -> Optimizer:
     return optimizer(params, **options)
-
-
-def variants(case: Case, world_size: int) -> list[tuple[str, bool]]:
-    """Policies and bucket views: all combinations with two ranks, each policy once with three and once with four."""
-    if world_size == 2:
-        return list(itertools.product(case.policies, (False, True)))
-    views = (False, True) if world_size == 3 else (True, False)
-    return list(zip(case.policies, views, strict=False))
 
 
 def compare(ours: Run, plain: Run, what: str, tolerance: float) -> None:

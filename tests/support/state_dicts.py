@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import math
 from collections.abc import Iterable
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim import SGD, Adadelta, Adagrad, Adam, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
+from torch.optim import Adam, Optimizer
 
-from onecopy import ZeroRedundancyOptimizer
+from tests.support.both import Both, as_the_parameter, tensors_of
+from tests.support.models import values
 
 Factory = functools.partial[Optimizer]
 """An optimizer class and its options."""
@@ -43,8 +42,8 @@ def make_params(names: Iterable[str] = SHAPES) -> dict[str, nn.Parameter]:
     return params
 
 
-class Pair:
-    """A plain optimizer and ours over equal parameters with equal gradients."""
+class Pair(Both):
+    """A plain optimizer and ours over equal named parameters with equal gradients."""
 
     def __init__(
         self,
@@ -54,33 +53,16 @@ class Pair:
         options: dict[str, Any] | None = None,
         **ours: Any,
     ) -> None:
-        self.params = make_params(names)
-        self.plain_params = make_params(names)
         factory = factory or part(Adam, lr=0.1)
-        optimizer_class: Any = factory.func
         defaults = {**factory.keywords, **(options or {})}
-        self.ours = ZeroRedundancyOptimizer(
-            self.params.items(),
-            optimizer_class,
-            process_group=group,
-            **defaults,
-            **ours,
-        )
-        self.plain = optimizer_class(self.plain_params.items(), **defaults)
-        self.steps = 0
+        super().__init__(lambda: make_params(names).items(), factory.func, defaults, process_group=group, **ours)
+        self.grad_like = as_the_parameter  # the strides of a momentum are those of the first gradient
+        self.params = dict(zip(names, tensors_of(self.ours), strict=True))
 
     def train(self, steps: int = 2) -> Pair:
         for _ in range(steps):
-            self.steps += 1
-            for position, (name, param) in enumerate(self.params.items()):
-                generator = torch.Generator().manual_seed(100 * self.steps + position)
-                gradient = torch.empty_like(param).detach()
-                gradient.copy_(torch.randn(param.shape, dtype=param.dtype, generator=generator))
-                param.grad, self.plain_params[name].grad = gradient, gradient.clone()
-            self.ours.step()
-            self.plain.step()
-        for name, param in self.params.items():
-            expect_same(param.detach(), self.plain_params[name].detach())
+            self.step()
+        expect_same(values(tensors_of(self.ours)), values(tensors_of(self.plain)))
         return self
 
     def consolidated(self, to: int = 0) -> dict[str, Any]:
@@ -88,14 +70,19 @@ class Pair:
         self.ours.consolidate_state_dict(to=to)
         return self.ours.state_dict() if self.ours.rank == to else {}
 
-    def restart(self, source: Pair) -> Pair:
-        """Take over where ``source`` stands, but for our optimizer's state."""
+    def expect_plain(self, to: int = 0) -> None:
+        """Our consolidated state dict is the plain optimizer's."""
+        state_dict = self.consolidated(to)
+        if self.ours.rank == to:
+            expect_same(state_dict, self.plain.state_dict())
+
+    def restart(self, values: Iterable[Tensor], steps: int) -> Pair:
+        """Take over these parameters, and go on after so many steps; the state is not changed."""
         with torch.no_grad():
-            for name in self.params:
-                self.params[name].copy_(source.plain_params[name])
-                self.plain_params[name].copy_(source.plain_params[name])
-        self.plain.load_state_dict(copy.deepcopy(source.plain.state_dict()))
-        self.steps = source.steps
+            for optimizer in self.optimizers:
+                for param, value in zip(tensors_of(optimizer), values, strict=True):
+                    param.copy_(value)
+        self.steps = steps
         return self
 
 
@@ -125,25 +112,5 @@ def bits(tensor: Tensor) -> Tensor:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
-def expect_not_consolidated(optimizer: ZeroRedundancyOptimizer) -> None:
-    line = r"optimizer\.consolidate_state_dict\(\)  # on all ranks, before state_dict\(\)"
-    with pytest.raises(RuntimeError, match=rf"rank {optimizer.rank}: .*{line}"):
-        dict(optimizer.state_dict()["state"])  # after a consolidation on another rank only reading raises
-
-
 def part(optimizer_class: type[Optimizer], **options: Any) -> Factory:
     return functools.partial(optimizer_class, **options)
-
-
-OPTIMIZERS: dict[str, Factory] = {
-    "SGD": part(SGD, lr=0.1),
-    "SGD with momentum": part(SGD, lr=0.1, momentum=0.9),
-    "Adam with amsgrad": part(Adam, lr=0.1, amsgrad=True),
-    "AdamW, foreach": part(AdamW, lr=0.1, foreach=True),
-    "RMSprop, centred": part(RMSprop, lr=0.01, momentum=0.9, centered=True),
-    "Adagrad": part(Adagrad, lr=0.1),
-    "NAdam": part(NAdam, lr=0.1),
-    "RAdam": part(RAdam, lr=0.1),
-    "Adadelta": part(Adadelta, lr=0.1),
-    "Rprop": part(Rprop, lr=0.1),
-}

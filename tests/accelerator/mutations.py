@@ -51,48 +51,38 @@ class NoWait:
         return self.work.value() if isinstance(self.work, Future) else None
 
 
-def _without_wait(name: str) -> Callable[[Patch], None]:
-    """No stream waits for the collectives of one method of ``Collectives``."""
+def _replaced(value: Any, *places: Any) -> Callable[[Patch], None]:
+    """Something else in some places, each an object and a name."""
 
     def apply(patch: Patch) -> None:
-        original = getattr(Collectives, name)
-        patch.setattr(Collectives, name, lambda *args, **kwargs: NoWait(original(*args, **kwargs)))
+        for place, name in places:
+            patch.setattr(place, name, value)
 
     return apply
 
 
-def _nothing(place: Any, name: str) -> Callable[[Patch], None]:
-    """A function does nothing."""
-    return lambda patch: patch.setattr(place, name, lambda *_args, **_kwargs: None)
+def _nothing(*_args: Any, **_kwargs: Any) -> None:
+    pass
 
 
-def _side_stream_does_not_wait(patch: Patch) -> None:
-    @contextlib.contextmanager
-    def on_stream(_self: Any, stream: torch.Stream) -> Iterator[None]:
-        with stream:
-            yield
-
-    patch.setattr(SideStream, "_on_stream", on_stream)
+def _without_wait(name: str) -> Callable[[Patch], None]:
+    """No stream waits for the collectives of one method of ``Collectives``."""
+    original = getattr(Collectives, name)
+    return _replaced(lambda *args, **kwargs: NoWait(original(*args, **kwargs)), (Collectives, name))
 
 
-def _future_without_devices(patch: Patch) -> None:
-    patch.setattr(SideStream, "future", lambda _self: Future())
+@contextlib.contextmanager
+def _on_stream_without_wait(_self: Any, stream: torch.Stream) -> Iterator[None]:
+    with stream:
+        yield
 
 
-def _unpacks_before_waiting(patch: Patch) -> None:
-    def finish_oldest(self: Any) -> None:
-        work, then, staged = self._entries.popleft()
-        if then is not None:
-            then()
-        work.wait()
-        self._staged -= staged
-
-    patch.setattr(InFlight, "_finish_oldest", finish_oldest)
-
-
-def _one_pack_buffer(patch: Patch) -> None:
-    _pool_gives_memory_in_use(patch)
-    patch.setattr(limits, "ROUNDS_IN_FLIGHT", 3)
+def _unpack_before_waiting(self: Any) -> None:
+    work, then, staged = self._entries.popleft()
+    if then is not None:
+        then()
+    work.wait()
+    self._staged -= staged
 
 
 def _pool_gives_memory_in_use(patch: Patch) -> None:
@@ -104,6 +94,11 @@ def _pool_gives_memory_in_use(patch: Patch) -> None:
         return buffer
 
     patch.setattr(BufferPool, "take", take_and_give_back)
+
+
+def _one_pack_buffer(patch: Patch) -> None:
+    _pool_gives_memory_in_use(patch)
+    patch.setattr(limits, "ROUNDS_IN_FLIGHT", 3)
 
 
 def _reporting_bad_flags(patch: Patch) -> None:
@@ -121,18 +116,7 @@ def _reporting_bad_flags(patch: Patch) -> None:
 
 def _flags_read_too_early(patch: Patch) -> None:
     _reporting_bad_flags(patch)
-    patch.setattr(DeferredRead, "wait", lambda _self: None)
-
-
-def _update_before_gradients(patch: Patch) -> None:
-    plan = OverlappedStep._plan_update
-
-    def without_wait(self: Any, bucket: Any, reduced: Future[Any], *rest: Any) -> Any:
-        update = plan(self, bucket, reduced, *rest)
-        without: Any = NoWait(reduced)
-        return dataclasses.replace(update, reduced=without)
-
-    patch.setattr(OverlappedStep, "_plan_update", without_wait)
+    patch.setattr(DeferredRead, "wait", _nothing)
 
 
 def _flags_copied_too_early(patch: Patch) -> None:
@@ -143,8 +127,14 @@ def _flags_copied_too_early(patch: Patch) -> None:
     )
 
 
-def _first_stream_waits_for_all(patch: Patch) -> None:
-    patch.setattr(level_3_step._Transfers, "for_all_streams", True)
+def _update_before_gradients(patch: Patch) -> None:
+    plan = OverlappedStep._plan_update
+
+    def without_wait(self: Any, bucket: Any, reduced: Future[Any], *rest: Any) -> Any:
+        without: Any = NoWait(reduced)
+        return dataclasses.replace(plan(self, bucket, reduced, *rest), reduced=without)
+
+    patch.setattr(OverlappedStep, "_plan_update", without_wait)
 
 
 def _sum_read_too_early(patch: Patch) -> None:
@@ -157,29 +147,37 @@ def _sum_read_too_early(patch: Patch) -> None:
     patch.setattr(reduce_scatter.Reduction, "wait", without_wait)
 
 
-def _host_copies_read_too_early(patch: Patch) -> None:
-    for place in (batched_copies, gradients):
-        patch.setattr(place, "wait_for_host_copies", lambda _device: None)
-
-
+_HOST_COPIES = (batched_copies, "wait_for_host_copies"), (gradients, "wait_for_host_copies")
 MUTATIONS = {
     "level 1 does not wait for all-gathers": Mutation("level 1", _without_wait("all_gather")),
     "level 1 does not wait for uneven all-gathers": Mutation("level 1 Muon", _without_wait("all_gather")),
-    "level 1 unpacks before it waits": Mutation("level 1", _unpacks_before_waiting),
+    "level 1 unpacks before it waits": Mutation(
+        "level 1", _replaced(_unpack_before_waiting, (InFlight, "_finish_oldest"))
+    ),
     "level 1 packs into a buffer in flight": Mutation("level 1", _one_pack_buffer),
     "level 1 copies flags before they are exchanged": Mutation("level 1", _flags_copied_too_early),
     "level 1 reads flags before they have arrived": Mutation("level 1", _flags_read_too_early, is_on_host=True),
-    "level 1 reads offloaded gradients too early": Mutation("level 1 offload", _host_copies_read_too_early),
+    "level 1 reads offloaded gradients too early": Mutation("level 1 offload", _replaced(_nothing, *_HOST_COPIES)),
     "the norm is read before it is summed": Mutation("level 1 clipped", _without_wait("all_reduce")),
     "level 2 does not wait for reduce-scatters": Mutation("level 2", _without_wait("reduce_scatter")),
     "level 2 reuses a buffer in flight": Mutation("level 2", _pool_gives_memory_in_use),
-    "level 2 packs on a side stream that does not wait": Mutation("level 2", _side_stream_does_not_wait),
+    "level 2 packs on a side stream that does not wait": Mutation(
+        "level 2", _replaced(_on_stream_without_wait, (SideStream, "_on_stream"))
+    ),
     "the update in backward does not wait for gradients": Mutation("interleaved", _update_before_gradients),
-    "backward does not wait for the update": Mutation("interleaved", _future_without_devices),
+    "backward does not wait for the update": Mutation(
+        "interleaved", _replaced(lambda _self: Future(), (SideStream, "future"))
+    ),
     "level 3 reads a sum too early": Mutation("level 3", _sum_read_too_early),
     "level 3 reuses a buffer in flight": Mutation("level 3", _pool_gives_memory_in_use),
-    "the next forward does not wait": Mutation("level 3 overlap", _nothing(PipelinedStep, "wait_for")),
-    "packing does not wait for other streams": Mutation("level 3 unfrozen two streams", _nothing(UsedStreams, "join")),
-    "other streams do not wait for packing": Mutation("level 3 unfrozen", _nothing(UsedStreams, "release")),
-    "only the first stream waits": Mutation("level 3 two streams", _first_stream_waits_for_all),
+    "the next forward does not wait": Mutation("level 3 overlap", _replaced(_nothing, (PipelinedStep, "wait_for"))),
+    "packing does not wait for other streams": Mutation(
+        "level 3 unfrozen two streams", _replaced(_nothing, (UsedStreams, "join"))
+    ),
+    "other streams do not wait for packing": Mutation(
+        "level 3 unfrozen", _replaced(_nothing, (UsedStreams, "release"))
+    ),
+    "only the first stream waits": Mutation(
+        "level 3 two streams", _replaced(True, (level_3_step._Transfers, "for_all_streams"))
+    ),
 }

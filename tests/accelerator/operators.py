@@ -31,7 +31,6 @@ class Schema:
     """What an operator does with its arguments."""
 
     name: str  # without namespace and overload
-    call: Any  # the operator that runs on the CPU
     names: tuple[str, ...]  # of all arguments, in order
     written: frozenset[str]  # names of the arguments that it writes
     out: bool  # whether arguments are given their shape by it
@@ -47,16 +46,11 @@ def schema_of(op: Any) -> Schema:
     schema = op._schema
     name = schema.name.partition("::")[2]
     written = {a.name: a.alias_info for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write}
-    returns = []
-    for result in schema.returns:
-        same = [
-            n for n, info in written.items() if result.alias_info and info.before_set == result.alias_info.before_set
-        ]
-        returns.append(same[0] if same else None)
+    aliased = [result.alias_info and result.alias_info.before_set for result in schema.returns]
+    returns = [next((n for n, info in written.items() if same and info.before_set == same), None) for same in aliased]
     out = any(a.is_out for a in schema.arguments)
     return Schema(
         name,
-        op,
         tuple(a.name for a in schema.arguments),
         frozenset(written),
         out,
@@ -119,10 +113,6 @@ class Operators:
     def __init__(self, core: Any, scheduler: Scheduler) -> None:
         self.core, self.scheduler = core, scheduler
         self._shapes: dict[Any, tuple[Any, list[tuple[str, tuple[int, ...]]]]] = {}
-        self._libraries: list[Any] = []
-
-    def register(self) -> None:
-        """Make torch call this class for every operator on the device."""
         everything = torch.library.Library("_", "IMPL")
         everything.fallback(self.queue, "PrivateUse1")
         aten = torch.library.Library("aten", "IMPL")
@@ -135,7 +125,7 @@ class Operators:
             if full.startswith("aten::") and (name.startswith(BATCHED) or name in WHOLE):
                 op = getattr(getattr(torch.ops.aten, name), overload or "default")
                 aten.impl(full.removeprefix("aten::"), functools.partial(self.queue, op), "PrivateUse1")
-        self._libraries += [everything, aten]
+        self._libraries = everything, aten  # while they live, torch calls this class for every operator on the device
 
     # Any operator
 
@@ -148,8 +138,8 @@ class Operators:
                 to.copy_(source, kwargs.get("non_blocking", False))
             return None
         if schema.reads_data:
-            return self._run_now(schema, kwargs)
-        results = self._allocate(schema, kwargs)
+            return self._run_now(op, schema, kwargs)
+        results = self._allocate(op, schema, kwargs)
         where = counters.site()
         if schema.name == "_index_put_impl_" and _has_mask(kwargs):
             self.scheduler.wait_for("index_put_ with a mask", self.core.current_stream())
@@ -163,29 +153,22 @@ class Operators:
         fresh = [
             t for name, result in zip(schema.returns, results, strict=True) if name is None for t in _tensors(result)
         ]
-        run = self._prepare(schema, kwargs, [self.core.alias(t) for t in fresh])
-        self.scheduler.step.kernel(
-            schema.name, where, max((len(v) for v in kwargs.values() if isinstance(v, list)), default=0)
-        )
-        about = next(iter(fresh or written or reads), None)
-        self.scheduler.enqueue(
-            schema.name,
-            run,
-            map(shadow, reads),
-            map(shadow, written + fresh),
-            where=where,
-            shape="" if about is None else list(about.shape),
-        )
+        run = self._prepare(op, schema, kwargs, [self.core.alias(t) for t in fresh])
+        longest = max((len(value) for value in kwargs.values() if isinstance(value, list)), default=0)
+        self.scheduler.step.kernel(schema.name, where, longest)
+        writes = [*written, *fresh]
+        shape = next((list(t.shape) for t in (*fresh, *written, *reads)), "")
+        self.scheduler.enqueue(schema.name, run, map(shadow, reads), map(shadow, writes), where=where, shape=shape)
         return results[0] if len(results) == 1 else tuple(results) if results else None
 
-    def _allocate(self, schema: Schema, kwargs: dict[str, Any]) -> list[Any]:
+    def _allocate(self, op: Any, schema: Schema, kwargs: dict[str, Any]) -> list[Any]:
         """Return the results: arguments that are written, and new tensors on the device."""
         # The size of a result by a mask is known already: torch has asked for the mask's nonzero elements.
         if None not in schema.returns and (not schema.out or (schema.name == "index" and _has_mask(kwargs))):
             return [kwargs[name] for name in schema.returns if name]
-        key = (schema.call, tuple([(name, _key(value)) for name, value in kwargs.items() if name != "generator"]))
+        key = (op, tuple([(name, _key(value)) for name, value in kwargs.items() if name != "generator"]))
         if key not in self._shapes:
-            self._shapes[key] = self._infer(schema, kwargs)
+            self._shapes[key] = self._infer(op, schema, kwargs)
         described, sizes = self._shapes[key]
         for name, size in sizes:
             if kwargs[name].shape != size:
@@ -200,7 +183,7 @@ class Operators:
         return torch.empty_strided(meta.shape, meta.stride(), dtype=meta.dtype, device="sim")
 
     @staticmethod
-    def _infer(schema: Schema, kwargs: dict[str, Any]) -> tuple[list[Any], list[tuple[str, tuple[int, ...]]]]:
+    def _infer(op: Any, schema: Schema, kwargs: dict[str, Any]) -> tuple[list[Any], list[tuple[str, tuple[int, ...]]]]:
         """Find out shapes without data: with meta tensors, or with zeros where an operator has no meta kernel."""
 
         def on(device: str, tensor: Tensor) -> Tensor:
@@ -209,13 +192,10 @@ class Operators:
 
         # The statistics of norms have another type in meta kernels than on the CPU.
         for device in ("cpu",) if schema.name in WHOLE else ("meta", "cpu"):
-            inputs = {
-                name: _map(value, functools.partial(on, device), device)
-                for name, value in kwargs.items()
-                if name != "generator"
-            }
+            given = {name: value for name, value in kwargs.items() if name != "generator"}
+            inputs = {name: _map(value, functools.partial(on, device), device) for name, value in given.items()}
             try:
-                results = schema.call(**inputs)
+                results = op(**inputs)
             except Exception:
                 if device == "cpu":
                     raise
@@ -226,7 +206,7 @@ class Operators:
             return results, out
         raise AssertionError
 
-    def _prepare(self, schema: Schema, kwargs: dict[str, Any], fresh: list[Tensor]) -> Callable[[], None]:
+    def _prepare(self, op: Any, schema: Schema, kwargs: dict[str, Any], fresh: list[Tensor]) -> Callable[[], None]:
         """Return a function that runs an operator on the CPU and writes its new results."""
 
         def on_cpu(tensor: Tensor) -> Tensor:
@@ -238,19 +218,17 @@ class Operators:
 
         inputs = {name: _map(value, on_cpu, "cpu") for name, value in kwargs.items() if name != "generator"}
         seed = self._seed(kwargs.get("generator")) if schema.random else None
-        call = schema.call
 
         def run() -> None:
             with torch.no_grad():
                 if seed is None:
-                    results = call(**inputs)
+                    results = op(**inputs)
                 elif "generator" in schema.names:
-                    results = call(**inputs, generator=torch.Generator().manual_seed(seed))
+                    results = op(**inputs, generator=torch.Generator().manual_seed(seed))
                 else:
-                    state = torch.default_generator.get_state()
-                    torch.default_generator.manual_seed(seed)
-                    results = call(**inputs)
-                    torch.default_generator.set_state(state)
+                    with torch.random.fork_rng(devices=()):
+                        torch.default_generator.manual_seed(seed)
+                        results = op(**inputs)
                 if fresh:
                     results = list(results) if len(schema.returns) != 1 else [results]
                     new = [r for name, r in zip(schema.returns, results, strict=True) if name is None]
@@ -271,16 +249,12 @@ class Operators:
         self.scheduler.enqueue(name, lambda: None, [shadow(tensor) for tensor in tensors])
         self.scheduler.wait_for(name, self.core.current_stream())
 
-    def _run_now(self, schema: Schema, kwargs: dict[str, Any]) -> Any:
+    def _run_now(self, op: Any, schema: Schema, kwargs: dict[str, Any]) -> Any:
         """Run an operator whose result depends on data."""
         self.scheduler.step.kernel(schema.name, counters.site())
         self._wait_for(schema.name, *(t for value in kwargs.values() for t in _tensors(value) if _is_sim(t)))
-        inputs = {
-            name: _map(value, lambda t: self.core.alias(t) if _is_sim(t) else t, "cpu")
-            for name, value in kwargs.items()
-        }
         with torch.no_grad():
-            result = schema.call(**inputs)
+            result = op(**{name: _map(value, self._alias, "cpu") for name, value in kwargs.items()})
 
         def back(tensor: Tensor) -> Tensor:
             made = self._empty(tensor)
@@ -289,6 +263,10 @@ class Operators:
             return made
 
         return _map(result, back, "sim")
+
+    def _alias(self, tensor: Tensor) -> Tensor:
+        alias: Tensor = self.core.alias(tensor) if _is_sim(tensor) else tensor
+        return alias
 
     def _item(self, tensor: Tensor) -> Any:
         self._wait_for("item", tensor)
@@ -325,7 +303,7 @@ class Operators:
             run = self._to_host(source, to)
             self.scheduler.enqueue("copy to host", run, [shadow(source)], shape=shape, where=where)
         else:
-            run = self._to_device(source, to, f"copy{shape} at {where}", late=late)
+            run = self._to_device(source, to, f"copy{shape} at {where}")
             self.scheduler.enqueue("copy to device", run, (), [shadow(to)], shape=shape, where=where)
         if not late:
             self.scheduler.wait_for("blocking copy" if pinned else "pageable copy", self.core.current_stream())
@@ -338,12 +316,11 @@ class Operators:
             self.core.poison(to.data_ptr(), to.nbytes)
         return lambda: to.copy_(alias)
 
-    def _to_device(self, source: Tensor, to: Tensor, about: str, *, late: bool) -> Callable[[], Any]:
-        alias, source = self.core.alias(to), source.detach()
-        before = source.clone() if late else None
+    def _to_device(self, source: Tensor, to: Tensor, about: str) -> Callable[[], Any]:
+        alias, source, before = self.core.alias(to), source.detach(), _bytes(source.detach())
 
         def run() -> None:
-            if before is not None and _bytes(before) != _bytes(source):
+            if before != _bytes(source):
                 text = f"the pinned memory of the {about} was changed before the copy ran"
                 self.scheduler.races.report("pinned source", text)
             alias.copy_(source)

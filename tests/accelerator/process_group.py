@@ -8,6 +8,7 @@ fail if they differ.
 from __future__ import annotations
 
 import datetime
+import functools
 import threading
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -93,10 +94,8 @@ class Call:
         inputs: Sequence[Tensor],
         outputs: Sequence[Tensor],
         exchange: Callable[[], Exchange],
-        *,
-        operations: int = 1,
         about: str = "",
-        in_order: bool = True,
+        operations: int = 1,
     ) -> None:
         for tensor in (*inputs, *outputs):
             if tensor.device.type != "sim":
@@ -110,13 +109,10 @@ class Call:
         self.size = max(sum(t.nbytes for t in side) for side in (inputs, outputs))
         self.site = counters.site()
         shapes = [list(t.shape) for t in outputs or inputs]
-        text = f"{name} {about} {(outputs or inputs)[0].dtype if shapes else ''} of "
-        shown = (
-            str(shapes)
-            if len(str(shapes)) < 100
-            else f"{len(shapes)} tensors, checksum {zlib.crc32(str(shapes).encode()):x}"
-        )
-        self.description = text + shown if in_order else ""
+        shown = str(shapes)
+        if len(shown) >= 100:
+            shown = f"{len(shapes)} tensors, checksum {zlib.crc32(shown.encode()):x}"
+        self.description = f"{name} {about} {(outputs or inputs)[0].dtype if shapes else ''} of {shown}"
 
 
 def _is_dense(tensor: Tensor) -> bool:
@@ -138,7 +134,7 @@ class Communicator:
         self._streams: dict[Any, int] = {}
         Communicator._number += 1
         self._group = Communicator._number
-        self.order: list[str] = []
+        self._launched = 0
 
     # Queueing
 
@@ -151,9 +147,9 @@ class Communicator:
         counted = Collective(call.name, call.size, call.operations, call.site, self._group)
         self._scheduler.step.collectives.append(counted)
         text = ""
-        if call.description:
-            self.order.append(call.description)
-            text = f"number {len(self.order)}: {call.description}"
+        if peer is None:  # messages are not ordered among the ranks
+            self._launched += 1
+            text = f"number {self._launched}: {call.description}"
 
         def run() -> Callable[[], bool]:
             return Running(self._run(call, text), lambda: kept.drop(stream)).poll
@@ -193,8 +189,9 @@ class Communicator:
     def broadcast(self, kept: Any, tensor: Tensor, root: int) -> int:
         flat = self._flat(tensor)
         inputs, outputs = ([tensor], []) if root == self._rank else ([], [tensor])
-        call = Call("broadcast", inputs, outputs, lambda: self._broadcast(flat, root), about=f"from {root}")
-        return self.launch(kept, call)
+        return self.launch(
+            kept, Call("broadcast", inputs, outputs, lambda: self._broadcast(flat, root), f"from {root}")
+        )
 
     def _broadcast(self, flat: Tensor, root: int) -> Exchange:
         if flat.numel():
@@ -204,8 +201,7 @@ class Communicator:
 
     def allreduce(self, kept: Any, tensor: Tensor, op: int) -> int:
         flat = self._flat(tensor)
-        call = Call("all_reduce", [tensor], [tensor], lambda: self._reduced(flat, op), about=f"op {op}")
-        return self.launch(kept, call)
+        return self.launch(kept, Call("all_reduce", [tensor], [tensor], lambda: self._reduced(flat, op), f"op {op}"))
 
     def _reduced(self, flat: Tensor, op: int) -> Exchange:
         if op not in _OPS:
@@ -253,10 +249,8 @@ class Communicator:
         if output.numel() * self._size != tensor.numel():
             raise ValueError("input tensor must be the same size as output size times world size")
         to, parts = self._flat(output), list(self._flat(tensor).chunk(self._size))
-        call = Call(
-            "reduce_scatter_tensor", [tensor], [output], lambda: self._scattered(parts, to, op), about=f"op {op}"
-        )
-        return self.launch(kept, call)
+        exchange = functools.partial(self._scattered, parts, to, op)
+        return self.launch(kept, Call("reduce_scatter_tensor", [tensor], [output], exchange, f"op {op}"))
 
     def _scattered(self, parts: list[Tensor], to: Tensor, op: int) -> Exchange:
         """Send each rank its part and add up what arrives, in the order of the ranks."""
@@ -281,10 +275,10 @@ class Communicator:
 
     def send(self, kept: Any, tensor: Tensor, peer: int) -> int:
         flat = self._flat(tensor)
-        call = Call("send", [tensor], [], lambda: iter([Message(self._gloo.send([flat], peer, 0))]), in_order=False)
+        call = Call("send", [tensor], [], lambda: iter([Message(self._gloo.send([flat], peer, 0))]))
         return self.launch(kept, call, peer)
 
     def recv(self, kept: Any, tensor: Tensor, peer: int) -> int:
         flat = self._flat(tensor)
-        call = Call("recv", [], [tensor], lambda: iter([Message(self._gloo.recv([flat], peer, 0))]), in_order=False)
+        call = Call("recv", [], [tensor], lambda: iter([Message(self._gloo.recv([flat], peer, 0))]))
         return self.launch(kept, call, peer)

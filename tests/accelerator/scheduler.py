@@ -44,7 +44,6 @@ class Scheduler:
         self.step = Step()  # where calls are counted
         self.step_number = 0
         self.ahead: int | None = 0  # how much work may be left undone when the host goes on; None for all of it
-        self.poison = True  # whether freed memory is overwritten
         self.idle = IDLE
         self.errors: list[str] = []
         self._random = random.Random(0)
@@ -60,12 +59,12 @@ class Scheduler:
         self._touched = time.monotonic()
         threading.Thread(target=self._work_when_idle, daemon=True, name="simulated device").start()
 
-    def configure(self, seed: int, ahead: int | None, poison: bool, idle: float) -> None:
+    def configure(self, seed: int, ahead: int | None, idle: float) -> None:
         """Finish all work and start anew with these settings."""
         self.finish()
         with self.lock:
             self._random.seed(seed)
-            self.ahead, self.poison, self.idle = ahead, poison, idle
+            self.ahead, self.idle = ahead, idle
             self._priority.clear()
             self.races.forget_history()
             self._events = {event: (v, place, {}, 0) for event, (v, place, _, _) in self._events.items()}
@@ -148,8 +147,7 @@ class Scheduler:
         """Treat all freed memory of a stream as reused: a real allocator may give any of it to the next tensor."""
         for address, size in self._freed.pop(stream, ()):
             self.races.reuse(address, stream)
-            if self.poison:
-                self._append(stream, Item("reuse", "", functools.partial(self.core.poison, address, size)))
+            self._append(stream, Item("reuse", "", functools.partial(self.core.poison, address, size)))
 
     def _record(self, event: int, version: int, stream: int) -> None:
         place = (stream, self._queued[stream])
@@ -170,16 +168,13 @@ class Scheduler:
 
     def _release(self) -> None:
         """Give blocks back that were freed while other streams used them, once those streams are done."""
-        waiting = []
-        for each in self._releases:
+        for each in list(self._releases):
             address, size, stream, places, clock = each
-            if all(self._done[s] >= position for s, position in places.items()):
+            if all(map(self._is_done, places.items())):
+                self._releases.remove(each)
                 self.races.release(address, clock)
                 self._freed.setdefault(stream, []).append((address, size))
                 self.core.release(address)
-            else:
-                waiting.append(each)
-        self._releases = waiting
 
     # Running
 
@@ -197,13 +192,10 @@ class Scheduler:
         """Run the first piece of work of one of these streams; False if none of them can go on."""
         if self._random.random() < 0.1:
             self._priority.clear()
-        ranked = []
-        for stream in streams:
-            if self._queues.get(stream):
-                if stream not in self._priority:
-                    self._priority[stream] = self._random.random()
-                ranked.append((self._priority[stream], stream))
-        return any(self._try(stream) for _, stream in sorted(ranked))
+        waiting = [stream for stream in streams if self._queues.get(stream)]
+        for stream in waiting:
+            self._priority.setdefault(stream, self._random.random())
+        return any(self._try(stream) for stream in sorted(waiting, key=self._priority.__getitem__))
 
     def _try(self, stream: int) -> bool:
         queue = self._queues[stream]
@@ -223,12 +215,27 @@ class Scheduler:
         except Exception as error:
             self.errors.append(f"{item.name}, queued at {item.site}, failed on the device: {error}")
         queue.popleft()
-        self._done[stream] += 1
+        self._finish(stream, 1)
+        return True
+
+    def _finish(self, stream: int, count: int) -> None:
+        """Note that so many pieces of work of a stream are done, and signal the events after them."""
+        self._done[stream] += count
         signals = self._unsignalled.get(stream)
         while signals and signals[0][0] <= self._done[stream]:
             _, event, version = signals.popleft()
             self.core.event_done(event, version)
-        return True
+
+    def forget_work(self) -> list[Item]:
+        """Give up all queued work, as the end of a process does, and return it."""
+        with self.lock:
+            self._read_log()
+            forgotten = [item for queue in self._queues.values() for item in queue]
+            for stream, queue in self._queues.items():
+                self._finish(stream, len(queue))
+                queue.clear()
+            self.errors.clear()
+        return forgotten
 
     def _needed(self, places: Sequence[Place]) -> list[int]:
         """Return the streams on which work must run for these places to be reached."""
@@ -236,7 +243,7 @@ class Scheduler:
         places = list(places)
         while places:
             stream, position = places.pop()
-            if self._done[stream] >= position or stream in needed:
+            if self._is_done((stream, position)) or stream in needed:
                 continue
             needed.append(stream)
             item = self._queues[stream][0]
@@ -288,40 +295,30 @@ class Scheduler:
                 return done
             if kind == "event":
                 _, place, clock, step = self._events[which]
-                self._note(kind, [place], self.step_number - step)
-                places = [place]
-            else:
-                streams = [which] if kind == "stream" else [s for s in self._queued if s >> 20 == which]
-                places = [(s, self._queued[s]) for s in streams]
-                clock = {}
-                for stream in streams:
-                    self.races.merge(clock, self.races.clock(stream))
-                self._note(kind, places, 0)
-        self._wait_on_host(places, clock)
+                self.step.synchronizations.append(Synchronization(kind, counters.site(), self.step_number - step))
+        if kind == "event":
+            self._wait_on_host([place], clock)
+        else:
+            self.wait_for(kind, *([which] if kind == "stream" else [s for s in list(self._queued) if s >> 20 == which]))
         return True
 
-    def wait_for(self, kind: str, stream: int) -> None:
-        """Let the host wait for a stream, because of an operator or copy of this name."""
-        with self.lock:
-            self._read_log()
-            places = [(stream, self._queued[stream])]
-            clock = dict(self.races.clock(stream))
-            self._note(kind, places, 0)
-        self._wait_on_host(places, clock)
+    def wait_for(self, kind: str, *streams: int) -> None:
+        """Let the host wait for streams, because of an operator or copy of this name."""
+        self.step.synchronizations.append(Synchronization(kind, counters.site()))
+        self._wait_on_streams(streams)
 
     def finish(self) -> None:
         """Run all work that is queued, without counting a synchronisation."""
+        self.read_log()
+        self._wait_on_streams(list(self._queued))
+
+    def _wait_on_streams(self, streams: Iterable[int]) -> None:
         with self.lock:
             self._read_log()
-            places = [(s, n) for s, n in self._queued.items()]
-            clock: Clock = {}
-            for each in self.races.clocks.values():
-                self.races.merge(clock, each)
+            places, clock = [(s, self._queued[s]) for s in streams], Clock()
+            for stream in streams:
+                self.races.merge(clock, self.races.clock(stream))
         self._wait_on_host(places, clock)
-
-    def _note(self, kind: str, places: Sequence[Place], age: int) -> None:
-        behind = sum(max(0, position - self._done[stream]) for stream, position in places)
-        self.step.synchronizations.append(Synchronization(kind, counters.site(), behind, age))
 
     def _wait_on_host(self, places: Sequence[Place], clock: Clock) -> None:
         self._run_until(places)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -78,33 +78,19 @@ class Results:
         return cls(parts=parts, **content)
 
 
-def line(cells: Sequence[str], widths: Sequence[int]) -> str:
-    """Cells in columns: the first and the last to the left, numbers to the right."""
-    first, *numbers, last = cells
-    aligned = [number.rjust(width) for number, width in zip(numbers, widths[1:-1], strict=True)]
-    return "  ".join([first.ljust(widths[0]), *aligned, last]).rstrip()
+def line(fault: str, tried: object, survived: object, seconds: str, note: str) -> str:
+    """Cells in columns."""
+    return f"{fault:<50}  {tried:>6}  {survived:>8}  {seconds:>10}  {note}".rstrip()
 
 
-def cells_of(row: Row) -> list[str]:
-    """The cells of a row."""
+def text_of(row: Row) -> str:
+    """A row as text, and its problems below."""
     seconds = f"{row.seconds:.1f} s" if row.tried else ""
-    note = row.note if row.is_right else " ".join(["FAILED", row.note])
-    return [row.fault, str(row.tried), str(row.survived), seconds, note]
-
-
-HEADER = ["fault", "tried", "survived", "worst time", ""]
-
-NARROWEST = 50, 6, 8, 10, 0
-"""The least widths of the columns, so that rows that are printed one by one stand below each other."""
+    note = row.note if row.is_right else f"FAILED {row.note}"
+    problems = [f"{row.fault}: {problem}" for problem in row.problems[:SHOWN]]
+    return "\n".join([line(row.fault, row.tried, row.survived, seconds, note), *problems])
 
 
 def table(rows: Iterable[Row]) -> str:
-    """All rows as aligned text, and the problems below."""
-    rows = list(rows)
-    lines = [HEADER, *map(cells_of, rows)]
-    columns = zip(NARROWEST, *(map(len, cells) for cells in lines), strict=True)
-    widths = [max(lengths) for lengths in columns]
-    text = [line(cells, widths) for cells in lines]
-    for row in rows:
-        text += [f"{row.fault}: {problem}" for problem in row.problems[:SHOWN]]
-    return "\n".join(text)
+    """All rows as text."""
+    return "\n".join([line("fault", "tried", "survived", "worst time", ""), *map(text_of, rows)])

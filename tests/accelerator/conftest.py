@@ -13,7 +13,7 @@ from tests.accelerator.harness import sim_pools
 from tests.support.harness import EVERYTHING
 
 HERE = pathlib.Path(__file__).parent
-CASES = {"test_training.py": 16, "test_races.py": 8, "test_mutations.py": 4, "test_costs.py": 3, "test_failures.py": 4}
+CASES = {"test_training.py": 16, "test_mutations.py": 4, "test_costs.py": 3, "test_failures.py": 4}
 CASES["test_check_gpu.py"] = 0
 """The most cases of one test in ``make test``, by file (2 in others); ``make accelerator`` runs all."""
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch._meta_registrations  # shapes of more operators
 from torch.utils import backend_registration
 
 from tests.accelerator import build, process_group

@@ -12,6 +12,7 @@ import functools
 import threading
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -37,7 +38,8 @@ def register(core: Any, scheduler: Scheduler) -> None:
     """Make the backend known to torch.distributed."""
 
     def create(store: Any, rank: int, size: int, timeout: datetime.timedelta) -> Any:
-        return core.Backend(rank, size, Communicator(core, scheduler, store, rank, size, timeout), timeout)
+        gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
+        return core.Backend(rank, size, Communicator(core, scheduler, rank, size, gloo), timeout)
 
     dist.Backend.register_backend(NAME, create, devices=["sim"])
 
@@ -60,16 +62,16 @@ class Running:
         return True
 
 
-class Message:
+class Message(threading.Thread):
     """A message of gloo, which makes progress only while a thread waits for it."""
 
     def __init__(self, work: Any) -> None:
-        self._work = work
-        self._error: Exception | None = None
-        self._thread = threading.Thread(target=self._wait, daemon=True)
-        self._thread.start()
+        super().__init__(daemon=True)
+        self._work, self._error = work, None
+        self.start()
 
-    def _wait(self) -> None:
+    def run(self) -> None:
+        """Wait for it."""
         try:
             self._work.wait()
         except Exception as error:
@@ -77,7 +79,7 @@ class Message:
 
     def is_completed(self) -> bool:
         """Whether the message has arrived or failed."""
-        return not self._thread.is_alive()
+        return not self.is_alive()
 
     def wait(self) -> None:
         """Raise if it has failed."""
@@ -85,38 +87,38 @@ class Message:
             raise self._error
 
 
+@dataclass
 class Call:
     """A collective before it is queued."""
 
-    def __init__(
-        self,
-        name: str,
-        inputs: Sequence[Tensor],
-        outputs: Sequence[Tensor],
-        exchange: Callable[[], Exchange],
-        about: str = "",
-        operations: int = 1,
-    ) -> None:
-        for tensor in (*inputs, *outputs):
+    name: str
+    inputs: Sequence[Tensor]
+    outputs: Sequence[Tensor]
+    exchange: Callable[[], Exchange]
+    about: str = ""
+    operations: int = 1  # as NCCL would run them
+
+    def __post_init__(self) -> None:
+        tensors = [*self.outputs, *self.inputs]
+        for tensor in tensors:
             if tensor.device.type != "sim":
-                raise RuntimeError(f"{name}: {NAME} has no backend for a tensor on {tensor.device}")
+                raise RuntimeError(f"{self.name}: {NAME} has no backend for a tensor on {tensor.device}")
             if tensor.dtype in (torch.int16, torch.uint16, torch.uint32, torch.uint64):
-                raise TypeError(f"{name}: NCCL does not have {tensor.dtype}")
+                raise TypeError(f"{self.name}: NCCL does not have {tensor.dtype}")
             if not torch._debug_has_internal_overlap(tensor) == 0 or not _is_dense(tensor):
-                raise ValueError(f"{name}: tensors must be contiguous")
-        self.name, self.inputs, self.outputs, self.exchange = name, inputs, outputs, exchange
-        self.operations = operations
-        self.size = max(sum(t.nbytes for t in side) for side in (inputs, outputs))
-        self.site = counters.site()
-        shapes = [list(t.shape) for t in outputs or inputs]
-        shown = str(shapes)
+                raise ValueError(f"{self.name}: tensors must be contiguous")
+        shown = str([list(tensor.shape) for tensor in self.outputs or self.inputs])
         if len(shown) >= 100:
-            shown = f"{len(shapes)} tensors, checksum {zlib.crc32(shown.encode()):x}"
-        self.description = f"{name} {about} {(outputs or inputs)[0].dtype if shapes else ''} of {shown}"
+            shown = f"{len(tensors)} tensors, checksum {zlib.crc32(shown.encode()):x}"
+        self.description = f"{self.name} {self.about} {tensors[0].dtype if tensors else ''} of {shown}"
 
 
 def _is_dense(tensor: Tensor) -> bool:
     return tensor.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense.default(tensor)
+
+
+def _operations(parts: Sequence[Tensor]) -> int:
+    return 1 if len({part.numel() for part in parts}) == 1 else len(parts)
 
 
 class Communicator:
@@ -126,11 +128,8 @@ class Communicator:
     observers: ClassVar[list[Callable[[Communicator, str, int], None]]] = []
     """Functions that are called after every launch, with the name of the collective and its stream."""
 
-    def __init__(
-        self, core: Any, scheduler: Scheduler, store: Any, rank: int, size: int, timeout: datetime.timedelta
-    ) -> None:
-        self._core, self._scheduler, self._rank, self._size = core, scheduler, rank, size
-        self._gloo: Any = dist.ProcessGroupGloo(store, rank, size, timeout)
+    def __init__(self, core: Any, scheduler: Scheduler, rank: int, size: int, gloo: Any) -> None:
+        self._core, self._scheduler, self._rank, self._size, self._gloo = core, scheduler, rank, size, gloo
         self._streams: dict[Any, int] = {}
         Communicator._number += 1
         self._group = Communicator._number
@@ -143,10 +142,9 @@ class Communicator:
         place = self._core.current_device(), peer
         if place not in self._streams:
             self._streams[place] = self._core.new_stream()
-        stream = self._streams[place]
-        counted = Collective(call.name, call.size, call.operations, call.site, self._group)
-        self._scheduler.step.collectives.append(counted)
-        text = ""
+        stream, site, text = self._streams[place], counters.site(), ""
+        size = max(sum(tensor.nbytes for tensor in side) for side in (call.inputs, call.outputs))
+        self._scheduler.step.collectives.append(Collective(call.name, size, call.operations, site, self._group))
         if peer is None:  # messages are not ordered among the ranks
             self._launched += 1
             text = f"number {self._launched}: {call.description}"
@@ -158,7 +156,7 @@ class Communicator:
         reads, writes = ([shadow(t) for t in side] for side in (call.inputs, call.outputs))
         about = next((list(t.shape) for t in (*call.outputs, *call.inputs)), "")
         call.inputs = call.outputs = ()  # only ``kept`` keeps them from being freed
-        self._scheduler.enqueue(call.name, run, reads, writes, stream=stream, shape=about, where=call.site)
+        self._scheduler.enqueue(call.name, run, reads, writes, stream=stream, shape=about, where=site)
         for observe in self.observers:
             observe(self, call.name, stream)
         return stream
@@ -222,8 +220,7 @@ class Communicator:
             for root, part in enumerate(parts):
                 yield from self._broadcast(part, root)
 
-        count = 1 if len({t.numel() for t in outputs}) == 1 else len(outputs)
-        return self.launch(kept, Call("all_gather", [tensor], outputs, exchange, operations=count))
+        return self.launch(kept, Call("all_gather", [tensor], outputs, exchange, operations=_operations(outputs)))
 
     def allgather_base(self, kept: Any, output: Tensor, tensor: Tensor) -> int:
         if output.numel() != tensor.numel() * self._size:
@@ -239,8 +236,8 @@ class Communicator:
     def reduce_scatter(self, kept: Any, output: Tensor, inputs: list[Tensor], op: int) -> int:
         """Queue a reduce-scatter of a list; with uneven parts it is a reduce per rank, as with NCCL."""
         parts, to = [self._flat(t) for t in inputs], self._flat(output)
-        count = 1 if len({t.numel() for t in inputs}) == 1 else len(inputs)
-        call = Call("reduce_scatter", inputs, [output], lambda: self._scattered(parts, to, op), operations=count)
+        exchange = functools.partial(self._scattered, parts, to, op)
+        call = Call("reduce_scatter", inputs, [output], exchange, operations=_operations(inputs))
         # Its output differs among the ranks.
         call.description = f"reduce_scatter {output.dtype} op {op} of parts {[t.numel() for t in inputs]}"
         return self.launch(kept, call)
@@ -262,9 +259,7 @@ class Communicator:
             own = [to.numel()] * self._size
             yield self._gloo.alltoall_base(arrived, torch.cat(parts), own, counts, dist.AllToAllOptions())
         rows = arrived.view(self._size, -1)
-        result = rows[0].clone()
-        for row in rows[1:]:
-            result += row
+        result = functools.reduce(torch.add, rows)
         to.copy_(result / self._size if op == AVG else result)
 
     def barrier(self, kept: Any) -> int:

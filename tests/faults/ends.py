@@ -26,12 +26,11 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
-from torch.nn.parallel import DistributedDataParallel
 
-import onecopy
-from onecopy import ShardedDataParallel, ZeroRedundancyOptimizer, reduce_scatter_hook
+from onecopy import ZeroRedundancyOptimizer
+from tests.accelerator import training as programs
+from tests.accelerator.training import Place, Training, after_backward, ddp, interleaved, level_1, level_2, level_3
 from tests.faults.rows import Row
 
 LIMIT = 300.0
@@ -43,7 +42,7 @@ AT_ONCE = 6
 BAD_WORDS = ("terminate called", "Fatal Python error", "Segmentation fault", "Aborted", "core dumped")
 
 kept: list[Any] = []
-"""The model and the optimizer of this process, which live until the interpreter ends."""
+"""Models and optimizers of this process, which live until the interpreter ends."""
 
 
 def fail(rank: int) -> NoReturn:
@@ -125,38 +124,37 @@ def slow_gloo_down() -> None:
             os.sched_setscheduler(int(task.name), os.SCHED_IDLE, os.sched_param(0))
 
 
-OVERLAP_HOOKS = ("hook_with_zero_step", "hook_with_zero_step_interleaved")
-TRAININGS = (
-    *("plain DDP", "torch's ZeroRedundancyOptimizer", "level 1", "reduce_scatter_hook"),
-    *(*OVERLAP_HOOKS, "ShardedDataParallel"),
-)
+def plain_ddp(training: Training) -> None:
+    training.model = ddp(training)
+    made: Any = torch.optim.AdamW(training.module.parameters())
+    training.optimizers.append(made)
 
 
-def train_at(level: str) -> None:
-    """Make a few steps in one of the ways of ``TRAININGS``; the overlap hooks update from the third one on."""
-    torch.manual_seed(0)
-    module = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 8))
-    model: Any = None if level == "ShardedDataParallel" else DistributedDataParallel(module)
-    params, adam = list(module.parameters()), torch.optim.Adam
-    if level == "plain DDP":
-        optimizer: Any = adam(params)
-    elif level == "torch's ZeroRedundancyOptimizer":
-        optimizer = TorchZero(params, adam)
-    else:
-        optimizer = ZeroRedundancyOptimizer(params, adam, overlap_with_ddp=level in OVERLAP_HOOKS)
-    if level == "ShardedDataParallel":
-        model = ShardedDataParallel(module, optimizer)
-    elif level == "reduce_scatter_hook":
-        model.register_comm_hook(optimizer, reduce_scatter_hook)
-    elif level in OVERLAP_HOOKS:
-        model.register_comm_hook(None, getattr(onecopy, level)(allreduce_hook, model, optimizer))
+def torchs_class(training: Training) -> None:
+    training.model = ddp(training)
+    made: Any = TorchZero(training.module.parameters(), torch.optim.AdamW)
+    training.optimizers.append(made)
+
+
+TRAININGS = {
+    "plain DDP": plain_ddp,
+    "torch's ZeroRedundancyOptimizer": torchs_class,
+    "level 1": level_1,
+    "reduce_scatter_hook": level_2,
+    "hook_with_zero_step": after_backward,
+    "hook_with_zero_step_interleaved": interleaved,
+    "ShardedDataParallel": level_3,
+}
+
+
+def train(setup: Callable[[Training], None]) -> None:
+    """Make a few steps; the overlap hooks update from the third one on."""
+    training = Training(programs.Case("", setup), Place(torch.device("cpu"), None))
     for step in range(5):
         if step == 4:
             slow_gloo_down()
-        optimizer.zero_grad()
-        model(torch.randn(8, 64)).square().mean().backward()
-        optimizer.step()
-    kept.extend((model, optimizer))
+        programs.one_pass(training, step)
+    kept.append(training)
 
 
 @dataclass(frozen=True)
@@ -238,5 +236,5 @@ def rows(count: int, seed: int) -> Iterator[Row]:
     gc.freeze()  # the ends of forks then take a third of the time
     ways = [Case(name, train_and_gather, *way) for name, way in WAYS.items()]
     yield row_of("a process ends", ways * -(-count // len(ways)), 1, "ways")
-    trainings = [Case(name, partial(train_at, name), destroy) for name in TRAININGS]
+    trainings = [Case(name, partial(train, setup), destroy) for name, setup in TRAININGS.items()]
     yield row_of("a process ends after a training, under load", trainings * count, AT_ONCE, "kinds of training")

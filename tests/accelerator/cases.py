@@ -25,7 +25,7 @@ from tests.accelerator.training import (
     level_2,
     level_3,
     loop,
-    sent_as,
+    sent_as_fp16,
 )
 
 HALF = torch.bfloat16
@@ -97,8 +97,7 @@ CASES = [
     Case("level 2 never zeroed", level_2, loop(programs.never_zeroed), tolerance=CLIPPING),
     Case("level 2 never zeroed views", level_2, loop(programs.never_zeroed), wrap=VIEWS, tolerance=CLIPPING),
     Case("level 2 averaging backend", level_2, tolerance=CLIPPING, averages=True),
-    Case("level 2 sent as fp16", sent_as(torch.float16), tolerance=HALF_ROUNDING),
-    Case("level 2 sent as bf16", sent_as(HALF), tolerance=HALF_ROUNDING),
+    Case("level 2 sent as fp16", sent_as_fp16, tolerance=HALF_ROUNDING),
     Case("level 2 Muon", level_2, parts=MUON),
     Case("level 2 several passes", level_2, loop(programs.synchronised_each_time), tolerance=CLIPPING),
     Case("level 2 no_sync", level_2, loop(programs.accumulated)),

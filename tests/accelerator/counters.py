@@ -80,26 +80,7 @@ class Step:
     peak: int = 0  # most bytes allocated on the device, above the level at the start
     peak_held: int = 0  # the same, with the memory that was freed but that ``record_stream`` still holds
 
-    @property
-    def operations(self) -> int:
-        """Number of collective operations as NCCL would run them."""
-        return sum(each.operations for each in self.collectives)
-
-    @property
-    def collective_bytes(self) -> int:
-        """Bytes of all collectives."""
-        return sum(each.size for each in self.collectives)
-
     def kernel(self, name: str, where: str, tensors: int = 0) -> None:
         """Count an operator."""
         batched = name.startswith(("_foreach_", "_fused_", "_amp_foreach_"))
         self.kernels[name, where] += max(1, math.ceil(tensors / LAUNCH_SIZE)) if batched else 1
-
-    def summary(self) -> str:
-        """Return the counts as text, with a line per source line."""
-        lines = [f"{self.kernels.total()} kernels, peak {self.peak} bytes"]
-        lines += [f"  kernel {name} x{n} at {where}" for (name, where), n in sorted(self.kernels.items())]
-        lines += [f"  copy {name} x{n} at {where}" for (name, where), n in sorted(self.copies.items())]
-        lines += [f"  collective {c.name} {c.size} B, {c.operations} op(s) at {c.site}" for c in self.collectives]
-        lines += [f"  host waits: {s.kind} at {s.site}, age {s.age}" for s in self.synchronizations]
-        return "\n".join(lines)

@@ -155,9 +155,9 @@ def count(name: str, blocks: int, bucket: int = BUCKET, host_ahead: int | str = 
     assert run.reports == [], run.reports[:3]
     return Counts(
         [each.name for each in iteration.collectives],
-        iteration.operations,
+        sum(each.operations for each in iteration.collectives),
         len({each.group for each in iteration.collectives}),
-        (iteration.collective_bytes, sum(param.nbytes for param in training.module.parameters())),
+        (sum(each.size for each in iteration.collectives), sum(param.nbytes for param in training.module.parameters())),
         _launches(iteration, of_reference=case.setup is plain),
         [(each.kind, each.site, each.age) for each in iteration.synchronizations],
         peak - lasting,

@@ -8,6 +8,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from tests.accelerator import counters
@@ -24,14 +25,15 @@ Place = tuple[int, int]
 """A stream, and the number of pieces of work on it that must be done."""
 
 
+@dataclass(slots=True, eq=False)
 class Item:
     """One piece of queued work: a function to run, or a place to wait for."""
 
-    __slots__ = ("after", "name", "poll", "run", "site")
-
-    def __init__(self, name: str, site: str, run: Callable[[], Any] | None, after: Place | None = None) -> None:
-        self.name, self.site, self.run, self.after = name, site, run, after
-        self.poll: Callable[[], bool] | None = None
+    name: str
+    site: str
+    run: Callable[[], Any] | None
+    after: Place | None = None
+    poll: Callable[[], bool] | None = None  # what ``run`` has returned: whether the work is done
 
 
 class Scheduler:
@@ -47,14 +49,14 @@ class Scheduler:
         self.idle = IDLE
         self.errors: list[str] = []
         self._random = random.Random(0)
-        self._queues: dict[int, collections.deque[Item]] = {}
+        self._queues = collections.defaultdict[int, collections.deque[Item]](collections.deque)
         self._queued: collections.Counter[int] = collections.Counter()
         self._done: collections.Counter[int] = collections.Counter()
         self._priority: dict[int, float] = {}
         self._events: dict[int, tuple[int, Place, Clock, int]] = {}
-        self._unsignalled: dict[int, collections.deque[tuple[int, int, int]]] = {}
-        self._used: dict[int, list[int]] = {}
-        self._freed: dict[int, list[tuple[int, int]]] = {}
+        self._unsignalled = collections.defaultdict[int, collections.deque[tuple[int, int, int]]](collections.deque)
+        self._used = collections.defaultdict[int, list[int]](list)
+        self._freed = collections.defaultdict[int, list[tuple[int, int]]](list)
         self._releases: list[tuple[int, int, int, dict[int, int], Clock]] = []
         self._touched = time.monotonic()
         threading.Thread(target=self._work_when_idle, daemon=True, name="simulated device").start()
@@ -100,7 +102,7 @@ class Scheduler:
 
     def _append(self, stream: int, item: Item) -> Place:
         self._touched = time.monotonic()
-        self._queues.setdefault(stream, collections.deque()).append(item)
+        self._queues[stream].append(item)
         self._queued[stream] += 1
         return stream, self._queued[stream]
 
@@ -124,9 +126,9 @@ class Scheduler:
                 self._reuse(third)
                 self.races.allocate(first, second, third)
             elif kind == FREED:
-                self._freed.setdefault(third, []).append((first, second))
+                self._freed[third].append((first, second))
             elif kind == USED_BY:
-                self._used.setdefault(first, []).append(second)
+                self._used[first].append(second)
             elif kind == FREED_LATER:
                 streams = self._used.pop(first)
                 clock = {s: self.races.clock(s).get(s, 0) for s in streams}
@@ -156,7 +158,7 @@ class Scheduler:
         if self._is_done(place):
             self.core.event_done(event, version)
         else:
-            self._unsignalled.setdefault(stream, collections.deque()).append((place[1], event, version))
+            self._unsignalled[stream].append((place[1], event, version))
 
     def _move(self, to: int, source: int, size: int) -> None:
         """A storage was resized: its bytes move on the stream of the new block."""
@@ -173,26 +175,22 @@ class Scheduler:
             if all(map(self._is_done, places.items())):
                 self._releases.remove(each)
                 self.races.release(address, clock)
-                self._freed.setdefault(stream, []).append((address, size))
+                self._freed[stream].append((address, size))
                 self.core.release(address)
 
     # Running
 
     def _run_ahead(self) -> None:
-        if self.ahead is None:
-            return
-        limit = self._random.randint(0, self.ahead)
-        while self._pending() > limit and self._run_one(self._queues):
-            pass
-
-    def _pending(self) -> int:
-        return sum(map(len, self._queues.values()))
+        if self.ahead is not None:
+            limit = self._random.randint(0, self.ahead)
+            while sum(map(len, self._queues.values())) > limit and self._run_one(list(self._queues)):
+                pass
 
     def _run_one(self, streams: Iterable[int]) -> bool:
         """Run the first piece of work of one of these streams; False if none of them can go on."""
         if self._random.random() < 0.1:
             self._priority.clear()
-        waiting = [stream for stream in streams if self._queues.get(stream)]
+        waiting = [stream for stream in streams if self._queues[stream]]
         for stream in waiting:
             self._priority.setdefault(stream, self._random.random())
         return any(self._try(stream) for stream in sorted(waiting, key=self._priority.__getitem__))
@@ -201,13 +199,11 @@ class Scheduler:
         queue = self._queues[stream]
         item = queue[0]
         try:
-            if item.after is not None:
-                if not self._is_done(item.after):
-                    return False
-            elif item.poll is not None:
-                if not item.poll():
-                    return False
-            elif item.run is not None:
+            if (item.after is not None and not self._is_done(item.after)) or (
+                item.poll is not None and not item.poll()
+            ):
+                return False
+            if item.run is not None and item.poll is None:
                 started = item.run()
                 if callable(started):
                     item.poll = started
@@ -221,7 +217,7 @@ class Scheduler:
     def _finish(self, stream: int, count: int) -> None:
         """Note that so many pieces of work of a stream are done, and signal the events after them."""
         self._done[stream] += count
-        signals = self._unsignalled.get(stream)
+        signals = self._unsignalled[stream]
         while signals and signals[0][0] <= self._done[stream]:
             _, event, version = signals.popleft()
             self.core.event_done(event, version)
@@ -260,7 +256,7 @@ class Scheduler:
                 if not needed:
                     return
                 self._touched = time.monotonic()
-                moved = self._run_one(needed if self.ahead is None else self._queues)
+                moved = self._run_one(needed if self.ahead is None else list(self._queues))
             if moved:
                 deadline = time.monotonic() + STUCK
             elif time.monotonic() > deadline:
@@ -289,7 +285,7 @@ class Scheduler:
             self._read_log()
             if kind == "query":
                 self._run_ahead()
-                done = not self._queues.get(which)
+                done = not self._queues[which]
                 if done:
                     self.races.merge(self.races.host, self.races.clock(which))
                 return done

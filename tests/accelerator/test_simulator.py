@@ -249,7 +249,7 @@ def test_blocking_calls_are_counted_with_their_line(world_size: int) -> None:
             with run.step() as step:
                 call(values)
         assert run.reports == [], name
-        assert len(step.synchronizations) == (name in SYNCHRONIZING), f"{name}: {step.summary()}"
+        assert len(step.synchronizations) == (name in SYNCHRONIZING), (name, step)
         assert all(each.site.startswith("test_simulator.py:") for each in step.synchronizations), name
 
 

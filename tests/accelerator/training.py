@@ -7,8 +7,8 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
+from unittest import mock
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -84,14 +84,13 @@ def small_sizes(
         batch: elements that are copied to or from the host at once.
         averages: whether the backend can average, as NCCL can.
     """
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(limits, "COLLECTIVE_BUCKET_BYTES", bucket)
-        patch.setattr(limits, "COLLECTIVE_BUCKET_BYTES_PER_RANK", 64)
-        patch.setattr(limits, "PADDING_BYTES_PER_RANK", padding)
-        patch.setattr(limits, "SEGMENT_GROWTH", 0)
-        patch.setattr(batched_copies, "BATCH", batch)
-        if averages:
-            patch.setattr(collectives, "AVERAGING_BACKENDS", {"simccl"})
+    sizes = {"COLLECTIVE_BUCKET_BYTES": bucket, "COLLECTIVE_BUCKET_BYTES_PER_RANK": 64, "SEGMENT_GROWTH": 0}
+    averaging = {"simccl"} if averages else collectives.AVERAGING_BACKENDS
+    with (
+        mock.patch.multiple(limits, PADDING_BYTES_PER_RANK=padding, **sizes),
+        mock.patch.object(batched_copies, "BATCH", batch),
+        mock.patch.object(collectives, "AVERAGING_BACKENDS", averaging),
+    ):
         yield
 
 
@@ -162,23 +161,22 @@ class TwoStreams(nn.Module):
         self._streams: list[torch.Stream] = []
 
     def forward(self, inputs: Tensor) -> Tensor:
-        hidden = torch.tanh(self.first(inputs))
+        hidden, sides = torch.tanh(self.first(inputs)), []
         if hidden.device.type == "cpu":
-            outputs: Tensor = self.last(self.left(hidden) + self.right(hidden))
-            return outputs
-        self._streams = self._streams or [torch.Stream(hidden.device) for _ in range(2)]
-        main = torch.accelerator.current_stream()
-        sides = []
-        for stream, layer in zip(self._streams, (self.left, self.right), strict=True):
-            stream.wait_stream(main)
-            with stream:
-                hidden.record_stream(stream)
-                sides.append(layer(hidden))
-        for stream, side in zip(self._streams, sides, strict=True):
-            main.wait_stream(stream)
-            side.record_stream(main)
-        joined: Tensor = self.last(sides[0] + sides[1])
-        return joined
+            sides = [self.left(hidden), self.right(hidden)]
+        else:
+            self._streams = self._streams or [torch.Stream(hidden.device) for _ in range(2)]
+            main = torch.accelerator.current_stream()
+            for stream, layer in zip(self._streams, (self.left, self.right), strict=True):
+                stream.wait_stream(main)
+                with stream:
+                    hidden.record_stream(stream)
+                    sides.append(layer(hidden))
+            for stream, side in zip(self._streams, sides, strict=True):
+                main.wait_stream(stream)
+                side.record_stream(main)
+        outputs: Tensor = self.last(sides[0] + sides[1])
+        return outputs
 
 
 class OneAfterAnother(TwoStreams):
@@ -301,28 +299,20 @@ def level_2(training: Training) -> None:
     training.model.register_comm_hook(training.one_or_all(), reduce_scatter_hook)
 
 
-def sent_as(dtype: torch.dtype) -> Callable[[Training], None]:
-    """Level 2 with gradients that are sent in another type."""
-
-    def setup(training: Training) -> None:
-        level_1(training)
-        training.model.register_comm_hook(ReduceScatter(training.optimizer, dtype), reduce_scatter_hook)
-
-    return setup
+def sent_as_fp16(training: Training) -> None:
+    level_1(training)
+    training.model.register_comm_hook(ReduceScatter(training.optimizer, torch.float16), reduce_scatter_hook)
 
 
-def _overlapped(make_hook: Callable[..., Any]) -> Callable[[Training], None]:
-    def setup(training: Training) -> None:
-        training.model = ddp(training)
-        training.add_optimizers(overlap_with_ddp=True)
-        hook = make_hook(allreduce_hook, training.model, training.optimizer)
-        training.model.register_comm_hook(training.model.process_group, hook)
-
-    return setup
+def after_backward(training: Training, make_hook: Callable[..., Any] = hook_with_zero_step) -> None:
+    training.model = ddp(training)
+    training.add_optimizers(overlap_with_ddp=True)
+    hook = make_hook(allreduce_hook, training.model, training.optimizer)
+    training.model.register_comm_hook(training.model.process_group, hook)
 
 
-after_backward = _overlapped(hook_with_zero_step)
-interleaved = _overlapped(hook_with_zero_step_interleaved)
+def interleaved(training: Training) -> None:
+    after_backward(training, hook_with_zero_step_interleaved)
 
 
 def level_3(training: Training) -> None:

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import gc
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -51,10 +51,9 @@ LARGE = 64 << 20
 """A size of buckets with which all parameters are in one."""
 
 BLOCKS = 12
-HEADERS = (
-    *("level", "buckets", "calls", "operations", "launches", "waits of the host"),
-    *("peak KB, host in lockstep", "peak KB, host far ahead"),
-)
+HEADER = """| level | buckets | calls | operations | launches | waits of the host | peak KB, host in lockstep \
+| peak KB, host far ahead |
+| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |"""
 
 
 def plain(training: Training) -> None:
@@ -65,11 +64,8 @@ def plain(training: Training) -> None:
     training.optimizers.append(made)
 
 
-Counted = tuple[Case, Callable[[Training, int], None]]
-"""A training program of which one iteration is counted; its model and the size of its buckets are replaced."""
-
-
-def counted(setup: Callable[[Training], None], iterate: Any = one_pass, **options: Any) -> Counted:
+def counted(setup: Callable[[Training], None], iterate: Any = one_pass, **options: Any) -> tuple[Case, Any]:
+    """A program of which one iteration is counted; its model and the size of its buckets are replaced."""
     return Case("", setup, **options), iterate
 
 
@@ -196,19 +192,15 @@ def row(level: str) -> str:
         lockstep, far = (counts(level, ranks, blocks=BLOCKS, host_ahead=ahead) for ahead in (0, "far"))
         numbers = (far.buckets, far.calls, far.operations, far.launches, len(far.synchronizations))
         columns.append((*numbers, lockstep.peak // 1000, far.peak // 1000))
-    return _line([level, *(" / ".join(map(str, dict.fromkeys(each))) for each in zip(*columns, strict=True))])
-
-
-def _line(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cells) + " |"
+    cells = [" / ".join(map(str, dict.fromkeys(each))) for each in zip(*columns, strict=True)]
+    return f"| {' | '.join([level, *cells])} |"
 
 
 def main() -> None:
     """Count all levels, and write."""
     bf16_probe.protect()
     try:
-        lines = [_line(HEADERS), _line(["---", *["---:"] * (len(HEADERS) - 1)]), *map(row, LEVELS)]
-        write(Path(sys.argv[1]), "counts", "\n".join(lines))
+        write(Path(sys.argv[1]), "counts", "\n".join([HEADER, *map(row, LEVELS)]))
     finally:
         sim_pools.close()
 

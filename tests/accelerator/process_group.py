@@ -26,7 +26,7 @@ from tests.accelerator.scheduler import Scheduler
 
 NAME = "simccl"
 SUM, AVG, _, MIN, MAX = range(5)
-_OPS = {SUM: dist.ReduceOp.SUM, AVG: dist.ReduceOp.SUM, MIN: dist.ReduceOp.MIN, MAX: dist.ReduceOp.MAX}
+_OPS: dict[int, Any] = {SUM: torch.add, AVG: torch.add, MIN: torch.minimum, MAX: torch.maximum}
 _DESCRIPTION = 256
 """Bytes of a collective's description that the ranks exchange."""
 
@@ -94,7 +94,8 @@ class Call:
     name: str
     inputs: Sequence[Tensor]
     outputs: Sequence[Tensor]
-    exchange: Callable[[], Exchange]
+    sent: Sequence[Tensor] = ()  # flat, what every rank gets from this one
+    finish: Callable[[list[Tensor]], object] = len  # writes the results from what all ranks have sent
     about: str = ""
     operations: int = 1  # as NCCL would run them
 
@@ -137,20 +138,20 @@ class Communicator:
 
     # Queueing
 
-    def launch(self, kept: Any, call: Call, peer: int | None = None) -> int:
+    def launch(self, kept: Any, call: Call, peer: int | None = None, message: Callable[[], Any] | None = None) -> int:
         """Queue a collective, or a message to or from a peer, and return its stream."""
         place = self._core.current_device(), peer
         if place not in self._streams:
             self._streams[place] = self._core.new_stream()
-        stream, site, text = self._streams[place], counters.site(), ""
+        stream, site = self._streams[place], counters.site()
         size = max(sum(tensor.nbytes for tensor in side) for side in (call.inputs, call.outputs))
         self._scheduler.step.collectives.append(Collective(call.name, size, call.operations, site, self._group))
-        if peer is None:  # messages are not ordered among the ranks
-            self._launched += 1
-            text = f"number {self._launched}: {call.description}"
+        self._launched += message is None  # messages are not ordered among the ranks
+        text = f"number {self._launched}: {call.description}"
 
         def run() -> Callable[[], bool]:
-            return Running(self._run(call, text), lambda: kept.drop(stream)).poll
+            exchange = self._run(call, text) if message is None else iter([Message(message())])
+            return Running(exchange, lambda: kept.drop(stream)).poll
 
         self._scheduler.wait_stream(stream, self._core.current_stream())
         reads, writes = ([shadow(t) for t in side] for side in (call.inputs, call.outputs))
@@ -162,118 +163,101 @@ class Communicator:
         return stream
 
     def _run(self, call: Call, text: str) -> Exchange:
-        if text:
-            yield from self._compare(text)
-        yield from call.exchange()
+        yield from self._compare(text)
+        yield from self._gather(torch.cat(list(call.sent)), call.finish)
 
     def _compare(self, text: str) -> Exchange:
         """Exchange the descriptions of a collective and raise if the ranks are in different ones."""
+        texts: list[str] = []
         own = torch.frombuffer(bytearray(text.encode()[:_DESCRIPTION].ljust(_DESCRIPTION)), dtype=torch.uint8)
-        rows = [torch.empty_like(own) for _ in range(self._size)]
-        yield self._gloo.allgather([rows], [own])
-        texts = [bytes(row.tolist()).decode(errors="replace").strip() for row in rows]
+        yield from self._gather(own, lambda rows: texts.extend(bytes(row.tolist()).decode().strip() for row in rows))
         if len(set(texts)) > 1:
             message = f"the ranks are in different collectives: {dict(enumerate(texts))}"
             self._scheduler.races.report("collective order", message)
             raise RuntimeError(message)
+
+    def _gather(self, own: Tensor, finish: Callable[[list[Tensor]], object]) -> Exchange:
+        """Gather a flat tensor of every rank, as bytes, and let ``finish`` write the results."""
+        rows = [torch.empty_like(own) for _ in range(self._size)]
+        if own.numel():
+            yield self._gloo.allgather([[row.view(torch.uint8) for row in rows]], [own.view(torch.uint8)])
+            finish(rows)
 
     def _flat(self, tensor: Tensor) -> Tensor:
         """Return a tensor's memory as a flat CPU tensor."""
         alias: Tensor = self._core.alias(tensor)
         return alias.as_strided((alias.numel(),), (1,))
 
+    def _reduced(self, rows: Sequence[Tensor], op: int) -> Tensor:
+        """Return the sum of what the ranks have sent, in their order, or what else a reduction gives."""
+        if op not in _OPS:
+            raise RuntimeError(f"{NAME} does not have reduce operation {op}")
+        result: Tensor = functools.reduce(_OPS[op], rows)
+        return result / self._size if op == AVG else result
+
     # Collectives
 
     def broadcast(self, kept: Any, tensor: Tensor, root: int) -> int:
         flat = self._flat(tensor)
         inputs, outputs = ([tensor], []) if root == self._rank else ([], [tensor])
-        return self.launch(
-            kept, Call("broadcast", inputs, outputs, lambda: self._broadcast(flat, root), f"from {root}")
-        )
-
-    def _broadcast(self, flat: Tensor, root: int) -> Exchange:
-        if flat.numel():
-            options = dist.BroadcastOptions()
-            options.rootRank, options.rootTensor = root, 0
-            yield self._gloo.broadcast([flat], options)
+        finish = lambda rows: flat.copy_(rows[root])  # noqa: E731
+        return self.launch(kept, Call("broadcast", inputs, outputs, [flat], finish, f"from {root}"))
 
     def allreduce(self, kept: Any, tensor: Tensor, op: int) -> int:
         flat = self._flat(tensor)
-        return self.launch(kept, Call("all_reduce", [tensor], [tensor], lambda: self._reduced(flat, op), f"op {op}"))
-
-    def _reduced(self, flat: Tensor, op: int) -> Exchange:
-        if op not in _OPS:
-            raise RuntimeError(f"{NAME} does not have reduce operation {op}")
-        if flat.numel():
-            options: Any = dist.AllreduceOptions()
-            options.reduceOp = _OPS[op]
-            yield self._gloo.allreduce([flat], options)
-            if op == AVG:
-                flat.div_(self._size)
+        finish = lambda rows: flat.copy_(self._reduced(rows, op))  # noqa: E731
+        return self.launch(kept, Call("all_reduce", [tensor], [tensor], [flat], finish, f"op {op}"))
 
     def allgather(self, kept: Any, outputs: list[Tensor], tensor: Tensor) -> int:
         """Queue an all-gather into a list; with uneven parts it is a broadcast per rank, as with NCCL."""
-        own, parts = self._flat(tensor), [self._flat(t) for t in outputs]
+        own, parts = self._flat(tensor), [self._flat(each) for each in outputs]
+        padding = own.new_zeros(max(part.numel() for part in parts) - own.numel())
 
-        def exchange() -> Exchange:
-            parts[self._rank].copy_(own)
-            for root, part in enumerate(parts):
-                yield from self._broadcast(part, root)
+        def finish(rows: list[Tensor]) -> None:
+            for part, row in zip(parts, rows, strict=True):
+                part.copy_(row[: part.numel()])
 
-        return self.launch(kept, Call("all_gather", [tensor], outputs, exchange, operations=_operations(outputs)))
+        call = Call("all_gather", [tensor], outputs, [own, padding], finish, operations=_operations(outputs))
+        return self.launch(kept, call)
 
     def allgather_base(self, kept: Any, output: Tensor, tensor: Tensor) -> int:
         if output.numel() != tensor.numel() * self._size:
             raise ValueError("output tensor size must be equal to world_size times input tensor size")
-        whole, own = self._flat(output), self._flat(tensor)
-
-        def exchange() -> Exchange:
-            if whole.numel():
-                yield self._gloo.allgather([list(whole.chunk(self._size))], [own.clone()])
-
-        return self.launch(kept, Call("all_gather_into_tensor", [tensor], [output], exchange))
+        whole = self._flat(output)
+        finish = lambda rows: whole.copy_(torch.cat(rows))  # noqa: E731
+        return self.launch(kept, Call("all_gather_into_tensor", [tensor], [output], [self._flat(tensor)], finish))
 
     def reduce_scatter(self, kept: Any, output: Tensor, inputs: list[Tensor], op: int) -> int:
         """Queue a reduce-scatter of a list; with uneven parts it is a reduce per rank, as with NCCL."""
-        parts, to = [self._flat(t) for t in inputs], self._flat(output)
-        exchange = functools.partial(self._scattered, parts, to, op)
-        call = Call("reduce_scatter", inputs, [output], exchange, operations=_operations(inputs))
+        parts = [self._flat(each) for each in inputs]
+        finish = self._scattering(output, sum(part.numel() for part in parts[: self._rank]), op)
+        call = Call("reduce_scatter", inputs, [output], parts, finish, operations=_operations(inputs))
         # Its output differs among the ranks.
-        call.description = f"reduce_scatter {output.dtype} op {op} of parts {[t.numel() for t in inputs]}"
+        call.description = f"reduce_scatter {output.dtype} op {op} of parts {[part.numel() for part in parts]}"
         return self.launch(kept, call)
 
     def reduce_scatter_base(self, kept: Any, output: Tensor, tensor: Tensor, op: int) -> int:
         if output.numel() * self._size != tensor.numel():
             raise ValueError("input tensor must be the same size as output size times world size")
-        to, parts = self._flat(output), list(self._flat(tensor).chunk(self._size))
-        exchange = functools.partial(self._scattered, parts, to, op)
-        return self.launch(kept, Call("reduce_scatter_tensor", [tensor], [output], exchange, f"op {op}"))
+        finish = self._scattering(output, self._rank * output.numel(), op)
+        call = Call("reduce_scatter_tensor", [tensor], [output], [self._flat(tensor)], finish, f"op {op}")
+        return self.launch(kept, call)
 
-    def _scattered(self, parts: list[Tensor], to: Tensor, op: int) -> Exchange:
-        """Send each rank its part and add up what arrives, in the order of the ranks."""
-        if op not in (SUM, AVG):
-            raise RuntimeError(f"{NAME} does not have reduce operation {op} in a reduce-scatter")
-        counts = [part.numel() for part in parts]
-        arrived = torch.empty(self._size * to.numel(), dtype=to.dtype)
-        if sum(counts):
-            own = [to.numel()] * self._size
-            yield self._gloo.alltoall_base(arrived, torch.cat(parts), own, counts, dist.AllToAllOptions())
-        rows = arrived.view(self._size, -1)
-        result = functools.reduce(torch.add, rows)
-        to.copy_(result / self._size if op == AVG else result)
+    def _scattering(self, output: Tensor, start: int, op: int) -> Callable[[list[Tensor]], object]:
+        """Return a function that reduces this rank's part of what all have sent."""
+        to = self._flat(output)
+        return lambda rows: to.copy_(self._reduced([row[start : start + to.numel()] for row in rows], op))
 
     def barrier(self, kept: Any) -> int:
         """Queue a barrier; its ``wait()`` blocks the host, as with NCCL."""
-        return self.launch(kept, Call("barrier", [], [], lambda: self._reduced(torch.zeros(1), SUM)))
+        return self.launch(kept, Call("barrier", [], [], [torch.zeros(1)], len))
 
     # Messages between two ranks, on the stream of the pair
 
     def send(self, kept: Any, tensor: Tensor, peer: int) -> int:
         flat = self._flat(tensor)
-        call = Call("send", [tensor], [], lambda: iter([Message(self._gloo.send([flat], peer, 0))]))
-        return self.launch(kept, call, peer)
+        return self.launch(kept, Call("send", [tensor], []), peer, lambda: self._gloo.send([flat], peer, 0))
 
     def recv(self, kept: Any, tensor: Tensor, peer: int) -> int:
         flat = self._flat(tensor)
-        call = Call("recv", [], [tensor], lambda: iter([Message(self._gloo.recv([flat], peer, 0))]))
-        return self.launch(kept, call, peer)
+        return self.launch(kept, Call("recv", [], [tensor]), peer, lambda: self._gloo.recv([flat], peer, 0))

@@ -72,16 +72,9 @@ def work(root: Path, kind: str, failing_rank: int, failing_step: int, delay: flo
             checkpoint.save(root, step, model=training.model, optimizer=training.zero, keep=2)
         if is_killed:
             timer.join()  # at the latest now
-    digest = hashlib.sha256()
-    for param in training.model.parameters():
-        digest.update(param.detach().numpy().tobytes())
-    (root / f"digest-{rank}").write_text(digest.hexdigest())
+    content = b"".join(param.detach().numpy().tobytes() for param in training.model.parameters())
+    (root / f"digest-{rank}").write_text(hashlib.sha256(content).hexdigest())
     dist.destroy_process_group()
-
-
-def digests_in(root: Path) -> list[str]:
-    """The digests of the parameters on both ranks."""
-    return [path.read_text() for path in sorted(root.glob("digest-*"))]
 
 
 def restart(root: Path, plain: Path, kind: str, source: random.Random) -> tuple[float, str]:
@@ -93,7 +86,8 @@ def restart(root: Path, plain: Path, kind: str, source: random.Random) -> tuple[
         return 0.0, f"{what}: {problem}"
     if not (root / "restarted").exists():
         return 0.0, f"{what}: it was not restarted"
-    if len(set(digests_in(root))) != 1 or digests_in(root) != digests_in(plain):
+    digests = [path.read_text() for folder in (root, plain) for path in folder.glob("digest-*")]
+    if len(digests) != 4 or len(set(digests)) != 1:
         return 0.0, f"{what}: it has ended with other parameters"
     return float((root / "restarted").read_text()) - float((root / "killed").read_text()), ""
 

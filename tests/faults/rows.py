@@ -14,23 +14,14 @@ SHOWN = 10
 
 @dataclass(frozen=True)
 class Row:
-    """A fault that was tried some times.
+    """A fault that was tried some times."""
 
-    Attributes:
-        fault: its name.
-        tried: how often.
-        survived: how often everything was as it should be.
-        seconds: the longest time to the error, or to the end if there must be no error.
-        note: what else is to be said.
-        problems: everything that was not as it should be.
-    """
-
-    fault: str
-    tried: int
-    survived: int
-    seconds: float
-    note: str = ""
-    problems: list[str] = field(default_factory=list)
+    fault: str  # its name
+    tried: int  # how often
+    survived: int  # how often everything was as it should be
+    seconds: float  # the longest time to the error, or to the end if there must be no error
+    note: str = ""  # what else is to be said
+    problems: list[str] = field(default_factory=list)  # everything that was not as it should be
 
     @property
     def is_right(self) -> bool:
@@ -40,21 +31,13 @@ class Row:
 
 @dataclass
 class Results:
-    """What one run of the table has found.
+    """What one run of the table has found."""
 
-    Attributes:
-        count: the argument of ``make faults``.
-        seed: the seed of the run.
-        torch: the version of torch.
-        parts: the rows of each part.
-        seconds: how long each part took.
-    """
-
-    count: int
-    seed: int
-    torch: str
-    parts: dict[str, list[Row]] = field(default_factory=dict)
-    seconds: dict[str, float] = field(default_factory=dict)
+    count: int  # the argument of ``make faults``
+    seed: int  # of the run
+    torch: str  # the version of torch
+    parts: dict[str, list[Row]] = field(default_factory=dict)  # the rows of each part
+    seconds: dict[str, float] = field(default_factory=dict)  # how long each part took
 
     @property
     def rows(self) -> list[Row]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -108,18 +108,23 @@ def spoiled(training: Training, step: int) -> None:
 
 def on_a_side_stream(training: Training) -> None:
     """All training happens on a stream that is not the default one."""
-    with side_stream(training):
+    with beside(stream_of(training)):
         for step in range(5):
             one_pass(training, step)
 
 
+def stream_of(training: Training) -> torch.Stream | None:
+    """A new stream; None for the CPU, which has none."""
+    return torch.Stream(training.place.device) if training.place.simulated else None
+
+
 @contextlib.contextmanager
-def side_stream(training: Training) -> Any:
-    """A stream that waits for the current one, and for which that one waits at the end; the CPU has none."""
-    if not training.place.simulated:
+def beside(stream: torch.Stream | None) -> Iterator[None]:
+    """Work on a stream that waits for the current one, and for which that one waits at the end."""
+    if stream is None:
         yield
         return
-    current, stream = torch.accelerator.current_stream(), torch.Stream(training.place.device)
+    current = torch.accelerator.current_stream()
     stream.wait_stream(current)
     with stream:
         yield
@@ -131,9 +136,10 @@ def unfrozen_on_another_stream(training: Training) -> None:
     for step in range(2):
         one_pass(training, step)
     training.module.requires_grad_(True)
+    stream = stream_of(training)
     for step in range(2, 5):
         training.zero_grad()
-        with side_stream(training):
+        with beside(stream):
             loss = training.loss(step)
         loss.backward()
         training.step()

@@ -87,7 +87,7 @@ class Scheduler:
         """Queue work on a stream and let the device run as far as the settings say."""
         where = where or counters.site()
         with self.lock:
-            self._read_log()
+            self.read_log()
             target = self.core.current_stream() if stream is None else stream
             self.races.access(target, f"{name}{shape} on stream {target & 0xFFFFF} at {where}", reads, writes)
             place = self._append(target, Item(name, where, run))
@@ -97,7 +97,7 @@ class Scheduler:
     def wait_stream(self, waiting: int, other: int) -> None:
         """Make a stream wait for all that another one has queued."""
         with self.lock:
-            self._read_log()
+            self.read_log()
             self._wait_for(waiting, (other, self._queued[other]), self.races.clock(other))
 
     def _append(self, stream: int, item: Item) -> Place:
@@ -115,35 +115,34 @@ class Scheduler:
         return self._done[place[0]] >= place[1]
 
     def read_log(self) -> None:
-        """Take over what the C++ part has noted, from a thread that does not have the lock."""
-        with self.lock:
-            self._read_log()
-
-    def _read_log(self) -> None:
         """Take over what the C++ part has noted since the last call, in the host's order."""
-        for kind, first, second, third in self.core.take_log():
-            if kind == ALLOCATED:
-                self._reuse(third)
-                self.races.allocate(first, second, third)
-            elif kind == FREED:
-                self._freed[third].append((first, second))
-            elif kind == USED_BY:
-                self._used[first].append(second)
-            elif kind == FREED_LATER:
-                streams = self._used.pop(first)
-                clock = {s: self.races.clock(s).get(s, 0) for s in streams}
-                self._releases.append((first, second, third, {s: self._queued[s] for s in streams}, clock))
-            elif kind == RECORDED:
-                self._record(first, second, third)
-            elif kind == WAITED:
-                if first in self._events:
-                    _, place, clock, _ = self._events[first]
-                    self._wait_for(third, place, clock)
-            elif kind == OBSERVED:
-                self.races.merge(self.races.host, self._events[first][2])
-            else:
-                self._move(first, second, third)
-        self._release()
+        with self.lock:
+            for entry in self.core.take_log():
+                self._take_over(*entry)
+            self._release()
+
+    def _take_over(self, kind: int, first: int, second: int, third: int) -> None:
+        if kind == ALLOCATED:
+            self._reuse(third)
+            self.races.allocate(first, second, third)
+        elif kind == FREED:
+            self._freed[third].append((first, second))
+        elif kind == USED_BY:
+            self._used[first].append(second)
+        elif kind == FREED_LATER:
+            streams = self._used.pop(first)
+            clock = {s: self.races.clock(s).get(s, 0) for s in streams}
+            self._releases.append((first, second, third, {s: self._queued[s] for s in streams}, clock))
+        elif kind == RECORDED:
+            self._record(first, second, third)
+        elif kind == WAITED:
+            if first in self._events:
+                _, place, clock, _ = self._events[first]
+                self._wait_for(third, place, clock)
+        elif kind == OBSERVED:
+            self.races.merge(self.races.host, self._events[first][2])
+        else:
+            self._move(first, second, third)
 
     def _reuse(self, stream: int) -> None:
         """Treat all freed memory of a stream as reused: a real allocator may give any of it to the next tensor."""
@@ -199,9 +198,9 @@ class Scheduler:
         queue = self._queues[stream]
         item = queue[0]
         try:
-            if (item.after is not None and not self._is_done(item.after)) or (
-                item.poll is not None and not item.poll()
-            ):
+            if item.after is not None and not self._is_done(item.after):
+                return False
+            if item.poll is not None and not item.poll():
                 return False
             if item.run is not None and item.poll is None:
                 started = item.run()
@@ -225,7 +224,7 @@ class Scheduler:
     def forget_work(self) -> list[Item]:
         """Give up all queued work, as the end of a process does, and return it."""
         with self.lock:
-            self._read_log()
+            self.read_log()
             forgotten = [item for queue in self._queues.values() for item in queue]
             for stream, queue in self._queues.items():
                 self._finish(stream, len(queue))
@@ -251,7 +250,7 @@ class Scheduler:
         deadline = time.monotonic() + STUCK
         while True:
             with self.lock:
-                self._read_log()
+                self.read_log()
                 needed = self._needed(places)
                 if not needed:
                     return
@@ -272,7 +271,7 @@ class Scheduler:
             if time.monotonic() - self._touched < self.idle:
                 continue
             with self.lock:
-                self._read_log()
+                self.read_log()
                 for _ in range(64):
                     if not self._run_one(list(self._queues)):
                         break
@@ -282,7 +281,7 @@ class Scheduler:
     def synchronize(self, kind: str, which: int) -> bool:
         """Let the host wait for a "stream", a "device" or an "event", or "query" whether a stream is done."""
         with self.lock:
-            self._read_log()
+            self.read_log()
             if kind == "query":
                 self._run_ahead()
                 done = not self._queues[which]
@@ -310,7 +309,7 @@ class Scheduler:
 
     def _wait_on_streams(self, streams: Iterable[int]) -> None:
         with self.lock:
-            self._read_log()
+            self.read_log()
             places, clock = [(s, self._queued[s]) for s in streams], Clock()
             for stream in streams:
                 self.races.merge(clock, self.races.clock(stream))

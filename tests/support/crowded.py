@@ -73,7 +73,7 @@ def loads_beside_a_writer(root: Path, count: int) -> Seen:
             except Exception as error:
                 seen.problems.append(f"{type(error).__name__}: {error}")
             seen.slowest = max(seen.slowest, time.monotonic() - begun)
-        ended.set()
+        ended.set()  # nothing above can raise
     if seen.loaded < 2:
         seen.problems.append(f"the writer saved {seen.loaded} times only")
     seen.tried = count

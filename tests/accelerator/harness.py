@@ -52,8 +52,8 @@ def run(
         pytest.skip("the simulated accelerator needs a C++ compiler, and there is no g++ here")
     build.library()
     with tempfile.TemporaryDirectory() as folder:
-        call = {"module": function.__module__, "name": function.__qualname__, "kwargs": kwargs, "backend": backend}
-        call |= {"store": os.path.join(folder, "store"), "world_size": world_size}
+        call: dict[str, Any] = {"store": os.path.join(folder, "store"), "world_size": world_size, "backend": backend}
+        call |= {"module": function.__module__, "name": function.__qualname__, "kwargs": kwargs}
         return sim_pools.run(world_size, __name__, "on_rank", call, limit)
 
 

@@ -67,7 +67,8 @@ class Message(threading.Thread):
 
     def __init__(self, work: Any) -> None:
         super().__init__(daemon=True)
-        self._work, self._error = work, None
+        self._work = work
+        self._error: Exception | None = None
         self.start()
 
     def run(self) -> None:

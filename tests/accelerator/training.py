@@ -84,7 +84,11 @@ def small_sizes(
         batch: elements that are copied to or from the host at once.
         averages: whether the backend can average, as NCCL can.
     """
-    sizes = {"COLLECTIVE_BUCKET_BYTES": bucket, "COLLECTIVE_BUCKET_BYTES_PER_RANK": 64, "SEGMENT_GROWTH": 0}
+    sizes: dict[str, Any] = {
+        "COLLECTIVE_BUCKET_BYTES": bucket,
+        "COLLECTIVE_BUCKET_BYTES_PER_RANK": 64,
+        "SEGMENT_GROWTH": 0,
+    }
     averaging = {"simccl"} if averages else collectives.AVERAGING_BACKENDS
     with (
         mock.patch.multiple(limits, PADDING_BYTES_PER_RANK=padding, **sizes),

@@ -126,7 +126,7 @@ class Run:
     def save(self, root: Path, blocking: bool, keep: int | None = KEEP) -> Path:
         """Save under the current step."""
         extra = checkpoint.capture(position=self.step, scheduler=self.scheduler)
-        what = {"model": self.model, "optimizer": self.optimizer, "extra": extra}
+        what: dict[str, Any] = {"model": self.model, "optimizer": self.optimizer, "extra": extra}
         return checkpoint.save(root, self.step, **what, keep=keep, blocking=blocking)
 
     def load(self, root: Path) -> Path:

@@ -9,6 +9,7 @@ had at that step, train on and save again, which must also clear the leftovers.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import random
 import shutil
@@ -37,6 +38,7 @@ LIMIT = 30.0
 
 def make_template(root: Path) -> dict[int, str]:
     """An undisturbed run: checkpoints of steps 2 and 4; return digests of these and of later steps."""
+    logging.getLogger("onecopy").setLevel(logging.CRITICAL)  # every failure and every leftover would be logged
     run, digests = Run(), {}
     for _ in range(4):
         run.train(2)
@@ -51,6 +53,7 @@ def load_and_save(root: Path, blocking: bool, kill: Kill | None = None) -> tuple
 
     Return the error, if there was one, and the points of the save.
     """
+    logging.getLogger("onecopy").setLevel(logging.CRITICAL)
     run, injector, rank = Run(), Injector(), dist.get_rank()
     if kill is not None:
         call = kill.call if rank == kill.rank else None

@@ -76,6 +76,7 @@ class Trained(training.Training):
         super().__init__(LEVELS[case.level], training.Place(torch.device("cpu"), group))
         self.root, self.zero, self.passes = root, self.optimizer, 0
         self.scaler = torch.amp.GradScaler("cpu")
+        self.state: Any = None
         for _ in range(3 if case.level == "overlap" else case.passes):
             self.forward()
             self.backward()

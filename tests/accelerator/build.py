@@ -27,7 +27,6 @@ def compiler() -> str | None:
 
 
 def _command(compiled: str) -> list[str]:
-    """Return the one command that compiles and links."""
     includes = [*cpp_extension.include_paths(), sysconfig.get_paths()["include"]]
     libraries = pathlib.Path(torch.__file__).with_name("lib")
     return [
@@ -46,10 +45,7 @@ def library() -> pathlib.Path:
     """
     text = SOURCE.read_bytes() + HEADER.read_bytes() + repr((torch.__version__, torch.__file__, sys.version)).encode()
     cache = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache") / "onecopy-accelerator"
-    try:
-        cache.mkdir(parents=True, exist_ok=True)
-    except OSError:
-        cache = pathlib.Path(tempfile.gettempdir())
+    cache.mkdir(parents=True, exist_ok=True)
     compiled = cache / f"{NAME}-{hashlib.sha256(text).hexdigest()[:20]}.so"
     if not compiled.exists():
         with tempfile.TemporaryDirectory(dir=cache) as folder:
@@ -62,12 +58,9 @@ def library() -> pathlib.Path:
 
 
 def load() -> Any:
-    """Return the C++ part as a Python module."""
-    if NAME in sys.modules:
-        return sys.modules[NAME]
+    """Return the C++ part as a Python module; to be called once per process."""
     spec = importlib.util.spec_from_file_location(NAME, library())
     assert spec is not None and spec.loader is not None  # noqa: PT018
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    sys.modules[NAME] = module
     return module

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,15 +14,29 @@ from torch import Tensor
 
 from tests.accelerator import device
 from tests.accelerator.cases import BY_NAME, HALF_ROUNDING
-from tests.accelerator.training import ROUNDING, Case, Place
+from tests.accelerator.process_group import Communicator
+from tests.accelerator.training import ROUNDING, Case, Place, on_device
 
 Setting = tuple[int, int | str]
 """A seed of the order in which queued work runs, and how far the host runs ahead."""
 
+_abandoned: list[Any] = []
+"""Process groups with collectives that other ranks never joined: their destructors would wait for them."""
 
-def on_device() -> Place:
-    """This rank's simulated accelerator, and the default group."""
-    return Place(torch.device("sim", torch.accelerator.current_device_index()), None)
+
+@contextlib.contextmanager
+def abandoning_on_failure() -> Iterator[None]:
+    """After an exception inside, forget all queued work of the device, as the end of a process does."""
+    used: list[Any] = []
+    observer = lambda communicator, *_: used.append(communicator)  # noqa: E731
+    Communicator.observers.append(observer)
+    try:
+        yield
+    except BaseException:
+        _abandoned.extend({*used, *device.load().scheduler.forget_work()})
+        raise
+    finally:
+        Communicator.observers.remove(observer)
 
 
 @functools.cache
@@ -60,12 +75,9 @@ def compare(case: Case, actual: list[Tensor], expected: list[Tensor], what: str)
         tolerance = max(tolerance, HALF_ROUNDING if half else ROUNDING)
     assert len(actual) == len(expected), what
     for position, (left, right) in enumerate(zip(actual, expected, strict=True)):
-        if tolerance == 0.0:
-            difference = "" if left.shape != right.shape else (left.double() - right.double()).abs().max().item()
-            assert torch.equal(left, right), f"{what}: tensor {position} of {list(right.shape)} differs by {difference}"
-        else:
-            torch.testing.assert_close(left, right, rtol=tolerance, atol=tolerance, msg=_telling(f"{what}: {position}"))
+        where = f"{what}: tensor {position}"
+        torch.testing.assert_close(left, right, rtol=tolerance, atol=tolerance, msg=functools.partial(_named, where))
 
 
-def _telling(what: str) -> Callable[[str], str]:
-    return lambda text: f"{what}: {text}"
+def _named(where: str, text: str) -> str:
+    return f"{where}: {text}"

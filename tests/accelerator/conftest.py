@@ -12,15 +12,10 @@ from tests.accelerator import build
 from tests.accelerator.harness import sim_pools
 from tests.support.harness import EVERYTHING
 
-CASES = {
-    "test_training.py": 16,
-    "test_device.py": 8,
-    "test_mutations.py": 4,
-    "test_costs.py": 3,
-    "test_failures.py": 4,
-    "test_check_gpu.py": 0,
-}
-"""The most cases of one test in ``make test``, by file; ``make accelerator`` runs all."""
+HERE = pathlib.Path(__file__).parent
+CASES = {"test_training.py": 16, "test_mutations.py": 4, "test_costs.py": 3, "test_failures.py": 4}
+CASES["test_check_gpu.py"] = 0
+"""The most cases of one test in ``make test``, by file (2 in others); ``make accelerator`` runs all."""
 
 
 @pytest.hookimpl(trylast=True)
@@ -30,20 +25,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return
     tables = defaultdict(list)
     for item in items:
-        if pathlib.Path(__file__).parent in item.path.parents:
+        if HERE in item.path.parents:
             tables[item.nodeid.partition("[")[0]].append(item)
-    left_out: set[int] = set()
+    left_out = []
     for table in tables.values():
         most = CASES.get(table[0].path.name, 2)
         kept = {(2 * number + 1) * len(table) // (2 * most) for number in range(most)}
-        left_out.update(id(item) for position, item in enumerate(table) if len(table) > most and position not in kept)
-    config.hook.pytest_deselected(items=[item for item in items if id(item) in left_out])
-    items[:] = [item for item in items if id(item) not in left_out]
+        left_out += [item for position, item in enumerate(table) if len(table) > most and position not in kept]
+    config.hook.pytest_deselected(items=left_out)
+    unwanted = set(map(id, left_out))
+    items[:] = [item for item in items if id(item) not in unwanted]
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Compile where no test's limit of time runs: on a busy machine it can take minutes."""
-    needed = any(pathlib.Path(__file__).parent in item.path.parents for item in session.items)
+    needed = any(HERE in item.path.parents for item in session.items)
     if needed and build.compiler() and not session.config.option.collectonly:
         build.library()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import functools
 import math
 import os
 import sys
@@ -17,9 +18,9 @@ LAUNCH_SIZE = 100
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _TORCH = os.path.dirname(torch.__file__)
 _STANDARD = os.path.dirname(os.__file__)
-_kinds: dict[str, int] = {}
 
 
+@functools.cache
 def _kind(path: str) -> int:
     """Return 2 for a file of onecopy, 1 for a user's file, 0 for torch, the standard library and the simulator."""
     name = os.path.basename(path)
@@ -36,9 +37,7 @@ def site() -> str:
     user = None
     while frame is not None:
         path = frame.f_code.co_filename
-        kind = _kinds.get(path)
-        if kind is None:
-            kind = _kinds[path] = _kind(path)
+        kind = _kind(path)
         if kind == 2:
             return f"{path[path.rindex(f'{os.sep}onecopy{os.sep}') + 1 :]}:{frame.f_lineno}"
         if kind == 1 and user is None:
@@ -64,50 +63,24 @@ class Synchronization:
 
     kind: str  # what waited, like "item", "event", "stream", "device", "pageable copy", or an operator's name
     site: str  # the source line
-    behind: int  # pieces of work that were queued but not done when the host began to wait
     age: int = 0  # for an event, the number of steps since it was recorded
 
 
 @dataclass
 class Step:
-    """What was counted between two marks.
+    """What was counted between two marks; kernels and copies by their name and source line.
 
-    Attributes:
-        kernels: launches by operator and source line. A ``_foreach_`` or ``_fused_`` operator is one per 100 tensors.
-        copies: copies between host and device by direction and source line.
-        collectives: collectives in the order of the calls.
-        synchronizations: calls in which the host waited.
-        peak: most bytes allocated on the device, above the level at the start.
-        peak_held: the same, with the memory that was freed but that ``record_stream`` still holds.
+    A ``_foreach_`` or ``_fused_`` operator is one kernel per 100 tensors.
     """
 
     kernels: collections.Counter[tuple[str, str]] = field(default_factory=collections.Counter)
     copies: collections.Counter[tuple[str, str]] = field(default_factory=collections.Counter)
-    collectives: list[Collective] = field(default_factory=list)
-    synchronizations: list[Synchronization] = field(default_factory=list)
-    peak: int = 0
-    peak_held: int = 0
-
-    @property
-    def operations(self) -> int:
-        """Number of collective operations as NCCL would run them."""
-        return sum(each.operations for each in self.collectives)
-
-    @property
-    def collective_bytes(self) -> int:
-        """Bytes of all collectives."""
-        return sum(each.size for each in self.collectives)
+    collectives: list[Collective] = field(default_factory=list)  # in the order of the calls
+    synchronizations: list[Synchronization] = field(default_factory=list)  # calls in which the host waited
+    peak: int = 0  # most bytes allocated on the device, above the level at the start
+    peak_held: int = 0  # the same, with the memory that was freed but that ``record_stream`` still holds
 
     def kernel(self, name: str, where: str, tensors: int = 0) -> None:
         """Count an operator."""
         batched = name.startswith(("_foreach_", "_fused_", "_amp_foreach_"))
         self.kernels[name, where] += max(1, math.ceil(tensors / LAUNCH_SIZE)) if batched else 1
-
-    def summary(self) -> str:
-        """Return the counts as text, with a line per source line."""
-        lines = [f"{self.kernels.total()} kernels, peak {self.peak} bytes"]
-        lines += [f"  kernel {name} x{n} at {where}" for (name, where), n in sorted(self.kernels.items())]
-        lines += [f"  copy {name} x{n} at {where}" for (name, where), n in sorted(self.copies.items())]
-        lines += [f"  collective {c.name} {c.size} B, {c.operations} op(s) at {c.site}" for c in self.collectives]
-        lines += [f"  host waits: {s.kind} at {s.site}, age {s.age}" for s in self.synchronizations]
-        return "\n".join(lines)

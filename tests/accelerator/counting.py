@@ -1,12 +1,17 @@
-"""What one iteration of each level asks of the simulated device, counted in steady state."""
+"""What one iteration of each level asks of the simulated device, counted in steady state.
+
+``python -m tests.accelerator.counting docs/accelerators.md`` writes the counts of that page: those of a model of 12
+blocks at 2 and 3 ranks. Launches are those of the optimizer and of onecopy, not those of the model.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import gc
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,12 +21,11 @@ from onecopy import MixedPrecision
 from onecopy.comm.agreement import VOTE_BYTES
 from tests.accelerator import device, programs
 from tests.accelerator.counters import Step
-from tests.accelerator.process_group import Communicator
+from tests.accelerator.harness import SIMCCL, run, sim_pools
 from tests.accelerator.training import (
     BUCKET,
     Blocks,
     Case,
-    Place,
     Training,
     adamw,
     after_backward,
@@ -30,12 +34,13 @@ from tests.accelerator.training import (
     level_1,
     level_2,
     level_3,
+    on_device,
     one_pass,
     small_sizes,
 )
+from tests.planning.table import write
+from tests.support import bf16_probe
 
-HALF = torch.bfloat16
-OVERLAP = {"overlap_forward": True}
 WARM_UP = 4
 """Iterations before the counted one: from the third on the overlap hooks update inside backward."""
 
@@ -44,6 +49,11 @@ FORWARD = "onecopy/data_parallel/wrapper.py"
 
 LARGE = 64 << 20
 """A size of buckets with which all parameters are in one."""
+
+BLOCKS = 12
+HEADER = """| level | buckets | calls | operations | launches | waits of the host | peak KB, host in lockstep \
+| peak KB, host far ahead |
+| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |"""
 
 
 def plain(training: Training) -> None:
@@ -54,44 +64,41 @@ def plain(training: Training) -> None:
     training.optimizers.append(made)
 
 
-MASTERS: dict[str, Any] = {"master_weights": True}
-BF16 = {"mixed_precision": MixedPrecision(param_dtype=HALF), **OVERLAP}
+def counted(setup: Callable[[Training], None], iterate: Any = one_pass, **options: Any) -> tuple[Case, Any]:
+    """A program of which one iteration is counted; its model and the size of its buckets are replaced."""
+    return Case("", setup, **options), iterate
 
 
-@dataclasses.dataclass(frozen=True)
-class Counted:
-    """A training program of which one iteration is counted; its model and the size of its buckets are replaced."""
-
-    case: Case
-    iterate: Callable[[Training, int], None] = one_pass
-
+MASTERS: dict[str, Any] = {"parts": adamw(master_weights=True), "dtype": torch.bfloat16}
+OVERLAP: dict[str, Any] = {"overlap_forward": True}
+BF16: dict[str, Any] = {"wrap": {"mixed_precision": MixedPrecision(param_dtype=torch.bfloat16), **OVERLAP}}
 
 LEVELS = {
-    "DDP, AdamW": Counted(Case("", plain)),
-    "level 1": Counted(Case("", level_1)),
-    "level 1 by parameter": Counted(Case("", level_1, parts=adamw(shard_by="parameter"))),
-    "level 1 master weights": Counted(Case("", level_1, parts=adamw(**MASTERS), dtype=HALF)),
-    "level 2": Counted(Case("", level_2)),
-    "after backward": Counted(Case("", after_backward)),
-    "interleaved": Counted(Case("", interleaved)),
-    "level 3": Counted(Case("", level_3)),
-    "level 3 overlap": Counted(Case("", level_3, wrap=OVERLAP)),
-    "level 3 bf16": Counted(Case("", level_3, wrap=BF16)),
+    "DDP, AdamW": counted(plain),
+    "level 1": counted(level_1),
+    "level 1 by parameter": counted(level_1, parts=adamw(shard_by="parameter")),
+    "level 1 master weights": counted(level_1, **MASTERS),
+    "level 2": counted(level_2),
+    "after backward": counted(after_backward),
+    "interleaved": counted(interleaved),
+    "level 3": counted(level_3),
+    "level 3 overlap": counted(level_3, wrap=OVERLAP),
+    "level 3 bf16": counted(level_3, **BF16),
 }
 """The rows of docs/accelerators.md."""
 
 COUNTED = LEVELS | {
-    "level 1 clipped": Counted(Case("", level_1), programs.clipped),
-    "level 1 clipped master weights": Counted(Case("", level_1, parts=adamw(**MASTERS), dtype=HALF), programs.clipped),
-    "level 1 offload": Counted(Case("", level_1, parts=adamw(offload="cpu", **MASTERS), dtype=HALF)),
-    "level 1 refusing infinities": Counted(Case("", level_1, parts=adamw(nonfinite="raise"))),
-    "level 2 clipped": Counted(Case("", level_2), programs.clipped),
-    "level 2 zeroed in place": Counted(Case("", level_2), programs.zeroed_in_place),
-    "level 2 refusing infinities": Counted(Case("", level_2, parts=adamw(nonfinite="raise"))),
-    "interleaved zeroed in place": Counted(Case("", interleaved), programs.zeroed_in_place),
-    "level 3 clipped": Counted(Case("", level_3, wrap=BF16), programs.clipped),
-    "level 3 averaging": Counted(Case("", level_3, averages=True)),
-    "level 3 offload": Counted(Case("", level_3, parts=adamw(offload="cpu"))),
+    "level 1 clipped": counted(level_1, programs.clipped),
+    "level 1 clipped master weights": counted(level_1, programs.clipped, **MASTERS),
+    "level 1 offload": counted(level_1, parts=adamw(offload="cpu", master_weights=True), dtype=torch.bfloat16),
+    "level 1 refusing infinities": counted(level_1, parts=adamw(nonfinite="raise")),
+    "level 2 clipped": counted(level_2, programs.clipped),
+    "level 2 zeroed in place": counted(level_2, programs.zeroed_in_place),
+    "level 2 refusing infinities": counted(level_2, parts=adamw(nonfinite="raise")),
+    "interleaved zeroed in place": counted(interleaved, programs.zeroed_in_place),
+    "level 3 clipped": counted(level_3, programs.clipped, **BF16),
+    "level 3 averaging": counted(level_3, averages=True),
+    "level 3 offload": counted(level_3, parts=adamw(offload="cpu")),
 }
 """Programs whose costs are bounded by tests."""
 
@@ -118,34 +125,36 @@ class Counts:
 
 def count(name: str, blocks: int, bucket: int = BUCKET, host_ahead: int | str = "far") -> Counts:
     """In a worker: train and count the iteration after the warm-up."""
-    counted = COUNTED[name]
-    case = dataclasses.replace(counted.case, model=functools.partial(Blocks, blocks), bucket=bucket)
-    place = Place(torch.device("sim", torch.accelerator.current_device_index()), None)
+    case, iterate = COUNTED[name]
+    case = dataclasses.replace(case, model=functools.partial(Blocks, blocks), bucket=bucket)
     gc.collect()  # the memory of an earlier training would count as long as nobody has collected it
     # Padded as in proportion a large model is, whose parameters are cut into equal parts.
     with (
         small_sizes(bucket, padding=bucket, averages=case.averages),
         device.simulate(seed=dist.get_rank(), host_ahead=host_ahead) as run,
     ):
-        training = Training(case, place)
+        training = Training(case, on_device())
         for step in range(WARM_UP):
             with run.step():
-                counted.iterate(training, step)
+                iterate(training, step)
         with run.step() as iteration:
-            counted.iterate(training, WARM_UP)
+            iterate(training, WARM_UP)
             peak = run.core.memory()[3]
         training.results()
-        buckets, rounds = _buckets(training, iteration), _rounds(training)
+        sharded: list[Any] = [each.engine for each in training.optimizers if hasattr(each, "engine")]
+        buckets, rounds = _reductions(iteration), sum(each.sharing.messages for each in sharded)
+        if case.setup is level_3:
+            buckets, rounds = sum(len(each.storage.buckets) for each in sharded), 0
         training.zero_grad()
         run.collect()
         lasting = run.core.memory()[0]
     assert run.reports == [], run.reports[:3]
     return Counts(
         [each.name for each in iteration.collectives],
-        iteration.operations,
+        sum(each.operations for each in iteration.collectives),
         len({each.group for each in iteration.collectives}),
-        (iteration.collective_bytes, sum(param.nbytes for param in training.module.parameters())),
-        _launches(training, iteration),
+        (sum(each.size for each in iteration.collectives), sum(param.nbytes for param in training.module.parameters())),
+        _launches(iteration, of_reference=case.setup is plain),
         [(each.kind, each.site, each.age) for each in iteration.synchronizations],
         peak - lasting,
         buckets,
@@ -153,62 +162,48 @@ def count(name: str, blocks: int, bucket: int = BUCKET, host_ahead: int | str = 
     )
 
 
-def _launches(training: Training, iteration: Step) -> int:
+def _launches(iteration: Step, of_reference: bool) -> int:
     """Number of kernels of the optimizer, and of those that onecopy's own lines have launched."""
-    reference = training.case.setup is plain
     return sum(
         times
         for (name, where), times in iteration.kernels.items()
         if (where.startswith("onecopy/") and not where.startswith(FORWARD))
-        or (reference and name.startswith("_foreach_"))
+        or (of_reference and name.startswith("_foreach_"))
     )
 
 
-def _buckets(training: Training, iteration: Step) -> int:
-    """Number of buckets of gradients: ShardedDataParallel's own, or DDP's by its reductions."""
-    if training.case.setup is level_3:
-        storages: list[Any] = [optimizer.engine.storage for optimizer in training.optimizers]
-        return sum(len(storage.buckets) for storage in storages)
-    reductions = ("all_reduce", "reduce_scatter", "reduce_scatter_tensor")
-    return sum(each.name in reductions and each.size != VOTE_BYTES for each in iteration.collectives)
+def _reductions(iteration: Step) -> int:
+    """Number of DDP's buckets, by their reductions."""
+    names = ("all_reduce", "reduce_scatter", "reduce_scatter_tensor")
+    return sum(each.name in names and each.size != VOTE_BYTES for each in iteration.collectives)
 
 
-def _rounds(training: Training) -> int:
-    sharded = [optimizer for optimizer in training.optimizers if hasattr(optimizer, "engine")]
-    return 0 if training.case.setup is level_3 else sum(each.engine.sharing.messages for each in sharded)
+@functools.cache
+def counts(level: str, ranks: int = 2, backend: str = SIMCCL, blocks: int = 6, **options: Any) -> Counts:
+    """The counts of rank 0."""
+    found: Counts = run(count, ranks, {"name": level, "blocks": blocks, **options}, backend)[0]
+    return found
 
 
-# Which collectives the compute stream waits for
+def row(level: str) -> str:
+    """Count one level; numbers that differ between 2 and 3 ranks are separated by a slash."""
+    columns = []
+    for ranks in (2, 3):
+        lockstep, far = (counts(level, ranks, blocks=BLOCKS, host_ahead=ahead) for ahead in (0, "far"))
+        numbers = (far.buckets, far.calls, far.operations, far.launches, len(far.synchronizations))
+        columns.append((*numbers, lockstep.peak // 1000, far.peak // 1000))
+    cells = [" / ".join(map(str, dict.fromkeys(each))) for each in zip(*columns, strict=True)]
+    return f"| {' | '.join([level, *cells])} |"
 
 
-@dataclasses.dataclass
-class Launch:
-    """A collective: its name, and its place on the stream of the communicator."""
-
-    name: str
-    stream: int
-    epoch: int
-
-
-@contextlib.contextmanager
-def noted_launches() -> Iterator[list[Launch]]:
-    """Note every collective with its place on its stream."""
-    noted: list[Launch] = []
-
-    def note(_: Communicator, name: str, stream: int) -> None:
-        noted.append(Launch(name, stream, device.load().scheduler.races.clock(stream)[stream]))
-
-    Communicator.observers.append(note)
+def main() -> None:
+    """Count all levels, and write."""
+    bf16_probe.protect()
     try:
-        yield noted
+        write(Path(sys.argv[1]), "counts", "\n".join([HEADER, *map(row, LEVELS)]))
     finally:
-        Communicator.observers.remove(note)
+        sim_pools.close()
 
 
-def waited_for(launch: Launch) -> bool:
-    """Whether the current stream's next kernel is known to come after a collective."""
-    loaded = device.load()
-    scheduler, current = loaded.scheduler, loaded.core.current_stream()
-    with scheduler.lock:
-        scheduler._read_log()
-        return scheduler.races.clock(current).get(launch.stream, 0) >= launch.epoch
+if __name__ == "__main__":
+    main()

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch._meta_registrations  # shapes of more operators
 from torch.utils import backend_registration
 
 from tests.accelerator import build, process_group
@@ -17,8 +17,6 @@ from tests.accelerator.counters import Step
 from tests.accelerator.operators import Operators
 from tests.accelerator.races import Report
 from tests.accelerator.scheduler import IDLE, Scheduler
-
-_loaded: Device | None = None
 
 
 class Device:
@@ -30,23 +28,20 @@ class Device:
         self.core.on_synchronize(self.scheduler.synchronize)
         backend_registration.rename_privateuse1_backend("sim")
         self.operators = Operators(self.core, self.scheduler)
-        self.operators.register()
-        torch._register_device_module("sim", _module(self.core, self.scheduler))
+        torch._register_device_module("sim", _module(self.core))
         backend_registration.generate_methods_for_privateuse1_backend(
             for_tensor=True, for_module=True, for_storage=True
         )
         process_group.register(self.core, self.scheduler)
 
 
+@functools.cache
 def load() -> Device:
     """Build and register the device in this process, once."""
-    global _loaded
-    if _loaded is None:
-        _loaded = Device()
-    return _loaded
+    return Device()
 
 
-def _module(core: Any, scheduler: Scheduler) -> Any:
+def _module(core: Any) -> Any:
     """Return the module ``torch.sim``."""
     sim: Any = types.ModuleType("torch.sim")
 
@@ -59,44 +54,29 @@ def _module(core: Any, scheduler: Scheduler) -> Any:
         for index in range(4):
             core.default_generator(index).manual_seed(seed)
 
-    sim.Stream, sim.Event = torch.Stream, torch.Event
     sim.is_available = sim.is_initialized = lambda: True
     sim._is_in_bad_fork = lambda: False
-    sim._lazy_init = sim.init = sim.empty_cache = lambda: None
+    sim._lazy_init = lambda: None
     sim.device_count = lambda: 4
     sim.current_device = core.current_device
-    sim.set_device = lambda device: core.set_device(device if isinstance(device, int) else torch.device(device).index)
-    sim.manual_seed = lambda seed: generator().manual_seed(seed)
     sim.manual_seed_all = manual_seed_all
     sim.get_rng_state = lambda device=None: generator(device).get_state()
     sim.set_rng_state = lambda state, device=None: generator(device).set_state(state)
     sim.get_amp_supported_dtype = lambda: [torch.float16, torch.bfloat16]
-    sim.synchronize = lambda device=None: torch.accelerator.synchronize(device)
-    sim.current_stream = lambda device=None: torch.accelerator.current_stream(device)
-    sim.stream = lambda stream: stream
     sim.memory_allocated = lambda: core.memory()[0]
     sim.max_memory_allocated = lambda: core.memory()[1]
     sim.reset_peak_memory_stats = core.reset_peak
-    sim.device = contextlib.nullcontext
-    sim.scheduler = scheduler
     return sim
 
 
 @dataclass
 class Run:
-    """A simulation: its reports and counts.
-
-    Attributes:
-        steps: what each ``step()`` counted.
-        outside: what was counted outside of all of them.
-        reports: the mistakes that were found, at the end of the simulation or when ``collect()`` is called.
-    """
+    """A simulation: its reports and counts."""
 
     scheduler: Scheduler
     core: Any
-    steps: list[Step] = field(default_factory=list)
-    outside: Step = field(default_factory=Step)
-    reports: list[Report] = field(default_factory=list)
+    outside: Step = field(default_factory=Step)  # what was counted outside of all steps
+    reports: list[Report] = field(default_factory=list)  # the mistakes that ``collect()``, or the end, has found
 
     @contextlib.contextmanager
     def step(self) -> Iterator[Step]:
@@ -112,7 +92,6 @@ class Run:
             _, peak, _, peak_held = self.core.memory()
             step.peak, step.peak_held = peak - allocated, peak_held - held
             self.scheduler.step = self.outside
-            self.steps.append(step)
 
     def collect(self) -> list[Report]:
         """Finish all work and return the mistakes found so far."""
@@ -120,26 +99,20 @@ class Run:
         self.reports = list(self.scheduler.races.reports)
         return self.reports
 
-    @property
-    def last(self) -> Step:
-        """The counts of the last step."""
-        return self.steps[-1]
-
 
 @contextlib.contextmanager
-def simulate(seed: int = 0, host_ahead: int | str = "far", poison: bool = True, idle: float = IDLE) -> Iterator[Run]:
+def simulate(seed: int = 0, host_ahead: int | str = "far", idle: float = IDLE) -> Iterator[Run]:
     """Run a program on the device.
 
     Args:
         seed: of the order in which queued work runs.
         host_ahead: pieces of work that may be left undone when a call returns: 0 is lockstep, a number is random up to
             it, "far" leaves everything to the next synchronisation, and runs only what that needs.
-        poison: whether freed memory is overwritten with NaN when its stream comes to that point.
         idle: seconds without a call of the host after which the device works on its own.
     """
     device = load()
     scheduler = device.scheduler
-    scheduler.configure(seed, None if host_ahead == "far" else int(host_ahead), poison, idle)
+    scheduler.configure(seed, None if host_ahead == "far" else int(host_ahead), idle)
     run = Run(scheduler, device.core)
     scheduler.step = run.outside
     try:

@@ -45,25 +45,15 @@ def simulated(*world_sizes: int, backend: str = SIMCCL, limit: float = LIMIT) ->
 
 
 def run(
-    function: Callable[..., Any],
-    world_size: int,
-    kwargs: dict[str, Any],
-    backend: str = SIMCCL,
-    limit: float = LIMIT,
+    function: Callable[..., Any], world_size: int, kwargs: dict[str, Any], backend: str = SIMCCL, limit: float = LIMIT
 ) -> list[Any]:
     """Call a function on every rank and return what each returned."""
     if build.compiler() is None:
         pytest.skip("the simulated accelerator needs a C++ compiler, and there is no g++ here")
     build.library()
     with tempfile.TemporaryDirectory() as folder:
-        call = {
-            "module": function.__module__,
-            "name": function.__qualname__,
-            "kwargs": kwargs,
-            "backend": backend,
-            "store": os.path.join(folder, "store"),
-            "world_size": world_size,
-        }
+        call: dict[str, Any] = {"store": os.path.join(folder, "store"), "world_size": world_size, "backend": backend}
+        call |= {"module": function.__module__, "name": function.__qualname__, "kwargs": kwargs}
         return sim_pools.run(world_size, __name__, "on_rank", call, limit)
 
 
@@ -77,13 +67,8 @@ def on_rank(module: str, name: str, kwargs: dict[str, Any], backend: str, store:
         dist.destroy_process_group()
     device.load()
     torch.accelerator.set_device_index(_rank[0])
-    dist.init_process_group(
-        backend,
-        init_method=f"file://{store}",
-        rank=_rank[0],
-        world_size=world_size,
-        timeout=datetime.timedelta(seconds=COLLECTIVE_LIMIT),
-    )
+    ranks: Any = {"init_method": f"file://{store}", "rank": _rank[0], "world_size": world_size}
+    dist.init_process_group(backend, **ranks, timeout=datetime.timedelta(seconds=COLLECTIVE_LIMIT))
     torch.manual_seed(0)
     function: Any = functools.reduce(getattr, name.split("."), importlib.import_module(module))
     answer = getattr(function, "__wrapped__", function)(**kwargs)

@@ -1,185 +1,109 @@
 """Mistakes that only an accelerator shows: a wait, a join or an event is missing, or memory is reused too early.
 
-Each one replaces a function of onecopy in the worker processes.
+Each one changes the text of functions of onecopy in the worker processes.
 """
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
-from collections.abc import Callable, Iterator
+import inspect
+import textwrap
 from dataclasses import dataclass
+from types import CodeType
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor
-from torch.futures import Future
 
-from onecopy.comm import limits, reduce_scatter
 from onecopy.comm.buffers import BufferPool
 from onecopy.comm.collectives import Collectives
+from onecopy.comm.reduce_scatter import Reduction
+from onecopy.comm.sharing import Sharing
 from onecopy.comm.status_flags import DeferredFlags, DeferredRead
 from onecopy.comm.streams import SideStream, UsedStreams
 from onecopy.comm.work import InFlight
-from onecopy.data_parallel import step as level_3_step
-from onecopy.data_parallel.step import PipelinedStep
+from onecopy.data_parallel.step import PipelinedStep, _Transfers
 from onecopy.ddp_hooks.overlap import OverlappedStep
-from onecopy.step import batched_copies, gradients
+from onecopy.step.batched_copies import wait_for_host_copies
 from tests.accelerator import device
 
-Patch = pytest.MonkeyPatch
+
+def changed(function: Any, old: str, new: str) -> CodeType:
+    """Return the code of a function after a change of its text."""
+    source = textwrap.dedent(inspect.getsource(function))
+    assert source.count(old) == 1, f"{function.__qualname__} has not one {old!r}"
+    compiled = compile(source.replace(old, new), inspect.getfile(function), "exec")
+    return next(each for each in compiled.co_consts if isinstance(each, CodeType))
+
+
+def reported(self: DeferredFlags) -> None:
+    """As ``_check_oldest``, but a report: an exception on one rank only would leave the others waiting."""
+    read, check = self._unread.popleft()
+    try:
+        check(read.read())
+    except Exception as error:
+        device.load().scheduler.races.report("flags", str(error))
 
 
 @dataclass(frozen=True)
 class Mutation:
-    """A mistake."""
+    """A mistake: the training program that shows it, and changed functions, each with an old and a new text."""
 
-    case: str  # the name of the training program that shows it
-    apply: Callable[[Patch], None]
+    case: str
+    changes: tuple[tuple[Any, str, str], ...]
+    is_of_flags: bool = False
     is_on_host: bool = False  # whether the host reads too early, which shows only if it is far ahead of the device
 
-
-class NoWait:
-    """A collective for which nobody waits."""
-
-    def __init__(self, work: Any) -> None:
-        self.work = work
-
-    def wait(self) -> Any:
-        """Do not wait; return the result of a future."""
-        return self.work.value() if isinstance(self.work, Future) else None
+    def apply(self, patch: pytest.MonkeyPatch) -> None:
+        """Make the mistake."""
+        for function, old, new in self.changes:
+            patch.setattr(inspect.unwrap(function), "__code__", changed(function, old, new))
+        if self.is_of_flags:
+            patch.setattr(DeferredFlags, "_check_oldest", reported)
 
 
-def _without_wait(name: str) -> Callable[[Patch], None]:
-    """No stream waits for the collectives of one method of ``Collectives``."""
-
-    def apply(patch: Patch) -> None:
-        original = getattr(Collectives, name)
-        patch.setattr(Collectives, name, lambda *args, **kwargs: NoWait(original(*args, **kwargs)))
-
-    return apply
+def one(case: str, function: Any, old: str, new: str, **options: bool) -> Mutation:
+    """A mistake in one function."""
+    return Mutation(case, ((function, old, new),), **options)
 
 
-def _nothing(place: Any, name: str) -> Callable[[Patch], None]:
-    """A function does nothing."""
-    return lambda patch: patch.setattr(place, name, lambda *_args, **_kwargs: None)
-
-
-def _side_stream_does_not_wait(patch: Patch) -> None:
-    @contextlib.contextmanager
-    def on_stream(_self: Any, stream: torch.Stream) -> Iterator[None]:
-        with stream:
-            yield
-
-    patch.setattr(SideStream, "_on_stream", on_stream)
-
-
-def _future_without_devices(patch: Patch) -> None:
-    patch.setattr(SideStream, "future", lambda _self: Future())
-
-
-def _unpacks_before_waiting(patch: Patch) -> None:
-    def finish_oldest(self: Any) -> None:
-        work, then, staged = self._entries.popleft()
-        if then is not None:
-            then()
-        work.wait()
-        self._staged -= staged
-
-    patch.setattr(InFlight, "_finish_oldest", finish_oldest)
-
-
-def _one_pack_buffer(patch: Patch) -> None:
-    _pool_gives_memory_in_use(patch)
-    patch.setattr(limits, "ROUNDS_IN_FLIGHT", 3)
-
-
-def _pool_gives_memory_in_use(patch: Patch) -> None:
-    take = BufferPool.take
-
-    def take_and_give_back(self: BufferPool, *args: Any) -> Tensor:
-        buffer = take(self, *args)
-        self.give_back(buffer)
-        return buffer
-
-    patch.setattr(BufferPool, "take", take_and_give_back)
-
-
-def _reporting_bad_flags(patch: Patch) -> None:
-    """Flags that tell of a failure become a report: an exception on one rank only would leave the others waiting."""
-
-    def check_oldest(self: DeferredFlags) -> None:
-        read, check = self._unread.popleft()
-        try:
-            check(read.read())
-        except Exception as error:
-            device.load().scheduler.races.report("flags", str(error))
-
-    patch.setattr(DeferredFlags, "_check_oldest", check_oldest)
-
-
-def _flags_read_too_early(patch: Patch) -> None:
-    _reporting_bad_flags(patch)
-    patch.setattr(DeferredRead, "wait", lambda _self: None)
-
-
-def _update_before_gradients(patch: Patch) -> None:
-    plan = OverlappedStep._plan_update
-
-    def without_wait(self: Any, bucket: Any, reduced: Future[Any], *rest: Any) -> Any:
-        update = plan(self, bucket, reduced, *rest)
-        without: Any = NoWait(reduced)
-        return dataclasses.replace(update, reduced=without)
-
-    patch.setattr(OverlappedStep, "_plan_update", without_wait)
-
-
-def _flags_copied_too_early(patch: Patch) -> None:
-    _reporting_bad_flags(patch)
-    original = DeferredRead.__init__
-    patch.setattr(
-        DeferredRead, "__init__", lambda self, tensor, work=None: original(self, tensor, work and NoWait(work))
-    )
-
-
-def _first_stream_waits_for_all(patch: Patch) -> None:
-    patch.setattr(level_3_step._Transfers, "for_all_streams", True)
-
-
-def _sum_read_too_early(patch: Patch) -> None:
-    wait = reduce_scatter.Reduction.wait
-
-    def without_wait(self: Any) -> Any:
-        self._work = NoWait(self._work)
-        return wait(self)
-
-    patch.setattr(reduce_scatter.Reduction, "wait", without_wait)
-
-
-def _host_copies_read_too_early(patch: Patch) -> None:
-    for place in (batched_copies, gradients):
-        patch.setattr(place, "wait_for_host_copies", lambda _device: None)
-
-
+NO_GATHER = Collectives.all_gather, "Started(works", "Started([]"
+NO_SUM = Collectives.all_reduce, "Started([work]", "Started([]"
+IN_USE = BufferPool.take, "self._in_use[flat.data_ptr()] = chosen", "self._free.append(chosen)"
+TOO_MANY = Sharing._start_round, "limits.ROUNDS_IN_FLIGHT", "3"
+WAIT_LATE = "    work.wait()\n    if then is not None:\n        then()\n"
+UNPACK = "    if then is not None:\n        then()\n    work.wait()\n"
+OTHER = "wait_for_stream(current_stream(self._device), stream)"
+RELEASED = "wait_for_stream(stream, current_stream(self._device))"
+FOR_ALL: Any = _Transfers.for_all_streams
 MUTATIONS = {
-    "level 1 does not wait for all-gathers": Mutation("level 1", _without_wait("all_gather")),
-    "level 1 does not wait for uneven all-gathers": Mutation("level 1 Muon", _without_wait("all_gather")),
-    "level 1 unpacks before it waits": Mutation("level 1", _unpacks_before_waiting),
-    "level 1 packs into a buffer in flight": Mutation("level 1", _one_pack_buffer),
-    "level 1 copies flags before they are exchanged": Mutation("level 1", _flags_copied_too_early),
-    "level 1 reads flags before they have arrived": Mutation("level 1", _flags_read_too_early, is_on_host=True),
-    "level 1 reads offloaded gradients too early": Mutation("level 1 offload", _host_copies_read_too_early),
-    "the norm is read before it is summed": Mutation("level 1 clipped", _without_wait("all_reduce")),
-    "level 2 does not wait for reduce-scatters": Mutation("level 2", _without_wait("reduce_scatter")),
-    "level 2 reuses a buffer in flight": Mutation("level 2", _pool_gives_memory_in_use),
-    "level 2 packs on a side stream that does not wait": Mutation("level 2", _side_stream_does_not_wait),
-    "the update in backward does not wait for gradients": Mutation("interleaved", _update_before_gradients),
-    "backward does not wait for the update": Mutation("interleaved", _future_without_devices),
-    "level 3 reads a sum too early": Mutation("level 3", _sum_read_too_early),
-    "level 3 reuses a buffer in flight": Mutation("level 3", _pool_gives_memory_in_use),
-    "the next forward does not wait": Mutation("level 3 overlap", _nothing(PipelinedStep, "wait_for")),
-    "packing does not wait for other streams": Mutation("level 3 unfrozen two streams", _nothing(UsedStreams, "join")),
-    "other streams do not wait for packing": Mutation("level 3 unfrozen", _nothing(UsedStreams, "release")),
-    "only the first stream waits": Mutation("level 3 two streams", _first_stream_waits_for_all),
+    "level 1 does not wait for all-gathers": one("level 1", *NO_GATHER),
+    "level 1 does not wait for uneven all-gathers": one("level 1 Muon", *NO_GATHER),
+    "level 1 unpacks before it waits": one("level 1", InFlight._finish_oldest, WAIT_LATE, UNPACK),
+    "level 1 packs into a buffer in flight": Mutation("level 1", (IN_USE, TOO_MANY)),
+    "level 1 copies flags before they are exchanged": one(
+        "level 1", DeferredRead.__init__, "            work.wait()", "            pass", is_of_flags=True
+    ),
+    "level 1 reads flags before they have arrived": one(
+        "level 1", DeferredRead.wait, "if not self._event.query()", "if False", is_of_flags=True, is_on_host=True
+    ),
+    "level 1 reads offloaded gradients too early": one(
+        "level 1 offload", wait_for_host_copies, "event.synchronize()", "pass"
+    ),
+    "the norm is read before it is summed": one("level 1 clipped", *NO_SUM),
+    "level 2 does not wait for reduce-scatters": one(
+        "level 2", Collectives.reduce_scatter, "Started(works", "Started([]"
+    ),
+    "level 2 reuses a buffer in flight": one("level 2", *IN_USE),
+    "level 2 packs on a side stream that does not wait": one(
+        "level 2", SideStream._on_stream, "stream.wait_stream(", "("
+    ),
+    "the update in backward does not wait for gradients": one(
+        "interleaved", OverlappedStep._reduced_gradients, "update.reduced.wait()", "update.reduced.value()"
+    ),
+    "backward does not wait for the update": one("interleaved", SideStream.future, "devices=[self._device]", ""),
+    "level 3 reads a sum too early": one("level 3", Reduction.wait, "self._work.wait()", "pass"),
+    "level 3 reuses a buffer in flight": one("level 3", *IN_USE),
+    "the next forward does not wait": one("level 3 overlap", PipelinedStep.wait_for, "if self._transfers", "if False"),
+    "packing does not wait for other streams": one("level 3 unfrozen two streams", UsedStreams.join, OTHER, "pass"),
+    "other streams do not wait for packing": one("level 3 unfrozen", UsedStreams.release, RELEASED, "pass"),
+    "only the first stream waits": one("level 3 two streams", FOR_ALL.fget, "return all(", "return True or all("),
 }

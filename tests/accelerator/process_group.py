@@ -8,9 +8,11 @@ fail if they differ.
 from __future__ import annotations
 
 import datetime
+import functools
 import threading
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -24,7 +26,7 @@ from tests.accelerator.scheduler import Scheduler
 
 NAME = "simccl"
 SUM, AVG, _, MIN, MAX = range(5)
-_OPS = {SUM: dist.ReduceOp.SUM, AVG: dist.ReduceOp.SUM, MIN: dist.ReduceOp.MIN, MAX: dist.ReduceOp.MAX}
+_OPS: dict[int, Any] = {SUM: torch.add, AVG: torch.add, MIN: torch.minimum, MAX: torch.maximum}
 _DESCRIPTION = 256
 """Bytes of a collective's description that the ranks exchange."""
 
@@ -36,7 +38,8 @@ def register(core: Any, scheduler: Scheduler) -> None:
     """Make the backend known to torch.distributed."""
 
     def create(store: Any, rank: int, size: int, timeout: datetime.timedelta) -> Any:
-        return core.Backend(rank, size, Communicator(core, scheduler, store, rank, size, timeout), timeout)
+        gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
+        return core.Backend(rank, size, Communicator(core, scheduler, rank, size, gloo), timeout)
 
     dist.Backend.register_backend(NAME, create, devices=["sim"])
 
@@ -59,16 +62,17 @@ class Running:
         return True
 
 
-class Message:
+class Message(threading.Thread):
     """A message of gloo, which makes progress only while a thread waits for it."""
 
     def __init__(self, work: Any) -> None:
+        super().__init__(daemon=True)
         self._work = work
         self._error: Exception | None = None
-        self._thread = threading.Thread(target=self._wait, daemon=True)
-        self._thread.start()
+        self.start()
 
-    def _wait(self) -> None:
+    def run(self) -> None:
+        """Wait for it."""
         try:
             self._work.wait()
         except Exception as error:
@@ -76,7 +80,7 @@ class Message:
 
     def is_completed(self) -> bool:
         """Whether the message has arrived or failed."""
-        return not self._thread.is_alive()
+        return not self.is_alive()
 
     def wait(self) -> None:
         """Raise if it has failed."""
@@ -84,43 +88,39 @@ class Message:
             raise self._error
 
 
+@dataclass
 class Call:
     """A collective before it is queued."""
 
-    def __init__(
-        self,
-        name: str,
-        inputs: Sequence[Tensor],
-        outputs: Sequence[Tensor],
-        exchange: Callable[[], Exchange],
-        *,
-        operations: int = 1,
-        about: str = "",
-        in_order: bool = True,
-    ) -> None:
-        for tensor in (*inputs, *outputs):
+    name: str
+    inputs: Sequence[Tensor]
+    outputs: Sequence[Tensor]
+    sent: Sequence[Tensor] = ()  # flat, what every rank gets from this one
+    finish: Callable[[list[Tensor]], object] = len  # writes the results from what all ranks have sent
+    about: str = ""
+    operations: int = 1  # as NCCL would run them
+
+    def __post_init__(self) -> None:
+        tensors = [*self.outputs, *self.inputs]
+        for tensor in tensors:
             if tensor.device.type != "sim":
-                raise RuntimeError(f"{name}: {NAME} has no backend for a tensor on {tensor.device}")
+                raise RuntimeError(f"{self.name}: {NAME} has no backend for a tensor on {tensor.device}")
             if tensor.dtype in (torch.int16, torch.uint16, torch.uint32, torch.uint64):
-                raise TypeError(f"{name}: NCCL does not have {tensor.dtype}")
+                raise TypeError(f"{self.name}: NCCL does not have {tensor.dtype}")
             if not torch._debug_has_internal_overlap(tensor) == 0 or not _is_dense(tensor):
-                raise ValueError(f"{name}: tensors must be contiguous")
-        self.name, self.inputs, self.outputs, self.exchange = name, inputs, outputs, exchange
-        self.operations = operations
-        self.size = max(sum(t.nbytes for t in side) for side in (inputs, outputs))
-        self.site = counters.site()
-        shapes = [list(t.shape) for t in outputs or inputs]
-        text = f"{name} {about} {(outputs or inputs)[0].dtype if shapes else ''} of "
-        shown = (
-            str(shapes)
-            if len(str(shapes)) < 100
-            else f"{len(shapes)} tensors, checksum {zlib.crc32(str(shapes).encode()):x}"
-        )
-        self.description = text + shown if in_order else ""
+                raise ValueError(f"{self.name}: tensors must be contiguous")
+        shown = str([list(tensor.shape) for tensor in self.outputs or self.inputs])
+        if len(shown) >= 100:
+            shown = f"{len(tensors)} tensors, checksum {zlib.crc32(shown.encode()):x}"
+        self.description = f"{self.name} {self.about} {tensors[0].dtype if tensors else ''} of {shown}"
 
 
 def _is_dense(tensor: Tensor) -> bool:
     return tensor.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense.default(tensor)
+
+
+def _operations(parts: Sequence[Tensor]) -> int:
+    return 1 if len({part.numel() for part in parts}) == 1 else len(parts)
 
 
 class Communicator:
@@ -130,161 +130,135 @@ class Communicator:
     observers: ClassVar[list[Callable[[Communicator, str, int], None]]] = []
     """Functions that are called after every launch, with the name of the collective and its stream."""
 
-    def __init__(
-        self, core: Any, scheduler: Scheduler, store: Any, rank: int, size: int, timeout: datetime.timedelta
-    ) -> None:
-        self._core, self._scheduler, self._rank, self._size = core, scheduler, rank, size
-        self._gloo: Any = dist.ProcessGroupGloo(store, rank, size, timeout)
+    def __init__(self, core: Any, scheduler: Scheduler, rank: int, size: int, gloo: Any) -> None:
+        self._core, self._scheduler, self._rank, self._size, self._gloo = core, scheduler, rank, size, gloo
         self._streams: dict[Any, int] = {}
         Communicator._number += 1
         self._group = Communicator._number
-        self.order: list[str] = []
+        self._launched = 0
 
     # Queueing
 
-    def launch(self, kept: Any, call: Call, peer: int | None = None) -> int:
+    def launch(self, kept: Any, call: Call, peer: int | None = None, message: Callable[[], Any] | None = None) -> int:
         """Queue a collective, or a message to or from a peer, and return its stream."""
         place = self._core.current_device(), peer
         if place not in self._streams:
             self._streams[place] = self._core.new_stream()
-        stream = self._streams[place]
-        counted = Collective(call.name, call.size, call.operations, call.site, self._group)
-        self._scheduler.step.collectives.append(counted)
-        text = ""
-        if call.description:
-            self.order.append(call.description)
-            text = f"number {len(self.order)}: {call.description}"
+        stream, site = self._streams[place], counters.site()
+        size = max(sum(tensor.nbytes for tensor in side) for side in (call.inputs, call.outputs))
+        self._scheduler.step.collectives.append(Collective(call.name, size, call.operations, site, self._group))
+        self._launched += message is None  # messages are not ordered among the ranks
+        text = f"number {self._launched}: {call.description}"
 
         def run() -> Callable[[], bool]:
-            return Running(self._run(call, text), lambda: kept.drop(stream)).poll
+            exchange = self._run(call, text) if message is None else iter([Message(message())])
+            return Running(exchange, lambda: kept.drop(stream)).poll
 
         self._scheduler.wait_stream(stream, self._core.current_stream())
         reads, writes = ([shadow(t) for t in side] for side in (call.inputs, call.outputs))
         about = next((list(t.shape) for t in (*call.outputs, *call.inputs)), "")
         call.inputs = call.outputs = ()  # only ``kept`` keeps them from being freed
-        self._scheduler.enqueue(call.name, run, reads, writes, stream=stream, shape=about, where=call.site)
+        self._scheduler.enqueue(call.name, run, reads, writes, stream=stream, shape=about, where=site)
         for observe in self.observers:
             observe(self, call.name, stream)
         return stream
 
     def _run(self, call: Call, text: str) -> Exchange:
-        if text:
-            yield from self._compare(text)
-        yield from call.exchange()
+        yield from self._compare(text)
+        yield from self._gather(torch.cat(list(call.sent)), call.finish)
 
     def _compare(self, text: str) -> Exchange:
         """Exchange the descriptions of a collective and raise if the ranks are in different ones."""
+        texts: list[str] = []
         own = torch.frombuffer(bytearray(text.encode()[:_DESCRIPTION].ljust(_DESCRIPTION)), dtype=torch.uint8)
-        rows = [torch.empty_like(own) for _ in range(self._size)]
-        yield self._gloo.allgather([rows], [own])
-        texts = [bytes(row.tolist()).decode(errors="replace").strip() for row in rows]
+        yield from self._gather(own, lambda rows: texts.extend(bytes(row.tolist()).decode().strip() for row in rows))
         if len(set(texts)) > 1:
             message = f"the ranks are in different collectives: {dict(enumerate(texts))}"
             self._scheduler.races.report("collective order", message)
             raise RuntimeError(message)
+
+    def _gather(self, own: Tensor, finish: Callable[[list[Tensor]], object]) -> Exchange:
+        """Gather a flat tensor of every rank, as bytes, and let ``finish`` write the results."""
+        rows = [torch.empty_like(own) for _ in range(self._size)]
+        if own.numel():
+            yield self._gloo.allgather([[row.view(torch.uint8) for row in rows]], [own.view(torch.uint8)])
+            finish(rows)
 
     def _flat(self, tensor: Tensor) -> Tensor:
         """Return a tensor's memory as a flat CPU tensor."""
         alias: Tensor = self._core.alias(tensor)
         return alias.as_strided((alias.numel(),), (1,))
 
+    def _reduced(self, rows: Sequence[Tensor], op: int) -> Tensor:
+        """Return the sum of what the ranks have sent, in their order, or what else a reduction gives."""
+        if op not in _OPS:
+            raise RuntimeError(f"{NAME} does not have reduce operation {op}")
+        result: Tensor = functools.reduce(_OPS[op], rows)
+        return result / self._size if op == AVG else result
+
     # Collectives
 
     def broadcast(self, kept: Any, tensor: Tensor, root: int) -> int:
         flat = self._flat(tensor)
         inputs, outputs = ([tensor], []) if root == self._rank else ([], [tensor])
-        call = Call("broadcast", inputs, outputs, lambda: self._broadcast(flat, root), about=f"from {root}")
-        return self.launch(kept, call)
-
-    def _broadcast(self, flat: Tensor, root: int) -> Exchange:
-        if flat.numel():
-            options = dist.BroadcastOptions()
-            options.rootRank, options.rootTensor = root, 0
-            yield self._gloo.broadcast([flat], options)
+        finish = lambda rows: flat.copy_(rows[root])  # noqa: E731
+        return self.launch(kept, Call("broadcast", inputs, outputs, [flat], finish, f"from {root}"))
 
     def allreduce(self, kept: Any, tensor: Tensor, op: int) -> int:
         flat = self._flat(tensor)
-        call = Call("all_reduce", [tensor], [tensor], lambda: self._reduced(flat, op), about=f"op {op}")
-        return self.launch(kept, call)
-
-    def _reduced(self, flat: Tensor, op: int) -> Exchange:
-        if op not in _OPS:
-            raise RuntimeError(f"{NAME} does not have reduce operation {op}")
-        if flat.numel():
-            options: Any = dist.AllreduceOptions()
-            options.reduceOp = _OPS[op]
-            yield self._gloo.allreduce([flat], options)
-            if op == AVG:
-                flat.div_(self._size)
+        finish = lambda rows: flat.copy_(self._reduced(rows, op))  # noqa: E731
+        return self.launch(kept, Call("all_reduce", [tensor], [tensor], [flat], finish, f"op {op}"))
 
     def allgather(self, kept: Any, outputs: list[Tensor], tensor: Tensor) -> int:
         """Queue an all-gather into a list; with uneven parts it is a broadcast per rank, as with NCCL."""
-        own, parts = self._flat(tensor), [self._flat(t) for t in outputs]
+        own, parts = self._flat(tensor), [self._flat(each) for each in outputs]
+        padding = own.new_zeros(max(part.numel() for part in parts) - own.numel())
 
-        def exchange() -> Exchange:
-            parts[self._rank].copy_(own)
-            for root, part in enumerate(parts):
-                yield from self._broadcast(part, root)
+        def finish(rows: list[Tensor]) -> None:
+            for part, row in zip(parts, rows, strict=True):
+                part.copy_(row[: part.numel()])
 
-        count = 1 if len({t.numel() for t in outputs}) == 1 else len(outputs)
-        return self.launch(kept, Call("all_gather", [tensor], outputs, exchange, operations=count))
+        call = Call("all_gather", [tensor], outputs, [own, padding], finish, operations=_operations(outputs))
+        return self.launch(kept, call)
 
     def allgather_base(self, kept: Any, output: Tensor, tensor: Tensor) -> int:
         if output.numel() != tensor.numel() * self._size:
             raise ValueError("output tensor size must be equal to world_size times input tensor size")
-        whole, own = self._flat(output), self._flat(tensor)
-
-        def exchange() -> Exchange:
-            if whole.numel():
-                yield self._gloo.allgather([list(whole.chunk(self._size))], [own.clone()])
-
-        return self.launch(kept, Call("all_gather_into_tensor", [tensor], [output], exchange))
+        whole = self._flat(output)
+        finish = lambda rows: whole.copy_(torch.cat(rows))  # noqa: E731
+        return self.launch(kept, Call("all_gather_into_tensor", [tensor], [output], [self._flat(tensor)], finish))
 
     def reduce_scatter(self, kept: Any, output: Tensor, inputs: list[Tensor], op: int) -> int:
         """Queue a reduce-scatter of a list; with uneven parts it is a reduce per rank, as with NCCL."""
-        parts, to = [self._flat(t) for t in inputs], self._flat(output)
-        count = 1 if len({t.numel() for t in inputs}) == 1 else len(inputs)
-        call = Call("reduce_scatter", inputs, [output], lambda: self._scattered(parts, to, op), operations=count)
+        parts = [self._flat(each) for each in inputs]
+        finish = self._scattering(output, sum(part.numel() for part in parts[: self._rank]), op)
+        call = Call("reduce_scatter", inputs, [output], parts, finish, operations=_operations(inputs))
         # Its output differs among the ranks.
-        call.description = f"reduce_scatter {output.dtype} op {op} of parts {[t.numel() for t in inputs]}"
+        call.description = f"reduce_scatter {output.dtype} op {op} of parts {[part.numel() for part in parts]}"
         return self.launch(kept, call)
 
     def reduce_scatter_base(self, kept: Any, output: Tensor, tensor: Tensor, op: int) -> int:
         if output.numel() * self._size != tensor.numel():
             raise ValueError("input tensor must be the same size as output size times world size")
-        to, parts = self._flat(output), list(self._flat(tensor).chunk(self._size))
-        call = Call(
-            "reduce_scatter_tensor", [tensor], [output], lambda: self._scattered(parts, to, op), about=f"op {op}"
-        )
+        finish = self._scattering(output, self._rank * output.numel(), op)
+        call = Call("reduce_scatter_tensor", [tensor], [output], [self._flat(tensor)], finish, f"op {op}")
         return self.launch(kept, call)
 
-    def _scattered(self, parts: list[Tensor], to: Tensor, op: int) -> Exchange:
-        """Send each rank its part and add up what arrives, in the order of the ranks."""
-        if op not in (SUM, AVG):
-            raise RuntimeError(f"{NAME} does not have reduce operation {op} in a reduce-scatter")
-        counts = [part.numel() for part in parts]
-        arrived = torch.empty(self._size * to.numel(), dtype=to.dtype)
-        if sum(counts):
-            own = [to.numel()] * self._size
-            yield self._gloo.alltoall_base(arrived, torch.cat(parts), own, counts, dist.AllToAllOptions())
-        rows = arrived.view(self._size, -1)
-        result = rows[0].clone()
-        for row in rows[1:]:
-            result += row
-        to.copy_(result / self._size if op == AVG else result)
+    def _scattering(self, output: Tensor, start: int, op: int) -> Callable[[list[Tensor]], object]:
+        """Return a function that reduces this rank's part of what all have sent."""
+        to = self._flat(output)
+        return lambda rows: to.copy_(self._reduced([row[start : start + to.numel()] for row in rows], op))
 
     def barrier(self, kept: Any) -> int:
         """Queue a barrier; its ``wait()`` blocks the host, as with NCCL."""
-        return self.launch(kept, Call("barrier", [], [], lambda: self._reduced(torch.zeros(1), SUM)))
+        return self.launch(kept, Call("barrier", [], [], [torch.zeros(1)], len))
 
     # Messages between two ranks, on the stream of the pair
 
     def send(self, kept: Any, tensor: Tensor, peer: int) -> int:
         flat = self._flat(tensor)
-        call = Call("send", [tensor], [], lambda: iter([Message(self._gloo.send([flat], peer, 0))]), in_order=False)
-        return self.launch(kept, call, peer)
+        return self.launch(kept, Call("send", [tensor], []), peer, lambda: self._gloo.send([flat], peer, 0))
 
     def recv(self, kept: Any, tensor: Tensor, peer: int) -> int:
         flat = self._flat(tensor)
-        call = Call("recv", [], [tensor], lambda: iter([Message(self._gloo.recv([flat], peer, 0))]), in_order=False)
-        return self.launch(kept, call, peer)
+        return self.launch(kept, Call("recv", [], [tensor]), peer, lambda: self._gloo.recv([flat], peer, 0))

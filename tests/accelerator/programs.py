@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,33 +17,24 @@ import onecopy
 from onecopy import checkpoint
 from tests.accelerator.training import Training, one_pass
 
-
-def accumulated(training: Training, step: int) -> None:
-    """Three passes per step, of which the last one synchronises."""
-    training.zero_grad()
-    with training.model.no_sync():
-        for number in (3 * step, 3 * step + 1):
-            training.loss(number).backward()
-    training.loss(3 * step + 2).backward()
-    training.step()
+Iterate = Callable[[Training, int], None]
 
 
-def synchronised_each_time(training: Training, step: int) -> None:
-    """Three passes per step that all synchronise."""
-    training.zero_grad()
-    for number in range(3 * step, 3 * step + 3):
-        training.loss(number).backward()
-    training.step()
+def passes(*synchronised: bool) -> Iterate:
+    """Several passes per step; those that are not synchronised run under ``no_sync()``."""
+
+    def iterate(training: Training, step: int) -> None:
+        training.zero_grad()
+        for number, synchronises in enumerate(synchronised):
+            with contextlib.nullcontext() if synchronises else training.model.no_sync():
+                training.loss(len(synchronised) * step + number).backward()
+        training.step()
+
+    return iterate
 
 
-def mixed_accumulation(training: Training, step: int) -> None:
-    """A pass that synchronises, one that does not, and one that does again."""
-    training.zero_grad()
-    training.loss(3 * step).backward()
-    with training.model.no_sync():
-        training.loss(3 * step + 1).backward()
-    training.loss(3 * step + 2).backward()
-    training.step()
+accumulated, synchronised_each_time = passes(False, False, True), passes(True, True, True)
+mixed_accumulation = passes(True, False, True)
 
 
 def zeroed_in_place(training: Training, step: int) -> None:
@@ -57,7 +48,7 @@ def never_zeroed(training: Training, step: int) -> None:
     training.step()
 
 
-def written(how: str) -> Callable[[Training, int], None]:
+def written(how: str) -> Iterate:
     """After every other step, values are written into the parameters: those win, and the others stay precise."""
 
     def iterate(training: Training, step: int) -> None:
@@ -89,15 +80,18 @@ def clipped(training: Training, step: int) -> None:
     training.step()
 
 
+def spoiled_loss(training: Training, step: int) -> Tensor:
+    """The loss, which in one step is not finite on the last rank."""
+    is_spoiled = step == 2 and dist.get_rank() == dist.get_world_size() - 1
+    return training.loss(step) * (float("inf") if is_spoiled else 1.0)
+
+
 def scaled(training: Training, step: int) -> None:
     """A scaler, and in one step a gradient on the last rank that is not finite."""
     if training.scaler is None:
         training.scaler = torch.amp.GradScaler(training.place.device.type, init_scale=1024.0, growth_interval=2)
     training.zero_grad()
-    loss = training.loss(step)
-    if step == 2 and dist.get_rank() == dist.get_world_size() - 1:
-        loss = loss * float("inf")
-    training.scaler.scale(loss).backward()
+    training.scaler.scale(spoiled_loss(training, step)).backward()
     for optimizer in training.optimizers:
         training.scaler.unscale_(optimizer)
         optimizer.clip_grad_norm_(1.0)
@@ -107,26 +101,34 @@ def scaled(training: Training, step: int) -> None:
 
 
 def spoiled(training: Training, step: int) -> None:
-    """In one step the loss of the last rank is not finite."""
     training.zero_grad()
-    loss = training.loss(step)
-    if step == 2 and dist.get_rank() == dist.get_world_size() - 1:
-        loss = loss * float("inf")
-    loss.backward()
+    spoiled_loss(training, step).backward()
     training.step()
 
 
 def on_a_side_stream(training: Training) -> None:
     """All training happens on a stream that is not the default one."""
-    stream: Any = contextlib.nullcontext()
-    if training.place.simulated:
-        stream = torch.Stream(training.place.device)
-        stream.wait_stream(torch.accelerator.current_stream())
-    with stream:
+    with beside(stream_of(training)):
         for step in range(5):
             one_pass(training, step)
-    if training.place.simulated:
-        torch.accelerator.current_stream().wait_stream(stream)
+
+
+def stream_of(training: Training) -> torch.Stream | None:
+    """A new stream; None for the CPU, which has none."""
+    return torch.Stream(training.place.device) if training.place.simulated else None
+
+
+@contextlib.contextmanager
+def beside(stream: torch.Stream | None) -> Iterator[None]:
+    """Work on a stream that waits for the current one, and for which that one waits at the end."""
+    if stream is None:
+        yield
+        return
+    current = torch.accelerator.current_stream()
+    stream.wait_stream(current)
+    with stream:
+        yield
+    current.wait_stream(stream)
 
 
 def unfrozen_on_another_stream(training: Training) -> None:
@@ -134,15 +136,11 @@ def unfrozen_on_another_stream(training: Training) -> None:
     for step in range(2):
         one_pass(training, step)
     training.module.requires_grad_(True)
-    stream = torch.Stream(training.place.device) if training.place.simulated else None
+    stream = stream_of(training)
     for step in range(2, 5):
         training.zero_grad()
-        if stream is not None:
-            stream.wait_stream(torch.accelerator.current_stream())
-        with stream or contextlib.nullcontext():
+        with beside(stream):
             loss = training.loss(step)
-        if stream is not None:
-            torch.accelerator.current_stream().wait_stream(stream)
         loss.backward()
         training.step()
 
@@ -161,13 +159,6 @@ def uneven(training: Training) -> None:
             one_pass(training, step)
 
 
-def _tensors(tree: Any) -> list[Tensor]:
-    if isinstance(tree, Tensor):
-        return [tree]
-    children = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, (list, tuple)) else ()
-    return [tensor for child in children for tensor in _tensors(child)]
-
-
 def consolidated(training: Training) -> None:
     """The state on one rank, and state loaded into another optimizer."""
     for step in range(3):
@@ -179,39 +170,35 @@ def consolidated(training: Training) -> None:
             old.consolidate_state_dict(to=to)
             if old.rank == to:
                 states.append(old.state_dict())
-        training.note(*_tensors(states))
+        training.note(*(value for state in states[0]["state"].values() for value in state.values()))
         new.load_state_dict(states[0])
     again.module.load_state_dict(training.module.state_dict())
     for step in range(3, 6):
         one_pass(training, step)
         one_pass(again, step)
-    training.note(*(param.detach() for param in again.model.parameters()))
+    training.note(*again.model.parameters())
 
 
 def saving(blocking: bool) -> Callable[[Training], None]:
     """Save, go on, load into a new model and its optimizers, and go on there."""
 
     def program(training: Training) -> None:
+        device = training.place.device
         folder: list[Any] = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
-        dist.broadcast_object_list(folder, device=_object_device(training))
+        dist.broadcast_object_list(folder, device=device if training.place.simulated else None)
         root, group = Path(folder[0]), training.place.group
         for step in range(2):
             one_pass(training, step)
-        checkpoint.save(
-            root, 2, model=training.model, optimizer=training.optimizers, blocking=blocking, process_group=group
-        )
+        what = {"model": training.model, "optimizer": training.optimizers, "process_group": group}
+        checkpoint.save(root, 2, **what, blocking=blocking)
         for step in range(2, 4):
             one_pass(training, step)
         checkpoint.wait()
         again = Training(training.case, training.place)
         checkpoint.load(root, model=again.model, optimizer=again.optimizers, process_group=group)
-        training.note(*(param.detach() for param in again.model.parameters()))
+        training.note(*again.model.parameters())
         for step in range(2, 4):
             one_pass(again, step)
-        training.note(*(param.detach() for param in again.model.parameters()))
+        training.note(*again.model.parameters())
 
     return program
-
-
-def _object_device(training: Training) -> torch.device | None:
-    return torch.device("sim", torch.accelerator.current_device_index()) if training.place.simulated else None

@@ -11,6 +11,7 @@ from __future__ import annotations
 import bisect
 import functools
 import itertools
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -52,6 +53,16 @@ class Region:
     write: Access | None = None
     reads: dict[int, Access] = field(default_factory=dict)
 
+    @property
+    def accesses(self) -> list[Access]:
+        """All of them."""
+        return [*self.reads.values(), *([self.write] if self.write else [])]
+
+    def cut(self, place: int) -> Region:
+        """Return the part from a place on; this region ends there from now on."""
+        rest, self.end = Region(place, self.end, self.write, dict(self.reads)), place
+        return rest
+
 
 @dataclass
 class Block:
@@ -76,10 +87,7 @@ def runs(offset: int, sizes: tuple[int, ...], strides: tuple[int, ...], itemsize
             run *= size
         else:
             outer.append((stride, size))
-    count = 1
-    for _, size in outer:
-        count *= size
-    if count > MOST_RUNS:
+    if math.prod(size for _, size in outer) > MOST_RUNS:
         return [(start, start + run + sum(stride * (size - 1) for stride, size in outer))]
     places = itertools.product(*(range(0, stride * size, stride) for stride, size in outer))
     return sorted((start + sum(place), start + sum(place) + run) for place in places)
@@ -125,7 +133,7 @@ class Races:
         old = self.blocks.get(address)
         stale = {} if old is None else old.stale
         for region in [] if old is None else old.regions:
-            for access in itertools.chain([region.write] if region.write else [], region.reads.values()):
+            for access in region.accesses:
                 if access.stream not in stale or stale[access.stream].epoch < access.epoch:
                     stale[access.stream] = access
         self.blocks[address] = Block(size, stream, [Region(0, size)], stale)
@@ -135,13 +143,11 @@ class Races:
         clock = dict(self.clock(stream))
         self.merge(clock, self.host)
         for region in self.blocks[address].regions:
-            accesses = [*region.reads.values(), *([region.write] if region.write else [])]
-            for access in accesses:
+            for access in region.accesses:
                 if not access.before(stream, clock):
                     text = f"the memory that {access.work} uses was freed, and stream {stream & 0xFFFFF} may give it to"
-                    self.report(
-                        "use after free", f"{text} another tensor before that is done: record_stream is missing"
-                    )
+                    text += " another tensor before that is done: record_stream is missing"
+                    self.report("use after free", text)
                     region.reads.pop(access.stream, None)
                     if region.write is access:
                         region.write = Access(-1, 0, access.work)
@@ -163,10 +169,9 @@ class Races:
         epoch = clock.get(stream, 0) + 1
         clock[stream] = epoch
         access = Access(stream, epoch, work)
-        for address, ranges in reads:
-            self._touch(access, clock, address, ranges, writes=False)
-        for address, ranges in writes:
-            self._touch(access, clock, address, ranges, writes=True)
+        for touched, is_write in ((reads, False), (writes, True)):
+            for address, ranges in touched:
+                self._touch(access, clock, address, ranges, writes=is_write)
 
     def _touch(self, access: Access, clock: Clock, address: int, ranges: Any, *, writes: bool) -> None:
         block = self.blocks.get(address)
@@ -205,12 +210,8 @@ class Races:
         first = bisect.bisect_right(regions, start, key=lambda r: r.start) - 1
         last = bisect.bisect_left(regions, end, key=lambda r: r.start)
         if regions[first].start < start:
-            old = regions[first]
-            regions.insert(first + 1, Region(start, old.end, old.write, dict(old.reads)))
-            old.end = start
+            regions.insert(first + 1, regions[first].cut(start))
             first, last = first + 1, last + 1
         if regions[last - 1].end > end:
-            old = regions[last - 1]
-            regions.insert(last, Region(end, old.end, old.write, dict(old.reads)))
-            old.end = end
+            regions.insert(last, regions[last - 1].cut(end))
         return slice(first, last)

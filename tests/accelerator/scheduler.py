@@ -8,6 +8,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from tests.accelerator import counters
@@ -24,14 +25,15 @@ Place = tuple[int, int]
 """A stream, and the number of pieces of work on it that must be done."""
 
 
+@dataclass(slots=True, eq=False)
 class Item:
     """One piece of queued work: a function to run, or a place to wait for."""
 
-    __slots__ = ("after", "name", "poll", "run", "site")
-
-    def __init__(self, name: str, site: str, run: Callable[[], Any] | None, after: Place | None = None) -> None:
-        self.name, self.site, self.run, self.after = name, site, run, after
-        self.poll: Callable[[], bool] | None = None
+    name: str
+    site: str
+    run: Callable[[], Any] | None
+    after: Place | None = None
+    poll: Callable[[], bool] | None = None  # what ``run`` has returned: whether the work is done
 
 
 class Scheduler:
@@ -44,28 +46,27 @@ class Scheduler:
         self.step = Step()  # where calls are counted
         self.step_number = 0
         self.ahead: int | None = 0  # how much work may be left undone when the host goes on; None for all of it
-        self.poison = True  # whether freed memory is overwritten
         self.idle = IDLE
         self.errors: list[str] = []
         self._random = random.Random(0)
-        self._queues: dict[int, collections.deque[Item]] = {}
+        self._queues = collections.defaultdict[int, collections.deque[Item]](collections.deque)
         self._queued: collections.Counter[int] = collections.Counter()
         self._done: collections.Counter[int] = collections.Counter()
         self._priority: dict[int, float] = {}
         self._events: dict[int, tuple[int, Place, Clock, int]] = {}
-        self._unsignalled: dict[int, collections.deque[tuple[int, int, int]]] = {}
-        self._used: dict[int, list[int]] = {}
-        self._freed: dict[int, list[tuple[int, int]]] = {}
+        self._unsignalled = collections.defaultdict[int, collections.deque[tuple[int, int, int]]](collections.deque)
+        self._used = collections.defaultdict[int, list[int]](list)
+        self._freed = collections.defaultdict[int, list[tuple[int, int]]](list)
         self._releases: list[tuple[int, int, int, dict[int, int], Clock]] = []
         self._touched = time.monotonic()
         threading.Thread(target=self._work_when_idle, daemon=True, name="simulated device").start()
 
-    def configure(self, seed: int, ahead: int | None, poison: bool, idle: float) -> None:
+    def configure(self, seed: int, ahead: int | None, idle: float) -> None:
         """Finish all work and start anew with these settings."""
         self.finish()
         with self.lock:
             self._random.seed(seed)
-            self.ahead, self.poison, self.idle = ahead, poison, idle
+            self.ahead, self.idle = ahead, idle
             self._priority.clear()
             self.races.forget_history()
             self._events = {event: (v, place, {}, 0) for event, (v, place, _, _) in self._events.items()}
@@ -86,7 +87,7 @@ class Scheduler:
         """Queue work on a stream and let the device run as far as the settings say."""
         where = where or counters.site()
         with self.lock:
-            self._read_log()
+            self.read_log()
             target = self.core.current_stream() if stream is None else stream
             self.races.access(target, f"{name}{shape} on stream {target & 0xFFFFF} at {where}", reads, writes)
             place = self._append(target, Item(name, where, run))
@@ -96,12 +97,12 @@ class Scheduler:
     def wait_stream(self, waiting: int, other: int) -> None:
         """Make a stream wait for all that another one has queued."""
         with self.lock:
-            self._read_log()
+            self.read_log()
             self._wait_for(waiting, (other, self._queued[other]), self.races.clock(other))
 
     def _append(self, stream: int, item: Item) -> Place:
         self._touched = time.monotonic()
-        self._queues.setdefault(stream, collections.deque()).append(item)
+        self._queues[stream].append(item)
         self._queued[stream] += 1
         return stream, self._queued[stream]
 
@@ -114,42 +115,40 @@ class Scheduler:
         return self._done[place[0]] >= place[1]
 
     def read_log(self) -> None:
-        """Take over what the C++ part has noted, from a thread that does not have the lock."""
-        with self.lock:
-            self._read_log()
-
-    def _read_log(self) -> None:
         """Take over what the C++ part has noted since the last call, in the host's order."""
-        for kind, first, second, third in self.core.take_log():
-            if kind == ALLOCATED:
-                self._reuse(third)
-                self.races.allocate(first, second, third)
-            elif kind == FREED:
-                self._freed.setdefault(third, []).append((first, second))
-            elif kind == USED_BY:
-                self._used.setdefault(first, []).append(second)
-            elif kind == FREED_LATER:
-                streams = self._used.pop(first)
-                clock = {s: self.races.clock(s).get(s, 0) for s in streams}
-                self._releases.append((first, second, third, {s: self._queued[s] for s in streams}, clock))
-            elif kind == RECORDED:
-                self._record(first, second, third)
-            elif kind == WAITED:
-                if first in self._events:
-                    _, place, clock, _ = self._events[first]
-                    self._wait_for(third, place, clock)
-            elif kind == OBSERVED:
-                self.races.merge(self.races.host, self._events[first][2])
-            else:
-                self._move(first, second, third)
-        self._release()
+        with self.lock:
+            for entry in self.core.take_log():
+                self._take_over(*entry)
+            self._release()
+
+    def _take_over(self, kind: int, first: int, second: int, third: int) -> None:
+        if kind == ALLOCATED:
+            self._reuse(third)
+            self.races.allocate(first, second, third)
+        elif kind == FREED:
+            self._freed[third].append((first, second))
+        elif kind == USED_BY:
+            self._used[first].append(second)
+        elif kind == FREED_LATER:
+            streams = self._used.pop(first)
+            clock = {s: self.races.clock(s).get(s, 0) for s in streams}
+            self._releases.append((first, second, third, {s: self._queued[s] for s in streams}, clock))
+        elif kind == RECORDED:
+            self._record(first, second, third)
+        elif kind == WAITED:
+            if first in self._events:
+                _, place, clock, _ = self._events[first]
+                self._wait_for(third, place, clock)
+        elif kind == OBSERVED:
+            self.races.merge(self.races.host, self._events[first][2])
+        else:
+            self._move(first, second, third)
 
     def _reuse(self, stream: int) -> None:
         """Treat all freed memory of a stream as reused: a real allocator may give any of it to the next tensor."""
         for address, size in self._freed.pop(stream, ()):
             self.races.reuse(address, stream)
-            if self.poison:
-                self._append(stream, Item("reuse", "", functools.partial(self.core.poison, address, size)))
+            self._append(stream, Item("reuse", "", functools.partial(self.core.poison, address, size)))
 
     def _record(self, event: int, version: int, stream: int) -> None:
         place = (stream, self._queued[stream])
@@ -158,7 +157,7 @@ class Scheduler:
         if self._is_done(place):
             self.core.event_done(event, version)
         else:
-            self._unsignalled.setdefault(stream, collections.deque()).append((place[1], event, version))
+            self._unsignalled[stream].append((place[1], event, version))
 
     def _move(self, to: int, source: int, size: int) -> None:
         """A storage was resized: its bytes move on the stream of the new block."""
@@ -170,52 +169,40 @@ class Scheduler:
 
     def _release(self) -> None:
         """Give blocks back that were freed while other streams used them, once those streams are done."""
-        waiting = []
-        for each in self._releases:
+        for each in list(self._releases):
             address, size, stream, places, clock = each
-            if all(self._done[s] >= position for s, position in places.items()):
+            if all(map(self._is_done, places.items())):
+                self._releases.remove(each)
                 self.races.release(address, clock)
-                self._freed.setdefault(stream, []).append((address, size))
+                self._freed[stream].append((address, size))
                 self.core.release(address)
-            else:
-                waiting.append(each)
-        self._releases = waiting
 
     # Running
 
     def _run_ahead(self) -> None:
-        if self.ahead is None:
-            return
-        limit = self._random.randint(0, self.ahead)
-        while self._pending() > limit and self._run_one(self._queues):
-            pass
-
-    def _pending(self) -> int:
-        return sum(map(len, self._queues.values()))
+        if self.ahead is not None:
+            limit = self._random.randint(0, self.ahead)
+            while sum(map(len, self._queues.values())) > limit and self._run_one(list(self._queues)):
+                pass
 
     def _run_one(self, streams: Iterable[int]) -> bool:
         """Run the first piece of work of one of these streams; False if none of them can go on."""
         if self._random.random() < 0.1:
             self._priority.clear()
-        ranked = []
-        for stream in streams:
-            if self._queues.get(stream):
-                if stream not in self._priority:
-                    self._priority[stream] = self._random.random()
-                ranked.append((self._priority[stream], stream))
-        return any(self._try(stream) for _, stream in sorted(ranked))
+        waiting = [stream for stream in streams if self._queues[stream]]
+        for stream in waiting:
+            self._priority.setdefault(stream, self._random.random())
+        return any(self._try(stream) for stream in sorted(waiting, key=self._priority.__getitem__))
 
     def _try(self, stream: int) -> bool:
         queue = self._queues[stream]
         item = queue[0]
         try:
-            if item.after is not None:
-                if not self._is_done(item.after):
-                    return False
-            elif item.poll is not None:
-                if not item.poll():
-                    return False
-            elif item.run is not None:
+            if item.after is not None and not self._is_done(item.after):
+                return False
+            if item.poll is not None and not item.poll():
+                return False
+            if item.run is not None and item.poll is None:
                 started = item.run()
                 if callable(started):
                     item.poll = started
@@ -223,12 +210,27 @@ class Scheduler:
         except Exception as error:
             self.errors.append(f"{item.name}, queued at {item.site}, failed on the device: {error}")
         queue.popleft()
-        self._done[stream] += 1
-        signals = self._unsignalled.get(stream)
+        self._finish(stream, 1)
+        return True
+
+    def _finish(self, stream: int, count: int) -> None:
+        """Note that so many pieces of work of a stream are done, and signal the events after them."""
+        self._done[stream] += count
+        signals = self._unsignalled[stream]
         while signals and signals[0][0] <= self._done[stream]:
             _, event, version = signals.popleft()
             self.core.event_done(event, version)
-        return True
+
+    def forget_work(self) -> list[Item]:
+        """Give up all queued work, as the end of a process does, and return it."""
+        with self.lock:
+            self.read_log()
+            forgotten = [item for queue in self._queues.values() for item in queue]
+            for stream, queue in self._queues.items():
+                self._finish(stream, len(queue))
+                queue.clear()
+            self.errors.clear()
+        return forgotten
 
     def _needed(self, places: Sequence[Place]) -> list[int]:
         """Return the streams on which work must run for these places to be reached."""
@@ -236,7 +238,7 @@ class Scheduler:
         places = list(places)
         while places:
             stream, position = places.pop()
-            if self._done[stream] >= position or stream in needed:
+            if self._is_done((stream, position)) or stream in needed:
                 continue
             needed.append(stream)
             item = self._queues[stream][0]
@@ -248,12 +250,12 @@ class Scheduler:
         deadline = time.monotonic() + STUCK
         while True:
             with self.lock:
-                self._read_log()
+                self.read_log()
                 needed = self._needed(places)
                 if not needed:
                     return
                 self._touched = time.monotonic()
-                moved = self._run_one(needed if self.ahead is None else self._queues)
+                moved = self._run_one(needed if self.ahead is None else list(self._queues))
             if moved:
                 deadline = time.monotonic() + STUCK
             elif time.monotonic() > deadline:
@@ -269,7 +271,7 @@ class Scheduler:
             if time.monotonic() - self._touched < self.idle:
                 continue
             with self.lock:
-                self._read_log()
+                self.read_log()
                 for _ in range(64):
                     if not self._run_one(list(self._queues)):
                         break
@@ -279,49 +281,39 @@ class Scheduler:
     def synchronize(self, kind: str, which: int) -> bool:
         """Let the host wait for a "stream", a "device" or an "event", or "query" whether a stream is done."""
         with self.lock:
-            self._read_log()
+            self.read_log()
             if kind == "query":
                 self._run_ahead()
-                done = not self._queues.get(which)
+                done = not self._queues[which]
                 if done:
                     self.races.merge(self.races.host, self.races.clock(which))
                 return done
             if kind == "event":
                 _, place, clock, step = self._events[which]
-                self._note(kind, [place], self.step_number - step)
-                places = [place]
-            else:
-                streams = [which] if kind == "stream" else [s for s in self._queued if s >> 20 == which]
-                places = [(s, self._queued[s]) for s in streams]
-                clock = {}
-                for stream in streams:
-                    self.races.merge(clock, self.races.clock(stream))
-                self._note(kind, places, 0)
-        self._wait_on_host(places, clock)
+                self.step.synchronizations.append(Synchronization(kind, counters.site(), self.step_number - step))
+        if kind == "event":
+            self._wait_on_host([place], clock)
+        else:
+            self.wait_for(kind, *([which] if kind == "stream" else [s for s in list(self._queued) if s >> 20 == which]))
         return True
 
-    def wait_for(self, kind: str, stream: int) -> None:
-        """Let the host wait for a stream, because of an operator or copy of this name."""
-        with self.lock:
-            self._read_log()
-            places = [(stream, self._queued[stream])]
-            clock = dict(self.races.clock(stream))
-            self._note(kind, places, 0)
-        self._wait_on_host(places, clock)
+    def wait_for(self, kind: str, *streams: int) -> None:
+        """Let the host wait for streams, because of an operator or copy of this name."""
+        self.step.synchronizations.append(Synchronization(kind, counters.site()))
+        self._wait_on_streams(streams)
 
     def finish(self) -> None:
         """Run all work that is queued, without counting a synchronisation."""
-        with self.lock:
-            self._read_log()
-            places = [(s, n) for s, n in self._queued.items()]
-            clock: Clock = {}
-            for each in self.races.clocks.values():
-                self.races.merge(clock, each)
-        self._wait_on_host(places, clock)
+        self.read_log()
+        self._wait_on_streams(list(self._queued))
 
-    def _note(self, kind: str, places: Sequence[Place], age: int) -> None:
-        behind = sum(max(0, position - self._done[stream]) for stream, position in places)
-        self.step.synchronizations.append(Synchronization(kind, counters.site(), behind, age))
+    def _wait_on_streams(self, streams: Iterable[int]) -> None:
+        with self.lock:
+            self.read_log()
+            places, clock = [(s, self._queued[s]) for s in streams], Clock()
+            for stream in streams:
+                self.races.merge(clock, self.races.clock(stream))
+        self._wait_on_host(places, clock)
 
     def _wait_on_host(self, places: Sequence[Place], clock: Clock) -> None:
         self._run_until(places)

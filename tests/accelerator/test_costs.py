@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import warnings
 from typing import Any
@@ -10,13 +9,13 @@ from typing import Any
 import pytest
 
 from onecopy import GradientsNotReducedWarning
-from tests.accelerator import counting, device, table
+from tests.accelerator import counting, device
 from tests.accelerator.cases import BY_NAME
-from tests.accelerator.comparing import on_device
 from tests.accelerator.counters import Step
-from tests.accelerator.counting import COUNTED, LARGE, LEVELS, Counts, Launch, noted_launches, waited_for
+from tests.accelerator.counting import COUNTED, LARGE, LEVELS, Counts, counts
 from tests.accelerator.harness import HYBRID, SIMCCL, run, simulated
-from tests.accelerator.training import Case, Training, level_1, one_pass, small_sizes
+from tests.accelerator.process_group import Communicator
+from tests.accelerator.training import Case, Training, level_1, on_device, one_pass, small_sizes
 from tests.support import paths
 
 OURS = [name for name in COUNTED if name != "DDP, AdamW"]
@@ -24,27 +23,37 @@ GROUP = pytest.mark.parametrize("backend", [SIMCCL, HYBRID], ids=["pure", "hybri
 RANKS = pytest.mark.parametrize("world_size", [2, 3])
 
 
-def named(*starts: str) -> pytest.MarkDecorator:
-    """Run a test with the counted programs whose names start so."""
-    return pytest.mark.parametrize("level", [name for name in OURS if name.startswith(starts or "")])
-
-
-@functools.cache
-def counted(level: str, world_size: int = 2, backend: str = SIMCCL, **options: Any) -> Counts:
-    """The counts of rank 0."""
-    found: Counts = run(
-        counting.count, world_size, {"name": level, "blocks": 6, "host_ahead": "far", **options}, backend
-    )[0]
-    return found
-
-
-@named()
+@pytest.mark.parametrize("level", OURS)
 @RANKS
 @GROUP
-def test_the_host_waits_for_flags_that_are_a_step_old_and_for_offloaded_gradients(
-    level: str, world_size: int, backend: str
-) -> None:
-    waits = counted(level, world_size, backend).synchronizations
+def test_collectives_and_waits_of_an_iteration(level: str, world_size: int, backend: str) -> None:
+    found = counts(level, world_size, backend)
+    check_waits(level, found.synchronizations)
+    if level.startswith("level 3"):
+        # Two collectives per bucket, and a vote in each direction.
+        assert found.buckets > counts(level, world_size, backend, blocks=3).buckets > 1
+        assert [name for name in found.names if name != "all_reduce"] == [
+            *["reduce_scatter_tensor"] * found.buckets,
+            *["all_gather_into_tensor"] * found.buckets,
+        ]
+        assert found.calls - 2 * found.buckets <= 2 + level.endswith("clipped")
+        assert found.operations == found.calls
+    elif level.startswith("level"):
+        # One collective per bucket and one per round of all-gathers.
+        reductions = {"all_reduce"} if level.startswith("level 1") else {"reduce_scatter_tensor", "reduce_scatter"}
+        norms = "clipped" in level  # an all-reduce of a norm counts as a bucket
+        assert sum(name in reductions for name in found.names) >= found.buckets - norms > 2
+        assert found.rounds > 1
+        assert found.calls <= found.buckets + found.rounds + 2
+    else:
+        check_overlapped_updates(level, found)
+    if not level.startswith("level 1") and level.startswith("level"):
+        sent, size = found.bytes  # every gradient and every parameter once
+        assert sent <= 2.6 * size  # the parts of these small buckets are padded
+
+
+def check_waits(level: str, waits: list[tuple[str, str, int]]) -> None:
+    """The host waits for flags that are a step old, and for offloaded gradients."""
     offloaded = [wait for wait in waits if wait[1].startswith("onecopy/step/batched_copies.py")]
     assert len(offloaded) == level.endswith("offload")
     flags = [wait for wait in waits if wait not in offloaded]
@@ -57,70 +66,34 @@ def test_the_host_waits_for_flags_that_are_a_step_old_and_for_offloaded_gradient
         assert age >= 1
 
 
-@named("level 3")
-def test_level_3_has_two_collectives_per_bucket(level: str) -> None:
-    found = {(ranks, blocks): counted(level, ranks, blocks=blocks) for ranks in (2, 3) for blocks in (3, 6)}
-    assert found[2, 6].buckets > found[2, 3].buckets > 1
-    norms = level.endswith("clipped")
-    for (_, blocks), each in found.items():
-        assert [name for name in each.names if name != "all_reduce"] == [
-            *["reduce_scatter_tensor"] * each.buckets,
-            *["all_gather_into_tensor"] * each.buckets,
-        ]
-        assert each.calls - 2 * each.buckets <= 2 + norms  # a vote in each direction
-        assert each.operations == each.calls
-        assert each.buckets == found[2, blocks].buckets
-
-
-@named("level 1", "level 2")
-@RANKS
-def test_levels_1_and_2_have_a_collective_per_bucket_and_per_round(level: str, world_size: int) -> None:
-    found = counted(level, world_size)
-    reductions = {"all_reduce"} if level.startswith("level 1") else {"reduce_scatter_tensor", "reduce_scatter"}
-    norms = "clipped" in level  # an all-reduce of a norm counts as a bucket
-    assert sum(name in reductions for name in found.names) >= found.buckets - norms > 2
-    assert found.rounds > 1
-    assert found.calls <= found.buckets + found.rounds + 2
-
-
-@named("after", "inter")
-@RANKS
-def test_an_overlapped_bucket_is_shared_at_once_in_the_same_group(level: str, world_size: int) -> None:
-    found = counted(level, world_size)
+def check_overlapped_updates(level: str, found: Counts) -> None:
+    """A bucket is shared at once, in the same group; an interleaved one when the next one is reduced."""
     reduced = ["all_reduce" in name for name in found.names[:-1]]  # the last one is the vote
     at_once = [len(list(run)) for is_reduction, run in itertools.groupby(reduced) if is_reduction]
-    # An interleaved bucket is shared when the next one is reduced.
     buckets = sum(reduced)
     assert at_once == ([buckets] if level == "after backward" else [2, *[1] * (buckets - 2)])
     assert found.calls <= 3 * buckets + 1  # a bucket may be larger than a round of all-gathers
     assert found.groups == 1
 
 
-@named("level 2", "level 3")
-@RANKS
-def test_levels_2_and_3_send_every_gradient_and_every_parameter_once(level: str, world_size: int) -> None:
-    sent, size = counted(level, world_size).bytes
-    assert sent <= 2.6 * size  # the parts of these small buckets are padded
-
-
 @pytest.mark.parametrize("level", [name for name in OURS if name != "level 2 zeroed in place"])
 def test_launches_do_not_grow_with_the_number_of_parameters(level: str) -> None:
     """But DDP itself copies into each gradient that is zeroed in place."""
-    few, many = (counted(level, bucket=LARGE, blocks=blocks).launches for blocks in (2, 4))
+    few, many = (counts(level, bucket=LARGE, blocks=blocks).launches for blocks in (2, 4))
     assert many == few
 
 
-@named(*LEVELS)
+@pytest.mark.parametrize("level", OURS)
 @RANKS
 def test_a_host_far_ahead_needs_no_more_memory(level: str, world_size: int) -> None:
-    lockstep, far = (counted(level, world_size, host_ahead=ahead).peak for ahead in (0, "far"))
+    lockstep, far = (counts(level, world_size, host_ahead=ahead).peak for ahead in (0, "far"))
     assert far <= 1.2 * lockstep
 
 
 @pytest.mark.parametrize("level", list(LEVELS))
 def test_the_docs_have_these_counts(level: str) -> None:
     lines = (paths.ROOT / "docs/accelerators.md").read_text().splitlines()
-    without_peaks = table.row(level).rsplit("|", 3)[0]  # a peak depends a little on the other ranks' progress
+    without_peaks = counting.row(level).rsplit("|", 3)[0]  # a peak depends a little on the other ranks' progress
     assert any(line.startswith(without_peaks) for line in lines)
 
 
@@ -136,17 +109,29 @@ def test_the_next_forward_waits_for_no_parameters_that_it_does_not_read_yet(
 def check_overlap(level: str, all_of_them: bool) -> None:
     """In a worker: the clock of the compute stream tells which all-gathers it has waited for."""
     seen: list[tuple[bool, bool]] = []
-    gathers: list[Launch] = []
-    with small_sizes(), device.simulate(seed=1) as simulation, noted_launches() as launches:
+    gathers: list[tuple[int, int]] = []
+    loaded = device.load()
+    races = loaded.scheduler.races
+
+    def note(_: Communicator, name: str, stream: int) -> None:
+        if name.startswith("all_gather"):
+            gathers.append((stream, races.clock(stream)[stream]))
+
+    def waited_for() -> list[bool]:
+        loaded.scheduler.read_log()
+        clock = races.clock(loaded.core.current_stream())
+        return [clock.get(stream, 0) >= epoch for stream, epoch in gathers]
+
+    with small_sizes(), device.simulate(seed=1) as simulation:
         training = Training(BY_NAME[level], on_device())
         for step in range(3):
             one_pass(training, step)
-        launches.clear()
-        one_pass(training, 3)
-        gathers += [each for each in launches if each.name.startswith("all_gather")]
-        after_step = [waited_for(each) for each in gathers]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Communicator, "observers", [note])
+            one_pass(training, 3)
+        after_step = waited_for()
         training.module.get_submodule("first").register_forward_hook(
-            lambda *_: seen.append((all(map(waited_for, gathers)), any(map(waited_for, gathers))))
+            lambda *_: seen.append((all(waited_for()), any(waited_for())))
         )
         training.loss(4)
         training.results()
@@ -186,7 +171,7 @@ def test_gradients_that_nothing_averages_are_noticed_without_a_wait(
     world_size: int, setup: Any, warns: list[int], probed: int
 ) -> None:
     """All ranks warn when the flags of the third step are read."""
-    warned, counts = [], []
+    warned, counted = [], []
     with small_sizes(), device.simulate(seed=3, host_ahead="far") as simulation:
         training = Training(Case("probed", setup), on_device())
         for step in range(7):
@@ -194,13 +179,13 @@ def test_gradients_that_nothing_averages_are_noticed_without_a_wait(
                 warnings.simplefilter("always")
                 one_pass(training, step)
             warned += [step for each in caught if each.category is GradientsNotReducedWarning]
-            counts.append(iteration)
+            counted.append(iteration)
         training.results()
     assert simulation.reports == []
     assert warned == warns
-    assert [bool(probes(step)) for step in counts] == [True] * probed + [False] * (7 - probed)
+    assert [bool(probes(step)) for step in counted] == [True] * probed + [False] * (7 - probed)
     # From the second step on the host waits for older flags only.
-    waits = itertools.chain.from_iterable(step.synchronizations for step in counts[1:])
-    for wait in (wait for wait in waits if wait.site.startswith("onecopy/")):
-        assert wait.site.startswith("onecopy/comm/status_flags.py"), wait
-        assert wait.age >= 1, wait
+    for wait in itertools.chain.from_iterable(step.synchronizations for step in counted[1:]):
+        if wait.site.startswith("onecopy/"):
+            assert wait.site.startswith("onecopy/comm/status_flags.py"), wait
+            assert wait.age >= 1, wait

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
@@ -15,17 +14,14 @@ import torch.distributed as dist
 
 from onecopy.data_parallel.bucket import GradientBucket
 from tests.accelerator import device
-from tests.accelerator.abandoning import abandoning_on_failure
 from tests.accelerator.cases import BY_NAME
-from tests.accelerator.comparing import on_device
+from tests.accelerator.comparing import abandoning_on_failure
 from tests.accelerator.harness import HYBRID, SIMCCL, meet, run, simulated
-from tests.accelerator.training import Case, Training, adamw, level_1, level_2, one_pass, small_sizes
+from tests.accelerator.training import Case, Training, adamw, level_1, level_2, on_device, one_pass, small_sizes
 
 NO_MEMORY = "no memory is left"
 FAILS_AT = 4
 SECONDS = 20.0
-
-Cause = Callable[[Training, pytest.MonkeyPatch], None]
 
 
 def _no_memory(*_args: Any, **_kwargs: Any) -> None:
@@ -48,80 +44,56 @@ def options_differ(training: Training, _patch: pytest.MonkeyPatch) -> None:
     training.optimizer.param_groups[0]["lr"] = 0.5
 
 
-@dataclasses.dataclass(frozen=True)
-class Failure:
-    """What goes wrong on the last rank, and the errors of that rank and of the others.
+class Failure(NamedTuple):
+    """What goes wrong on the last rank, and the error of that rank and of the others: its class, a part of its text."""
 
-    Attributes:
-        levels: names of training programs, or programs.
-        cause: makes it go wrong.
-        there: the error of the last rank, and a part of its text.
-        elsewhere: the same of the other ranks; "{rank}" is the last rank.
-        late: the most iterations until all ranks have raised.
-    """
-
-    levels: tuple[str | Case, ...]
-    cause: Cause
+    levels: tuple[str, ...]  # names of training programs
+    cause: Callable[[Training, pytest.MonkeyPatch], None]
     there: tuple[str, str]
-    elsewhere: tuple[str, str]
-    late: int = 1
+    elsewhere: tuple[str, str]  # "{rank}" is the last rank
 
 
-REFUSING = adamw(nonfinite="raise")
-BY_STEP = (
-    "level 1",
-    "level 1 master weights",
-    "level 2",
-    "after backward",
-    "interleaved",
-    "level 3",
-    "level 3 overlap",
-)
+PROGRAMS = BY_NAME | {
+    "level 1 refusing": Case("level 1 refusing", level_1, parts=adamw(nonfinite="raise")),
+    "level 2 refusing": Case("level 2 refusing", level_2, parts=adamw(nonfinite="raise")),
+}
+HOOKS_AND_LEVELS = ("level 1 master weights", "level 2", "after backward", "interleaved", "level 3", "level 3 overlap")
+MEMORY = ("MemoryError", NO_MEMORY)
 NONFINITE = ("NonfiniteError", "in the previous step() the gradient of parameter 'group0[0]'")
 OPTIONS = ("RanksDisagreeError", "different options")
-FAILURES = {
-    "update": Failure(BY_STEP, update_fails, ("MemoryError", NO_MEMORY), ("PeerFailedError", "global rank {rank}")),
-    "backward": Failure(
-        ("level 3", "level 3 overlap"),
-        backward_fails,
-        ("MemoryError", NO_MEMORY),
-        ("PeerFailedError", "the previous backward() failed on global rank {rank}"),
-    ),
-    "infinity": Failure(
-        (Case("1 refusing", level_1, parts=REFUSING), Case("2 refusing", level_2, parts=REFUSING)),
-        gradient_is_infinite,
-        NONFINITE,
-        NONFINITE,
-    ),
-    "options": Failure(("level 1", "level 2", "level 3"), options_differ, OPTIONS, OPTIONS),
-}
-ROWS = [(kind, number) for kind, failure in FAILURES.items() for number in range(len(failure.levels))]
+LATER = ("PeerFailedError", "the previous backward() failed on global rank {rank}")
+FAILURES = [
+    Failure(("level 1", *HOOKS_AND_LEVELS), update_fails, MEMORY, ("PeerFailedError", "global rank {rank}")),
+    Failure(("level 3", "level 3 overlap"), backward_fails, MEMORY, LATER),
+    Failure(("level 1 refusing", "level 2 refusing"), gradient_is_infinite, NONFINITE, NONFINITE),
+    Failure(("level 1", "level 2", "level 3"), options_differ, OPTIONS, OPTIONS),
+]
+ROWS = [
+    pytest.param(number, level, id=f"{failure.cause.__name__} at {level}")
+    for number, failure in enumerate(FAILURES)
+    for level in failure.levels
+]
 
 
 @pytest.mark.parametrize("ahead", ["far", 0])
 @pytest.mark.parametrize("backend", [SIMCCL, HYBRID], ids=["pure", "hybrid"])
 @pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize(("kind", "number"), ROWS)
+@pytest.mark.parametrize(("number", "level"), ROWS)
 def test_all_ranks_raise_soon(
-    kind: str, number: int, world_size: int, backend: str, ahead: int | str, tmp_path: Path
+    number: int, level: str, world_size: int, backend: str, ahead: int | str, tmp_path: Path
 ) -> None:
-    failure = FAILURES[kind]
-    arguments = {"kind": kind, "number": number, "ahead": ahead, "meeting": str(tmp_path / "store")}
-    *others, culprit = run(fail, world_size, arguments, backend)
-    for expected, (name, text, iterations, seconds) in [
-        (failure.there, culprit),
-        *((failure.elsewhere, o) for o in others),
-    ]:
+    failure, last = FAILURES[number], world_size - 1
+    arguments = {"number": number, "level": level, "ahead": ahead, "meeting": str(tmp_path / "store")}
+    for rank, (name, text, iterations, seconds) in enumerate(run(fail, world_size, arguments, backend)):
+        expected = failure.there if rank == last else failure.elsewhere
         assert name == expected[0], text
-        assert expected[1].format(rank=world_size - 1) in text
-        assert iterations <= failure.late
+        assert expected[1].format(rank=last) in text
+        assert iterations <= 1
         assert seconds < SECONDS
 
 
-def fail(kind: str, number: int, ahead: int | str, meeting: str) -> tuple[str, str, int, float]:
+def fail(number: int, level: str, ahead: int | str, meeting: str) -> tuple[str, str, int, float]:
     """In a worker: the last rank fails; return the error, and how many iterations and seconds later it was raised."""
-    failure = FAILURES[kind]
-    level = failure.levels[number]
     step, start, seconds = 0, 0.0, 0.0
     try:
         with (
@@ -130,12 +102,12 @@ def fail(kind: str, number: int, ahead: int | str, meeting: str) -> tuple[str, s
             abandoning_on_failure(),
             device.simulate(seed=2, host_ahead=ahead),
         ):
-            training = Training(BY_NAME[level] if isinstance(level, str) else level, on_device())
+            training = Training(PROGRAMS[level], on_device())
             for step in range(FAILS_AT + 3):
                 if step == FAILS_AT:
                     start = time.monotonic()
                     if dist.get_rank() == dist.get_world_size() - 1:
-                        failure.cause(training, patch)
+                        FAILURES[number].cause(training, patch)
                 try:
                     one_pass(training, step)
                 except Exception as error:

@@ -16,28 +16,15 @@ import torch.distributed as dist
 import onecopy
 from tests.accelerator import device
 from tests.accelerator.cases import BY_NAME
-from tests.accelerator.comparing import on_device
 from tests.accelerator.harness import run
-from tests.accelerator.training import Place, Training, small_sizes
+from tests.accelerator.training import Place, Training, on_device, small_sizes
 
 ROOT = os.path.dirname(onecopy.__file__) + os.sep
 
 PROGRAMS = [
-    "level 1",
-    "level 1 clipped",
-    "level 1 Muon",
-    "level 1 master weights",
-    "level 1 guarded",
-    "level 2",
-    "level 2 clipped",
-    "level 2 no_sync",
-    "after backward",
-    "interleaved",
-    "level 3",
-    "level 3 overlap",
-    "level 3 bf16",
-    "level 3 no_sync",
-    "level 3 saved",
+    *("level 1", "level 1 clipped", "level 1 Muon", "level 1 master weights", "level 1 guarded"),
+    *("level 2", "level 2 clipped", "level 2 no_sync", "after backward", "interleaved"),
+    *("level 3", "level 3 overlap", "level 3 bf16", "level 3 no_sync", "level 3 saved"),
 ]
 
 BEFORE_THE_UPDATE = "at level 3 the ranks vote before the update, where the host can read the vote without waiting"
@@ -77,20 +64,16 @@ class Entered:
 def entered(name: str) -> tuple[set[str], set[str]]:
     """In a worker: the functions that a program enters on the CPU, and on the simulated accelerator."""
     case = BY_NAME[name]
-    with small_sizes(case.bucket), Entered() as on_cpu:
-        training = Training(case, Place(torch.device("cpu"), dist.new_group(backend="gloo")))
-        case.program(training)
-        training.results()
+    group = dist.new_group(backend="gloo")
+    with Entered() as on_cpu:
+        case.run(Place(torch.device("cpu"), group))
     # Autograd's threads for an accelerator are not Python's, and are not seen.
     with (
         torch.autograd.set_multithreading_enabled(False),
-        small_sizes(case.bucket),
         device.simulate(seed=1, host_ahead="far") as simulation,
         Entered() as on_sim,
     ):
-        training = Training(case, on_device())
-        case.program(training)
-        training.results()
+        case.run(on_device())
     assert simulation.reports == []
     return on_cpu, on_sim
 
@@ -104,11 +87,10 @@ def test_a_program_enters_the_same_functions(name: str) -> None:
 
 def left_behind(name: str) -> tuple[set[str], int]:
     """In a worker: threads of Python that a training has started, and exit functions that it has registered."""
-    case = BY_NAME[name]
     threads, functions = set(threading.enumerate()), atexit._ncallbacks()
-    with small_sizes(case.bucket), device.simulate(seed=1) as _:
-        training = Training(case, on_device())
-        case.program(training)
+    with small_sizes(), device.simulate(seed=1):
+        training = Training(BY_NAME[name], on_device())
+        training.case.program(training)
         started = {thread.name for thread in set(threading.enumerate()) - threads}
         training.results()
     return started, atexit._ncallbacks() - functions

@@ -7,6 +7,7 @@ take turns. ``make accelerator`` runs every program with every combination.
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 from typing import Any
 
@@ -15,22 +16,19 @@ import torch
 
 from tests.accelerator import device
 from tests.accelerator.cases import BY_NAME, CASES
-from tests.accelerator.comparing import Setting, check, on_device
+from tests.accelerator.comparing import Setting, check
 from tests.accelerator.harness import HYBRID, SIMCCL, run, simulated
-from tests.accelerator.training import Training, one_pass, small_sizes
+from tests.accelerator.training import Training, on_device, one_pass, small_sizes
 from tests.support.harness import EVERYTHING
-
-AHEAD: list[int | str] = ["far", 6, 0]
-"""How far the host runs ahead."""
 
 BACKENDS = {"pure": SIMCCL, "hybrid": HYBRID}
 FIRST_SEED, NUMBER_OF_SEEDS = int(os.environ.get("ONECOPY_SEED", "0")), int(os.environ.get("ONECOPY_SEEDS", "3"))
-SEEDS = range(FIRST_SEED, FIRST_SEED + NUMBER_OF_SEEDS)
 
 
 def _table() -> list[Any]:
     """Rows of a program, a number of ranks, a kind of group and the settings of the device."""
-    every: list[Setting] = [(seed, ahead) for ahead in AHEAD for seed in SEEDS]
+    seeds, ahead = range(FIRST_SEED, FIRST_SEED + NUMBER_OF_SEEDS), ("far", 6, 0)
+    every: list[Setting] = list(itertools.product(seeds, ahead))
     rows = []
     for position, case in enumerate(CASES):
         for number, world_size in enumerate(case.worlds):
@@ -61,7 +59,6 @@ def test_a_freed_optimizer_leaves_nothing_behind_that_still_uses_its_memory(worl
                 one_pass(training, step)
             del training
             gc.collect()
-            reused = [torch.zeros(10, dtype=torch.int64, device=place.device) for _ in range(20)]
-            for tensor in reused:
-                tensor += 1
+            for reused in [torch.zeros(10, dtype=torch.int64, device=place.device) for _ in range(20)]:
+                reused += 1
     assert simulation.reports == [], "\n".join(map(str, simulation.reports[:5]))

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
+from unittest import mock
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -66,6 +67,11 @@ class Place:
         return DeviceMesh.from_group(groups, "cpu", mesh=table, mesh_dim_names=names)
 
 
+def on_device() -> Place:
+    """This rank's simulated accelerator, and the default group."""
+    return Place(torch.device("sim", torch.accelerator.current_device_index()), None)
+
+
 @contextlib.contextmanager
 def small_sizes(
     bucket: int = BUCKET, padding: int = 64, batch: int = 1 << 24, averages: bool = False
@@ -78,14 +84,17 @@ def small_sizes(
         batch: elements that are copied to or from the host at once.
         averages: whether the backend can average, as NCCL can.
     """
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(limits, "COLLECTIVE_BUCKET_BYTES", bucket)
-        patch.setattr(limits, "COLLECTIVE_BUCKET_BYTES_PER_RANK", 64)
-        patch.setattr(limits, "PADDING_BYTES_PER_RANK", padding)
-        patch.setattr(limits, "SEGMENT_GROWTH", 0)
-        patch.setattr(batched_copies, "BATCH", batch)
-        if averages:
-            patch.setattr(collectives, "AVERAGING_BACKENDS", {"simccl"})
+    sizes: dict[str, Any] = {
+        "COLLECTIVE_BUCKET_BYTES": bucket,
+        "COLLECTIVE_BUCKET_BYTES_PER_RANK": 64,
+        "SEGMENT_GROWTH": 0,
+    }
+    averaging = {"simccl"} if averages else collectives.AVERAGING_BACKENDS
+    with (
+        mock.patch.multiple(limits, PADDING_BYTES_PER_RANK=padding, **sizes),
+        mock.patch.object(batched_copies, "BATCH", batch),
+        mock.patch.object(collectives, "AVERAGING_BACKENDS", averaging),
+    ):
         yield
 
 
@@ -95,9 +104,9 @@ def small_sizes(
 class Block(nn.Module):
     """A residual block of two layers behind a norm."""
 
-    def __init__(self) -> None:
+    def __init__(self, norm: type[nn.Module] = nn.LayerNorm) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
+        self.norm = norm(WIDTH)
         self.up = nn.Linear(WIDTH, HIDDEN)
         self.down = nn.Linear(HIDDEN, WIDTH)
 
@@ -109,31 +118,16 @@ class Block(nn.Module):
 class Blocks(nn.Module):
     """A few blocks between two layers."""
 
-    def __init__(self, number: int = 3) -> None:
+    def __init__(self, number: int = 3, norm: type[nn.Module] = nn.LayerNorm) -> None:
         super().__init__()
         self.first = nn.Linear(IN, WIDTH)
-        self.blocks = nn.ModuleList([Block() for _ in range(number)])
+        self.blocks = nn.ModuleList([Block(norm) for _ in range(number)])
         self.last = nn.Linear(WIDTH, OUT)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        hidden = self.first(inputs)
-        for block in self.blocks:
-            hidden = block(hidden)
-        outputs: Tensor = self.last(hidden)
-        return outputs
-
-
-class Batched(nn.Module):
-    """Buffers that change in every forward pass and that rank 0 sends to all."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(IN, HIDDEN)
-        self.norm = nn.BatchNorm1d(HIDDEN)
-        self.last = nn.Linear(HIDDEN, OUT)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        outputs: Tensor = self.last(torch.tanh(self.norm(self.first(inputs))))
+        outputs: Tensor = self.last(
+            functools.reduce(lambda hidden, block: block(hidden), self.blocks, self.first(inputs))
+        )
         return outputs
 
 
@@ -171,23 +165,22 @@ class TwoStreams(nn.Module):
         self._streams: list[torch.Stream] = []
 
     def forward(self, inputs: Tensor) -> Tensor:
-        hidden = torch.tanh(self.first(inputs))
+        hidden, sides = torch.tanh(self.first(inputs)), []
         if hidden.device.type == "cpu":
-            outputs: Tensor = self.last(self.left(hidden) + self.right(hidden))
-            return outputs
-        self._streams = self._streams or [torch.Stream(hidden.device) for _ in range(2)]
-        main = torch.accelerator.current_stream()
-        sides = []
-        for stream, layer in zip(self._streams, (self.left, self.right), strict=True):
-            stream.wait_stream(main)
-            with stream:
-                hidden.record_stream(stream)
-                sides.append(layer(hidden))
-        for stream, side in zip(self._streams, sides, strict=True):
-            main.wait_stream(stream)
-            side.record_stream(main)
-        joined: Tensor = self.last(sides[0] + sides[1])
-        return joined
+            sides = [self.left(hidden), self.right(hidden)]
+        else:
+            self._streams = self._streams or [torch.Stream(hidden.device) for _ in range(2)]
+            main = torch.accelerator.current_stream()
+            for stream, layer in zip(self._streams, (self.left, self.right), strict=True):
+                stream.wait_stream(main)
+                with stream:
+                    hidden.record_stream(stream)
+                    sides.append(layer(hidden))
+            for stream, side in zip(self._streams, sides, strict=True):
+                main.wait_stream(stream)
+                side.record_stream(main)
+        outputs: Tensor = self.last(sides[0] + sides[1])
+        return outputs
 
 
 class OneAfterAnother(TwoStreams):
@@ -213,35 +206,22 @@ def half_frozen(model: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
 # Optimizers
 
 
-def everything(module: nn.Module) -> list[Tensor]:
-    return list(module.parameters())
-
-
-def matrices(module: nn.Module) -> list[Tensor]:
-    return [param for param in module.parameters() if param.dim() == 2]
-
-
-def vectors(module: nn.Module) -> list[Tensor]:
-    return [param for param in module.parameters() if param.dim() != 2]
-
-
 @dataclass(frozen=True)
 class Part:
-    """One optimizer: its class and options, the options of the sharded one, and which parameters it has."""
+    """One optimizer: its class and options, and which parameters it has."""
 
-    optimizer: type[Optimizer] = torch.optim.AdamW
-    options: dict[str, Any] = field(default_factory=lambda: dict(ADAMW))
-    ours: dict[str, Any] = field(default_factory=dict)
-    chosen: Callable[[nn.Module], list[Tensor]] = everything
+    optimizer: type[Optimizer]
+    options: dict[str, Any]
+    chosen: Callable[[Tensor], bool] = lambda _: True
 
 
 def adamw(**ours: Any) -> tuple[Part, ...]:
-    return (Part(ours=ours),)
+    return (Part(torch.optim.AdamW, {**ADAMW, **ours}),)
 
 
 MUON = (
-    Part(torch.optim.Muon, {"lr": 1e-2}, chosen=matrices),
-    Part(options={"lr": 1e-3, "foreach": True}, chosen=vectors),
+    Part(torch.optim.Muon, {"lr": 1e-2}, lambda param: param.dim() == 2),
+    Part(torch.optim.AdamW, {"lr": 1e-3, "foreach": True}, lambda param: param.dim() != 2),
 )
 """One optimizer that needs whole parameters, and one for the others."""
 
@@ -255,21 +235,14 @@ class Training:
     def __init__(self, case: Case, place: Place) -> None:
         self.case, self.place = case, place
         torch.manual_seed(5)
-        self.module = case.model()
-        if case.dtype is not None:
-            self.module.to(case.dtype)
-        self.module.to(place.device)
+        self.module = case.model().to(case.dtype).to(place.device)
         self.scaler: Any = None
         self.noted: list[Tensor] = []
-        self.batches = self._batches()
+        drawn = torch.randn(PASSES, 3, IN, generator=torch.Generator().manual_seed(17 + dist.get_rank()))
+        self.batches = list(drawn.to(case.dtype).to(place.device).unbind())
         self.model: Any = None
         self.optimizers: list[ZeroRedundancyOptimizer] = []
         case.setup(self)
-
-    def _batches(self) -> list[Tensor]:
-        generator = torch.Generator().manual_seed(17 + dist.get_rank())
-        drawn = torch.randn(PASSES, 3, IN, generator=generator)
-        return list((drawn if self.case.dtype is None else drawn.to(self.case.dtype)).to(self.place.device).unbind())
 
     @property
     def optimizer(self) -> ZeroRedundancyOptimizer:
@@ -278,12 +251,13 @@ class Training:
 
     def add_optimizers(self, **ours: Any) -> None:
         for part in self.case.parts:
-            made = ZeroRedundancyOptimizer(
-                part.chosen(self.module),
-                part.optimizer,
-                **{"process_group": self.place.group, **ours, **part.ours, **part.options},
-            )
-            self.optimizers.append(made)
+            params = list(filter(part.chosen, self.module.parameters()))
+            options = {"process_group": self.place.group, **ours, **part.options}
+            self.optimizers.append(ZeroRedundancyOptimizer(params, part.optimizer, **options))
+
+    def one_or_all(self) -> Any:
+        """The optimizer, or the list of several."""
+        return self.optimizers[0] if len(self.optimizers) == 1 else self.optimizers
 
     def loss(self, number: int) -> Tensor:
         """This rank's loss for one of its batches."""
@@ -306,20 +280,17 @@ class Training:
         """The noted tensors, what this rank's optimizers step, the parameters and the buffers, on the CPU."""
         for optimizer in self.optimizers:
             optimizer.wait()
-        stepped = [
-            tensor for each in self.optimizers for group in each.optim.param_groups for tensor in group["params"]
-        ]
+        groups = [group for each in self.optimizers for group in each.optim.param_groups]
+        stepped = [tensor for group in groups for tensor in group["params"]]
         found = (*self.noted, *stepped, *self.module.state_dict().values())
         return [tensor.detach().cpu().clone() for tensor in found]
 
 
 def ddp(training: Training) -> DistributedDataParallel:
-    options = {
-        "bucket_cap_mb": training.case.bucket / (1 << 20),
-        "process_group": training.place.group,
-        **training.case.wrap,
-    }
-    return DistributedDataParallel(training.module, **options)
+    size = training.case.bucket / (1 << 20)
+    return DistributedDataParallel(
+        training.module, bucket_cap_mb=size, process_group=training.place.group, **training.case.wrap
+    )
 
 
 def level_1(training: Training) -> None:
@@ -328,50 +299,34 @@ def level_1(training: Training) -> None:
 
 
 def level_2(training: Training) -> None:
+    level_1(training)
+    training.model.register_comm_hook(training.one_or_all(), reduce_scatter_hook)
+
+
+def sent_as_fp16(training: Training) -> None:
+    level_1(training)
+    training.model.register_comm_hook(ReduceScatter(training.optimizer, torch.float16), reduce_scatter_hook)
+
+
+def after_backward(training: Training, make_hook: Callable[..., Any] = hook_with_zero_step) -> None:
     training.model = ddp(training)
-    training.add_optimizers()
-    one = len(training.optimizers) == 1
-    training.model.register_comm_hook(training.optimizer if one else training.optimizers, reduce_scatter_hook)
+    training.add_optimizers(overlap_with_ddp=True)
+    hook = make_hook(allreduce_hook, training.model, training.optimizer)
+    training.model.register_comm_hook(training.model.process_group, hook)
 
 
-def sent_as(dtype: torch.dtype) -> Callable[[Training], None]:
-    """Level 2 with gradients that are sent in another type."""
-
-    def setup(training: Training) -> None:
-        training.model = ddp(training)
-        training.add_optimizers()
-        training.model.register_comm_hook(ReduceScatter(training.optimizer, dtype), reduce_scatter_hook)
-
-    return setup
-
-
-def _overlapped(make_hook: Callable[..., Any]) -> Callable[[Training], None]:
-    def setup(training: Training) -> None:
-        training.model = ddp(training)
-        training.add_optimizers(overlap_with_ddp=True)
-        hook = make_hook(allreduce_hook, training.model, training.optimizer)
-        training.model.register_comm_hook(training.model.process_group, hook)
-
-    return setup
-
-
-after_backward = _overlapped(hook_with_zero_step)
-interleaved = _overlapped(hook_with_zero_step_interleaved)
+def interleaved(training: Training) -> None:
+    after_backward(training, hook_with_zero_step_interleaved)
 
 
 def level_3(training: Training) -> None:
     options = {"bucket_bytes": training.case.bucket, **training.case.wrap}
-    shape = options.pop("mesh", None)
-    if shape is not None:
-        mesh = training.place.mesh(*shape)
-        options["mesh"] = mesh
-        training.add_optimizers(process_group=mesh.get_group(1))
+    if "mesh" in options:
+        options["mesh"] = training.place.mesh(*options["mesh"])
+        training.add_optimizers(process_group=options["mesh"].get_group(1))
     else:
         training.add_optimizers()
-    optimizers = training.optimizers
-    training.model = ShardedDataParallel(
-        training.module, optimizers[0] if len(optimizers) == 1 else optimizers, **options
-    )
+    training.model = ShardedDataParallel(training.module, training.one_or_all(), **options)
 
 
 # Cases
@@ -403,7 +358,7 @@ class Case:
     program: Callable[[Training], None] = field(default_factory=lambda: loop())  # trains
     _: KW_ONLY
     model: Callable[[], nn.Module] = Blocks
-    dtype: torch.dtype | None = None  # of the module and its inputs
+    dtype: torch.dtype = torch.float32  # of the module and its inputs
     parts: Sequence[Part] = field(default_factory=lambda: adamw())  # the optimizers
     wrap: dict[str, Any] = field(default_factory=dict)  # options of DDP or ShardedDataParallel
     bucket: int = BUCKET  # bytes of a bucket

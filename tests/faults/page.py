@@ -5,34 +5,24 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from tests.faults.rows import Results, Row
 from tests.support.paths import ROOT
 
 RECORDED = ROOT / "benchmarks/faults.json"
 PAGE = ROOT / "docs/failures.md"
-NOTHING = "-"
 MARKS = "<!-- faults: made by make faults -->", "<!-- end of faults -->"
 
 
-@dataclass(frozen=True)
-class Line:
-    """A line of the page.
+class Line(NamedTuple):
+    """A line of the page."""
 
-    Attributes:
-        fault: what goes wrong.
-        rows: a pattern for the names of the rows of which the line is made.
-        seen: what a person sees.
-        todo: what to do.
-        time: what is measured, with a place for the worst time.
-    """
-
-    fault: str
-    rows: str
-    seen: str
-    todo: str
-    time: str = "{}"
+    fault: str  # what goes wrong
+    rows: str  # a pattern for the names of the rows of which the line is made
+    seen: str  # what a person sees
+    todo: str = "-"
+    time: str = "{}"  # what is measured, with a place for the worst time
 
 
 LINES = [
@@ -40,8 +30,7 @@ LINES = [
         "a rank is killed, with `torchrun --max-restarts`",
         "SIGKILL, restarted by torchrun",
         "torchrun starts all ranks again. The run ends as an undisturbed one, bit by bit",
-        NOTHING,
-        "{} until it trains again",
+        time="{} until it trains again",
     ),
     Line(
         "a rank is killed during a save",
@@ -66,27 +55,23 @@ LINES = [
         "several processes save to and load from one directory",
         "loads beside a writer.*|saves of two writers",
         "nothing: each load finds a complete checkpoint",
-        NOTHING,
-        "no error",
+        time="no error",
     ),
     Line(
         "a damaged checkpoint",
         "random corruption",
         "`load` warns, and takes the newest one that is not damaged",
-        NOTHING,
     ),
     Line(
         "a manifest that an attacker has written",
         "hostile manifests",
         "`CheckpointError`. No file outside the checkpoint is opened",
-        NOTHING,
     ),
     Line(
         "a process exits, normally or not",
         "a process ends.*",
         "its usual exit status. No process hangs or aborts",
-        NOTHING,
-        "{} to its end",
+        time="{} to its end",
     ),
     Line(
         "the network between two machines fails",
@@ -109,16 +94,15 @@ def cells_of(line: Line, rows: Sequence[Row]) -> list[str]:
     worst = max((row.seconds for row in rows), default=0.0)
     shown = f"{math.ceil(10 * worst) / 10:.1f} s" if worst < 10 else f"{math.ceil(worst)} s"
     time = line.time.format(shown) if tried else "was not run"
-    return [line.fault, line.seen, time, line.todo, f"{survived:,} of {tried:,}" if tried else NOTHING]
+    return [line.fault, line.seen, time, line.todo, f"{survived:,} of {tried:,}" if tried else "-"]
 
 
 def text_of(results: Results) -> str:
     """The block of the page."""
-    header = ["fault", "what you see", "after at most", "what to do", "handled so"]
-    cells = [header, ["---"] * len(header), *(cells_of(line, rows_of(line, results)) for line in LINES)]
-    lines = [f"| {' | '.join(each)} |".replace("| --- ", "|---").replace("--- |", "---|") for each in cells]
     said = f"Run with torch {results.torch} and `make faults COUNT={results.count}`."
-    return "\n".join([said, "", *lines])
+    cells = [cells_of(line, rows_of(line, results)) for line in LINES]
+    header = ["| fault | what you see | after at most | what to do | handled so |", "|---|---|---|---|---|"]
+    return "\n".join([said, "", *header, *(f"| {' | '.join(each)} |" for each in cells)])
 
 
 def block_of(page: str) -> str:

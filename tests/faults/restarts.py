@@ -5,7 +5,6 @@ Run as a script, this module is one rank: it trains from the newest checkpoint o
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import math
 import os
@@ -19,6 +18,7 @@ import time
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -43,16 +43,9 @@ def launch(root: Path, kind: str, failing_rank: int = -1, step: int = 0, delay: 
     worker = ["-m", "tests.faults.restarts", str(root), kind, str(failing_rank), str(step), str(delay)]
     settings = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     command = [*torchrun, "--max-restarts", "3", *worker]
+    environment: Any = {"cwd": ROOT, "env": {**os.environ, **settings}}
     try:
-        done = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            check=False,
-            cwd=ROOT,
-            env={**os.environ, **settings},
-            timeout=LIMIT,
-        )
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=LIMIT, **environment)
     except subprocess.TimeoutExpired:
         return f"it has not ended within {LIMIT:.0f} s"
     return done.stderr[-2000:] if done.returncode else ""
@@ -72,29 +65,16 @@ def work(root: Path, kind: str, failing_rank: int, failing_step: int, delay: flo
         is_killed = (attempt, rank, step) == (0, failing_rank, failing_step)
         if is_killed:
             (root / "killed").write_text(str(time.monotonic()))
-        with sent_to_this_process(signal.SIGKILL, delay) if is_killed else contextlib.nullcontext():
-            training.step()
-            if step % SAVE_EVERY == 0:
-                checkpoint.save(root, step, model=training.model, optimizer=training.zero, keep=2)
-    digest = hashlib.sha256()
-    for param in training.model.parameters():
-        digest.update(param.detach().numpy().tobytes())
-    (root / f"digest-{rank}").write_text(digest.hexdigest())
+            timer = threading.Timer(delay, os.kill, (os.getpid(), signal.SIGKILL))
+            timer.start()
+        training.step()
+        if step % SAVE_EVERY == 0:
+            checkpoint.save(root, step, model=training.model, optimizer=training.zero, keep=2)
+        if is_killed:
+            timer.join()  # at the latest now
+    content = b"".join(param.detach().numpy().tobytes() for param in training.model.parameters())
+    (root / f"digest-{rank}").write_text(hashlib.sha256(content).hexdigest())
     dist.destroy_process_group()
-
-
-@contextlib.contextmanager
-def sent_to_this_process(number: signal.Signals, delay: float) -> Iterator[None]:
-    """Send a signal to this process after a while, at the latest at the end of the block."""
-    timer = threading.Timer(delay, os.kill, (os.getpid(), number))
-    timer.start()
-    yield
-    timer.join()
-
-
-def digests_in(root: Path) -> list[str]:
-    """The digests of the parameters on both ranks."""
-    return [path.read_text() for path in sorted(root.glob("digest-*"))]
 
 
 def restart(root: Path, plain: Path, kind: str, source: random.Random) -> tuple[float, str]:
@@ -106,7 +86,8 @@ def restart(root: Path, plain: Path, kind: str, source: random.Random) -> tuple[
         return 0.0, f"{what}: {problem}"
     if not (root / "restarted").exists():
         return 0.0, f"{what}: it was not restarted"
-    if len(set(digests_in(root))) != 1 or digests_in(root) != digests_in(plain):
+    digests = [path.read_text() for folder in (root, plain) for path in folder.glob("digest-*")]
+    if len(digests) != 4 or len(set(digests)) != 1:
         return 0.0, f"{what}: it has ended with other parameters"
     return float((root / "restarted").read_text()) - float((root / "killed").read_text()), ""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,23 +14,14 @@ SHOWN = 10
 
 @dataclass(frozen=True)
 class Row:
-    """A fault that was tried some times.
+    """A fault that was tried some times."""
 
-    Attributes:
-        fault: its name.
-        tried: how often.
-        survived: how often everything was as it should be.
-        seconds: the longest time to the error, or to the end if there must be no error.
-        note: what else is to be said.
-        problems: everything that was not as it should be.
-    """
-
-    fault: str
-    tried: int
-    survived: int
-    seconds: float
-    note: str = ""
-    problems: list[str] = field(default_factory=list)
+    fault: str  # its name
+    tried: int  # how often
+    survived: int  # how often everything was as it should be
+    seconds: float  # the longest time to the error, or to the end if there must be no error
+    note: str = ""  # what else is to be said
+    problems: list[str] = field(default_factory=list)  # everything that was not as it should be
 
     @property
     def is_right(self) -> bool:
@@ -40,21 +31,13 @@ class Row:
 
 @dataclass
 class Results:
-    """What one run of the table has found.
+    """What one run of the table has found."""
 
-    Attributes:
-        count: the argument of ``make faults``.
-        seed: the seed of the run.
-        torch: the version of torch.
-        parts: the rows of each part.
-        seconds: how long each part took.
-    """
-
-    count: int
-    seed: int
-    torch: str
-    parts: dict[str, list[Row]] = field(default_factory=dict)
-    seconds: dict[str, float] = field(default_factory=dict)
+    count: int  # the argument of ``make faults``
+    seed: int  # of the run
+    torch: str  # the version of torch
+    parts: dict[str, list[Row]] = field(default_factory=dict)  # the rows of each part
+    seconds: dict[str, float] = field(default_factory=dict)  # how long each part took
 
     @property
     def rows(self) -> list[Row]:
@@ -78,33 +61,19 @@ class Results:
         return cls(parts=parts, **content)
 
 
-def line(cells: Sequence[str], widths: Sequence[int]) -> str:
-    """Cells in columns: the first and the last to the left, numbers to the right."""
-    first, *numbers, last = cells
-    aligned = [number.rjust(width) for number, width in zip(numbers, widths[1:-1], strict=True)]
-    return "  ".join([first.ljust(widths[0]), *aligned, last]).rstrip()
+def line(fault: str, tried: object, survived: object, seconds: str, note: str) -> str:
+    """Cells in columns."""
+    return f"{fault:<50}  {tried:>6}  {survived:>8}  {seconds:>10}  {note}".rstrip()
 
 
-def cells_of(row: Row) -> list[str]:
-    """The cells of a row."""
+def text_of(row: Row) -> str:
+    """A row as text, and its problems below."""
     seconds = f"{row.seconds:.1f} s" if row.tried else ""
-    note = row.note if row.is_right else " ".join(["FAILED", row.note])
-    return [row.fault, str(row.tried), str(row.survived), seconds, note]
-
-
-HEADER = ["fault", "tried", "survived", "worst time", ""]
-
-NARROWEST = 50, 6, 8, 10, 0
-"""The least widths of the columns, so that rows that are printed one by one stand below each other."""
+    note = row.note if row.is_right else f"FAILED {row.note}"
+    problems = [f"{row.fault}: {problem}" for problem in row.problems[:SHOWN]]
+    return "\n".join([line(row.fault, row.tried, row.survived, seconds, note), *problems])
 
 
 def table(rows: Iterable[Row]) -> str:
-    """All rows as aligned text, and the problems below."""
-    rows = list(rows)
-    lines = [HEADER, *map(cells_of, rows)]
-    columns = zip(NARROWEST, *(map(len, cells) for cells in lines), strict=True)
-    widths = [max(lengths) for lengths in columns]
-    text = [line(cells, widths) for cells in lines]
-    for row in rows:
-        text += [f"{row.fault}: {problem}" for problem in row.problems[:SHOWN]]
-    return "\n".join(text)
+    """All rows as text."""
+    return "\n".join([line("fault", "tried", "survived", "worst time", ""), *map(text_of, rows)])

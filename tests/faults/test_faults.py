@@ -15,21 +15,14 @@ GOOD = Row("a fault", 10, 10, 1.26, "a note")
 BAD = Row("another fault", 10, 9, 0.5, "", ["rank 1 hangs"])
 
 
-def test_the_page_has_the_recorded_results() -> None:
-    assert page.block_of(page.PAGE.read_text()) == page.text_of(Results.read(page.RECORDED))
-
-
-def test_the_recorded_results_are_of_every_part_and_right() -> None:
+def test_the_page_has_the_recorded_results_of_every_part_each_in_one_line() -> None:
     recorded = Results.read(page.RECORDED)
+    assert page.block_of(page.PAGE.read_text()) == page.text_of(recorded)
     assert set(recorded.parts) == set(PARTS)
     assert [row for row in recorded.rows if not row.is_right] == []
-
-
-def test_every_recorded_row_is_in_one_line_of_the_page() -> None:
-    recorded = Results.read(page.RECORDED)
-    shown = [row.fault for line in page.LINES for row in page.rows_of(line, recorded)]
-    assert sorted(shown) == sorted(row.fault for row in recorded.rows)
-    assert all(page.rows_of(line, recorded) for line in page.LINES)
+    shown = [page.rows_of(line, recorded) for line in page.LINES]
+    assert all(shown)
+    assert sorted(row.fault for rows in shown for row in rows) == sorted(row.fault for row in recorded.rows)
 
 
 def test_a_row_with_a_failure_is_marked_and_fails_the_run() -> None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import itertools
 import multiprocessing
 import os
 import random
 import time
+from collections.abc import Iterator
 from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -18,68 +21,71 @@ from onecopy.checkpoint import load, save, storage, verify
 from onecopy.errors import CheckpointError, CorruptCheckpointError
 from tests.support.hostile import Pair, Seen
 
-_context = multiprocessing.get_context("spawn")
-
 
 def _write(root: Path, first: int, stride: int, count: int, keep: int, ended: Event, results: Any) -> None:
     """Save again and again; stop after this many saves, or when the readers have ended."""
     torch.set_num_threads(1)
-    problems, step = list[str](), first
-    while step < first + stride * count and not ended.is_set():
+    problems, saves = list[str](), 0
+    while saves < count and not ended.is_set():
+        step = first + stride * saves
         try:
             save(root, step, extra={"step": step, "data": torch.full((500,), float(step))}, keep=keep)
         except Exception as error:
             problems.append(f"saving step {step}: {type(error).__name__}: {error}")
-        step += stride
-    results.put(((step - first) // stride, problems))
+        saves += 1
+    results.put((saves, problems))
+
+
+@contextlib.contextmanager
+def _writers(seen: Seen, *settings: tuple[Path, int, int, int, int]) -> Iterator[Event]:
+    """Processes that write during the block; the number of their saves and their problems are added to ``seen``."""
+    context = multiprocessing.get_context("spawn")
+    ended, results = context.Event(), context.Queue()
+    writers = [context.Process(target=_write, args=(*each, ended, results), daemon=True) for each in settings]
+    for writer in writers:
+        writer.start()
+    try:
+        yield ended
+    finally:
+        for _ in writers:
+            saves, problems = results.get(timeout=600)
+            seen.loaded += saves
+            seen.problems += problems
+        for writer in writers:
+            writer.join()
 
 
 def loads_beside_a_writer(root: Path, count: int) -> Seen:
     """Load this many times while another process saves with ``keep=1``."""
     save(root, 0, extra={"step": 0, "data": torch.zeros(500)})
-    ended, results, seen = _context.Event(), _context.Queue(), Seen()
-    writer = _context.Process(target=_write, args=(root, 1, 1, 1 << 40, 1, ended, results), daemon=True)
-    writer.start()
-    while (root / "step-00000000").exists() and writer.is_alive():
-        time.sleep(0.01)  # the first save of the writer removes it
-    try:
+    seen = Seen()
+    with _writers(seen, (root, 1, 1, 1 << 40, 1)) as ended:
+        deadline = time.monotonic() + 60
+        while (root / "step-00000000").exists() and time.monotonic() < deadline:
+            time.sleep(0.01)  # the first save of the writer removes it
         for _ in range(count):
-            seen.tried += 1
             begun = time.monotonic()
             try:
                 loaded = load(root)
                 right = torch.equal(loaded.extra["data"], torch.full((500,), float(loaded.step)))
-                seen.loaded += 1
                 if not right or loaded.extra["step"] != loaded.step:
                     seen.problems.append(f"step {loaded.step} has other values")
             except Exception as error:
                 seen.problems.append(f"{type(error).__name__}: {error}")
             seen.slowest = max(seen.slowest, time.monotonic() - begun)
-    finally:
-        ended.set()
-    saves, problems = results.get(timeout=60)
-    writer.join()
-    seen.problems += problems
-    if saves < 2:
-        seen.problems.append(f"the writer saved {saves} times only")
+        ended.set()  # nothing above can raise
+    if seen.loaded < 2:
+        seen.problems.append(f"the writer saved {seen.loaded} times only")
+    seen.tried = count
     return seen
 
 
 def saves_of_two_writers(root: Path, count: int) -> Seen:
     """Save this many times in each of two processes, odd and even steps, with ``keep=2``."""
-    ended, results, seen = _context.Event(), _context.Queue(), Seen()
-    arguments = [(root, first, 2, count // 2, 2, ended, results) for first in (0, 1)]
-    writers = [_context.Process(target=_write, args=each, daemon=True) for each in arguments]
-    begun = time.monotonic()
-    for writer in writers:
-        writer.start()
-    for _ in writers:
-        saves, problems = results.get(timeout=600)
-        seen.tried += saves
-        seen.problems += problems
-    for writer in writers:
-        writer.join()
-    seen.loaded = seen.tried - len(seen.problems)
+    seen, begun = Seen(), time.monotonic()
+    with _writers(seen, *((root, first, 2, count // 2, 2) for first in (0, 1))):
+        pass
+    seen.tried = seen.loaded
     seen.slowest = (time.monotonic() - begun) / max(1, count // 2)
     verify(root)
     left = [name for name in os.listdir(root) if name.startswith(".")]
@@ -97,13 +103,11 @@ def _failing_load(root: Path, name: str, number: int) -> tuple[Pair, Any]:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         return real(*arguments)
 
-    setattr(storage, name, replacement)
-    try:
-        return pair, pair.load(root)
-    except Exception as error:
-        return pair, error
-    finally:
-        setattr(storage, name, real)
+    with patch.object(storage, name, replacement):
+        try:
+            return pair, pair.load(root)
+        except Exception as error:
+            return pair, error
 
 
 def disk_faults_of_loads(root: Path) -> Seen:
@@ -171,8 +175,7 @@ def random_corruption(folder: Path, count: int, seed: int) -> Seen:
         except CorruptCheckpointError:
             seen.refused += 1
         except Exception as error:
-            ours = isinstance(error, CheckpointError)
-            seen.problems.append(f"number {number} of seed {seed}: {'' if ours else 'other: '}{error!r}")
+            seen.problems.append(f"number {number} of seed {seed}: {error!r}")
         finally:
             path.write_bytes(before)
         seen.slowest = max(seen.slowest, time.monotonic() - begun)

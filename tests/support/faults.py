@@ -1,18 +1,17 @@
-"""Ranks that die at a chosen point of a save: the points, the training, and the record of what happened."""
+"""Ranks that die, or whose disk fails, at a chosen point of a save: the points, and the training."""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-import os
 import random
-import signal
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -24,12 +23,6 @@ from onecopy import checkpoint
 from onecopy.checkpoint import storage
 from onecopy.checkpoint.ranks import Ranks
 from onecopy.comm.agreement import FailTogether
-
-COLLECTIVE_LIMIT = 10.0
-"""Seconds after which gloo gives up on a collective."""
-
-LIMIT = 30.0
-"""Seconds after which a rank that has not ended counts as one that hangs."""
 
 LONGEST_DELAY = 0.002
 """Seconds that a rank may sleep at each of its points, so that the same kill meets the others at different places."""
@@ -47,56 +40,46 @@ BEFORE, AFTER = 4, 6
 """The newest step before the save in which a rank dies, and the step of that save."""
 
 
+@dataclass
 class Injector:
     """Counts the points of a save: each change to the file system, each exchange of the ranks. At one of them it acts.
 
-    Args:
+    Attributes:
         call: the number of the point, or None to only count.
         moment: "before", "after" or, for what can be half done, "during" it.
         act: what happens there, such as the death of the process.
         delays: a seed for short pauses at every point, or None.
+        points: the names of the points so far.
     """
 
-    def __init__(
-        self,
-        call: int | None = None,
-        moment: str = "before",
-        act: Callable[[], object] = lambda: None,
-        delays: str | None = None,
-    ) -> None:
-        self.points: list[str] = []
-        self._call = call
-        self._moment = moment
-        self._act = act
-        self._random = None if delays is None else random.Random(delays)
+    call: int | None = None
+    moment: str = "before"
+    act: Callable[[], object] = lambda: None
+    delays: str | None = None
+    points: list[str] = field(default_factory=list)
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
         """Take the place of the real functions for a while."""
-        places = [*((storage, name) for name in CHANGES), *EXCHANGES]
-        real = [getattr(place, name) for place, name in places]
-        for (place, name), function in zip(places, real, strict=True):
-            setattr(place, name, self._around(name, function))
-        try:
+        source = random.Random(self.delays)
+        with pytest.MonkeyPatch.context() as patch:
+            for place, name in (*((storage, name) for name in CHANGES), *EXCHANGES):
+                patch.setattr(place, name, self._around(name, getattr(place, name), source))
             yield
-        finally:
-            for (place, name), function in zip(places, real, strict=True):
-                setattr(place, name, function)
 
-    def _around(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def _around(self, name: str, function: Callable[..., Any], source: random.Random) -> Callable[..., Any]:
         def replacement(*arguments: Any, **options: Any) -> Any:
-            here = len(self.points) == self._call
+            moment = self.moment if len(self.points) == self.call else None
             self.points.append(name)
-            if self._random is not None:
-                time.sleep(self._random.uniform(0.0, LONGEST_DELAY))
-            if here and self._moment == "before":
-                self._act()
-            if here and self._moment == "during":
+            if self.delays is not None:
+                time.sleep(source.uniform(0.0, LONGEST_DELAY))
+            if moment == "during":
                 _half(name, function, arguments)
-                self._act()
+            if moment in ("before", "during"):
+                self.act()
             result = function(*arguments, **options)
-            if here and self._moment == "after":
-                self._act()
+            if moment == "after":
+                self.act()
             return result
 
         return replacement
@@ -115,11 +98,6 @@ def _half(name: str, function: Callable[..., Any], arguments: tuple[Any, ...]) -
 def moments_of(name: str) -> tuple[str, ...]:
     """When something can happen, relative to a point."""
     return ("before", "during", "after") if name in DIVISIBLE else ("before", "after")
-
-
-def die() -> None:
-    """End this process at once, as a machine that fails would."""
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 class Run:
@@ -148,15 +126,8 @@ class Run:
     def save(self, root: Path, blocking: bool, keep: int | None = KEEP) -> Path:
         """Save under the current step."""
         extra = checkpoint.capture(position=self.step, scheduler=self.scheduler)
-        return checkpoint.save(
-            root,
-            self.step,
-            model=self.model,
-            optimizer=self.optimizer,
-            extra=extra,
-            keep=keep,
-            blocking=blocking,
-        )
+        what: dict[str, Any] = {"model": self.model, "optimizer": self.optimizer, "extra": extra}
+        return checkpoint.save(root, self.step, **what, keep=keep, blocking=blocking)
 
     def load(self, root: Path) -> Path:
         """Go on from the newest checkpoint; return which one it was."""
@@ -168,20 +139,15 @@ class Run:
     def digest(self) -> str:
         """Of every bit that training goes on from: weights, this rank's optimizer state, options, random numbers."""
         text = hashlib.sha256(repr((self.step, self.scheduler.state_dict())).encode())
-        for tensor in self._tensors():
+        inner = self.optimizer.optim
+        stepped = [param for group in inner.param_groups for param in group["params"]]
+        state = [value for param in stepped for _, value in sorted(inner.state[param].items())]
+        for tensor in (*self.model.state_dict().values(), *state, torch.get_rng_state()):
             text.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
         return text.hexdigest()
 
-    def _tensors(self) -> Iterator[Tensor]:
-        yield from self.model.state_dict().values()
-        inner = self.optimizer.optim
-        for group in inner.param_groups:
-            for param in group["params"]:
-                yield from (value for _, value in sorted(inner.state[param].items()))
-        yield torch.get_rng_state()
 
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Kill:
     """Which rank dies where: at the point of its save with the number ``call``."""
 
@@ -197,12 +163,12 @@ class Kill:
         return f"{self.world_size} ranks, {mode}: rank {self.rank} dies {self.moment} point {self.call}"
 
 
-@dataclass(slots=True)
+@dataclass
 class Outcome:
     """The result of a kill; ``problems`` lists everything that is wrong."""
 
     kill: Kill
-    point: str = ""
+    point: str
     committed: bool = False
     hangs: int = 0
     partial_loads: int = 0

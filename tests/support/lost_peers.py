@@ -20,11 +20,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.distributed.checkpoint.state_dict import StateDictOptions
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
-import onecopy
-from onecopy import PeerFailedError, ShardedDataParallel, ZeroRedundancyOptimizer, checkpoint, optimizer
+from onecopy import PeerFailedError, ShardedDataParallel, checkpoint, optimizer
 from onecopy.checkpoint import loading
 from onecopy.checkpoint.saving import SaveJob
 from onecopy.comm import process_groups
@@ -37,7 +35,8 @@ from onecopy.ddp_hooks.reduce_scatter import GradientReducer
 from onecopy.state_dict import gather
 from onecopy.step import join, norms
 from onecopy.step.engine import Engine
-from tests.support.exact_training import allreduce
+from tests.accelerator import training
+from tests.accelerator.training import Blocks
 from tests.support.harness import Pool
 
 LIMIT = 240.0
@@ -51,56 +50,60 @@ NO_TAG = 2**31 - 1
 TIMEOUT = 4.0
 """The timeout of the groups of calls to which a rank does not come."""
 
-
 NORM = "grad_norm() or clip_grad_norm_()"
 UPDATE = "the update inside backward()"
 WRAPPING = "constructing ShardedDataParallel"
+MAKING = "constructing ReduceScatter"
 SAVING, LOADING = "saving a checkpoint", "loading a checkpoint"
 SETTING, UNSCALING = "set_optimizer_state_dict()", "GradScaler.unscale_()"
+FULL = StateDictOptions(full_state_dict=True)
 
 
-class Trained:
-    """A model on one level, on a process group of its own."""
+BATCHED: dict[str, Any] = {"model": partial(Blocks, 1, nn.BatchNorm1d), "bucket": 600}
+LEVELS = {
+    "parameter": training.Case("", training.level_1),
+    "reduce-scatter": training.Case("", training.level_2),
+    "overlap": training.Case("", training.after_backward),
+    "sharded": training.Case("", training.level_3, **BATCHED),
+    "overlap forward": training.Case("", training.level_3, wrap={"overlap_forward": True}, **BATCHED),
+}
 
-    def __init__(self, level: str, group: Any, passes: int = 1) -> None:
-        torch.manual_seed(0)
-        sharded = level in ("sharded", "overlap forward")
-        # DDP would send the buffers in calls of its own.
-        middle = nn.BatchNorm1d(8) if sharded else nn.ReLU()
-        self.module = nn.Sequential(nn.Linear(8, 8), middle, nn.Linear(8, 8))
-        self.group = group
-        self.loss: Any = None
-        self.state: Any = None
+
+class Trained(training.Training):
+    """A model on one level, on a process group of its own, and what a call needs."""
+
+    def __init__(self, case: Case, group: Any, root: str) -> None:
+        super().__init__(LEVELS[case.level], training.Place(torch.device("cpu"), group))
+        self.root, self.zero, self.passes = root, self.optimizer, 0
         self.scaler = torch.amp.GradScaler("cpu")
-        if not sharded:
-            self.model: Any = DistributedDataParallel(self.module, process_group=group)
-        self.zero = ZeroRedundancyOptimizer(
-            self.module.parameters(), AdamW, process_group=group, overlap_with_ddp=level == "overlap", lr=0.01
-        )
-        if sharded:
-            self.model = ShardedDataParallel(
-                self.module, self.zero, bucket_bytes=300, overlap_forward=level == "overlap forward"
-            )
-        elif level == "reduce-scatter":
-            self.model.register_comm_hook(self.zero, onecopy.reduce_scatter_hook)
-        elif level == "overlap":
-            self.model.register_comm_hook(None, onecopy.hook_with_zero_step(allreduce, self.model, self.zero))
-        for _ in range(3 if level == "overlap" else passes):
+        self.state: Any = None
+        for _ in range(3 if case.level == "overlap" else case.passes):
             self.forward()
             self.backward()
             self.zero.step()
             self.zero.zero_grad()
+        if case.call in ("backward()", UPDATE, MAKING, "step()", NORM, UNSCALING):
+            self.forward()
+        if case.call in ("step()", NORM):
+            self.backward()
+        elif case.call == UNSCALING:
+            self.scaler.scale(self.last_loss).backward()
+        elif case.call == LOADING:
+            checkpoint.save(root, 1, **self.what)
+        elif case.call == SETTING:
+            self.state = checkpoint.get_optimizer_state_dict(self.module, self.zero, options=FULL)
+
+    @property
+    def what(self) -> dict[str, Any]:
+        """Arguments of checkpoint functions."""
+        return {"model": self.model, "optimizer": self.zero, "process_group": self.place.group}
 
     def forward(self) -> None:
-        self.loss = self.model(torch.randn(4, 8)).square().mean()
+        self.passes += 1
+        self.last_loss = self.loss(self.passes)
 
     def backward(self) -> None:
-        self.loss.backward()
-
-    def step_and(self, then: Callable[[], object]) -> None:
-        """Make a step, and what waits for its parameters."""
-        self.zero.step()
-        then()
+        self.last_loss.backward()
 
     def join(self) -> None:
         """Run out of inputs first on the last rank."""
@@ -111,21 +114,27 @@ class Trained:
                 self.backward()
                 self.zero.step()
 
-    def prepare(self, call: str, root: str) -> None:
-        """Do on all ranks what a call needs."""
-        if call.startswith(("backward", "the update", "constructing ReduceScatter")):
-            self.forward()
-        elif call in ("step()", NORM):
-            self.forward()
-            self.backward()
-        elif call == UNSCALING:
-            self.forward()
-            self.scaler.scale(self.loss).backward()
-        elif call == LOADING:
-            checkpoint.save(root, 1, model=self.model, optimizer=self.zero, process_group=self.group)
-        elif call == SETTING:
-            options = StateDictOptions(full_state_dict=True)
-            self.state = checkpoint.get_optimizer_state_dict(self.module, self.zero, options=options)
+
+CALLS: dict[str, Callable[[Trained], object]] = {
+    "step()": lambda trained: trained.zero.step(),
+    "forward()": lambda trained: trained.forward(),
+    **dict.fromkeys(("backward()", MAKING, UPDATE), lambda trained: trained.backward()),
+    "constructing the optimizer": lambda trained: trained.add_optimizers(),
+    WRAPPING: lambda trained: ShardedDataParallel(trained.module, trained.zero),
+    "add_param_group()": lambda trained: trained.zero.add_param_group({"params": [nn.Parameter(torch.ones(3))]}),
+    "load_state_dict()": lambda trained: trained.zero.load_state_dict(
+        AdamW(trained.module.parameters(), lr=0.01).state_dict()
+    ),
+    "consolidate_state_dict()": lambda trained: trained.zero.consolidate_state_dict(),
+    NORM: lambda trained: trained.zero.clip_grad_norm_(1.0),
+    UNSCALING: lambda trained: trained.scaler.unscale_(trained.zero),
+    SAVING: lambda trained: checkpoint.save(trained.root, 2, **trained.what),
+    LOADING: lambda trained: checkpoint.load(trained.root, **trained.what),
+    SETTING: lambda trained: checkpoint.set_optimizer_state_dict(
+        trained.module, trained.zero, trained.state, options=FULL
+    ),
+}
+"""The calls by the names that errors give them."""
 
 
 @dataclass(frozen=True)
@@ -135,110 +144,62 @@ class Case:
     Attributes:
         call: the name that the error must have.
         level: the level of sharding.
-        make: makes the call.
         place: an object and the name of its function in which the rank is lost; None for before the call.
+        then: what is called after it, if the error comes there.
         passes: how many steps are made before.
         lost_rank: the rank that is lost, by default the last one. Nobody waits for a rank that only receives.
     """
 
     call: str
     level: str
-    make: Callable[[Trained, str], object]
     place: tuple[Any, str] | None = None
+    then: Callable[[Trained], object] = lambda _: None
     passes: int = 1
     lost_rank: int = -1
 
     def __str__(self) -> str:
         return f"{self.call} at level {self.level}, {self.place[1] if self.place else 'before the call'}"
 
-
-def _step(trained: Trained, _: str) -> None:
-    trained.zero.step()
-
-
-def _backward(trained: Trained, _: str) -> None:
-    trained.backward()
-
-
-def _save(trained: Trained, root: str) -> None:
-    checkpoint.save(root, 2, model=trained.model, optimizer=trained.zero, process_group=trained.group)
+    def make(self, trained: Trained) -> None:
+        """Make the call."""
+        if self.place in JOINING:
+            trained.join()
+        else:
+            CALLS[self.call](trained)
+            self.then(trained)
 
 
-def _load(trained: Trained, root: str) -> None:
-    checkpoint.load(root, model=trained.model, optimizer=trained.zero, process_group=trained.group)
-
-
-def _zero(trained: Trained, _: str) -> None:
-    ZeroRedundancyOptimizer(nn.Linear(4, 4).parameters(), AdamW, process_group=trained.group, lr=0.1)
-
-
-def _wrap(trained: Trained, _: str) -> None:
-    ShardedDataParallel(trained.module, trained.zero)
-
-
-def _consolidate(trained: Trained, _: str) -> None:
-    trained.zero.consolidate_state_dict()
-
-
-def _load_state(trained: Trained, _: str) -> None:
-    plain = AdamW(trained.module.parameters(), lr=0.01)
-    trained.zero.load_state_dict(plain.state_dict())
-
-
-def _set_state(trained: Trained, _: str) -> None:
-    options = StateDictOptions(full_state_dict=True)
-    checkpoint.set_optimizer_state_dict(trained.module, trained.zero, trained.state, options=options)
-
-
-def _add_group(trained: Trained, _: str) -> None:
-    trained.zero.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
-
-
-def _clip(trained: Trained, _: str) -> None:
-    trained.zero.clip_grad_norm_(1.0)
-
-
-def _join(trained: Trained, _: str) -> None:
-    trained.join()
-
-
+JOINING = ((join, "_receive_from_active"), (optimizer, "joined_step"))
+SENDING, FINISHING = (PipelinedStep, "_start_sending"), (PipelinedStep, "_finish_step")
 CASES = [
-    *(Case("step()", level, _step) for level in ("parameter", "reduce-scatter", "sharded", "overlap forward")),
-    *(Case("step()", level, _step, (Engine, "share")) for level in ("parameter", "reduce-scatter")),
-    Case("step()", "sharded", _step, (PipelinedStep, "_start_sending")),
-    Case("step()", "sharded", _step, (PipelinedStep, "_finish_step")),
-    *(
-        Case("step()", "overlap forward", lambda each, _: each.step_and(each.model.wait), (PipelinedStep, place))
-        for place in ("_start_sending", "_finish_step")
-    ),
-    Case("step()", "overlap forward", lambda each, _: each.step_and(each.forward), (PipelinedStep, "_start_sending")),
-    Case("step()", "overlap forward", lambda each, _: each.step_and(each.forward), (PipelinedStep, "_finish_step")),
-    *(Case("backward()", level, _backward) for level in ("reduce-scatter", "sharded", "overlap forward")),
-    Case("constructing ReduceScatter", "reduce-scatter", _backward, passes=0),
-    Case("backward()", "reduce-scatter", _backward, (GradientReducer, "_start")),
-    Case("backward()", "sharded", _backward, (BackwardReducer, "_launch")),
-    *(Case(UPDATE, "overlap", _backward, (OverlappedStep, place)) for place in ("_start_sharing", "_finish_iteration")),
-    Case("forward()", "sharded", lambda each, _: each.forward(), lost_rank=0),
-    Case("forward()", "sharded", lambda each, _: each.forward(), (ModuleSync, "broadcast_buffers"), lost_rank=0),
-    Case("constructing the optimizer", "parameter", _zero),
-    Case(WRAPPING, "parameter", _wrap, passes=0),
-    Case(WRAPPING, "parameter", _wrap, (ModuleSync, "broadcast_all"), passes=0),
-    Case("add_param_group()", "parameter", _add_group),
-    Case("load_state_dict()", "parameter", _load_state),
-    *(Case("consolidate_state_dict()", level, _consolidate) for level in ("parameter", "sharded")),
-    Case("consolidate_state_dict()", "parameter", _consolidate, (gather, "send_ranges")),
-    *(Case(NORM, level, _clip) for level in ("parameter", "reduce-scatter", "sharded")),
-    Case(NORM, "sharded", _clip, (norms, "combined_norms")),
-    Case(UNSCALING, "sharded", lambda each, _: each.scaler.unscale_(each.zero)),
-    *(Case(SAVING, level, _save) for level in ("parameter", "sharded")),
-    Case(SAVING, "parameter", _save, (SaveJob, "_write")),
-    Case(SAVING, "parameter", _save, (SaveJob, "_begin")),
-    Case(SAVING, "parameter", _save, (SaveJob, "_commit")),
-    Case(LOADING, "sharded", _load),
-    Case(LOADING, "sharded", _load, (loading, "_load_from")),
-    Case(SETTING, "parameter", _set_state),
-    Case("step()", "parameter", _join, (join, "_receive_from_active")),
-    Case("step()", "parameter", _join, (optimizer, "joined_step")),
+    *(Case("step()", level) for level in ("parameter", "reduce-scatter", "sharded", "overlap forward")),
+    *(Case("step()", level, (Engine, "share")) for level in ("parameter", "reduce-scatter")),
+    *(Case("step()", "sharded", place) for place in (SENDING, FINISHING)),
+    *(Case("step()", "overlap forward", place, lambda each: each.model.wait()) for place in (SENDING, FINISHING)),
+    *(Case("step()", "overlap forward", place, lambda each: each.forward()) for place in (SENDING, FINISHING)),
+    *(Case("step()", "parameter", place) for place in JOINING),
+    *(Case("backward()", level) for level in ("reduce-scatter", "sharded", "overlap forward")),
+    Case(MAKING, "reduce-scatter", passes=0),
+    Case("backward()", "reduce-scatter", (GradientReducer, "_start")),
+    Case("backward()", "sharded", (BackwardReducer, "_launch")),
+    *(Case(UPDATE, "overlap", (OverlappedStep, place)) for place in ("_start_sharing", "_finish_iteration")),
+    Case("forward()", "sharded", lost_rank=0),
+    Case("forward()", "sharded", (ModuleSync, "broadcast_buffers"), lost_rank=0),
+    Case("constructing the optimizer", "parameter"),
+    Case(WRAPPING, "parameter", passes=0),
+    Case(WRAPPING, "parameter", (ModuleSync, "broadcast_all"), passes=0),
+    Case("add_param_group()", "parameter"),
+    Case("load_state_dict()", "parameter"),
+    *(Case("consolidate_state_dict()", level) for level in ("parameter", "sharded")),
+    Case("consolidate_state_dict()", "parameter", (gather, "send_ranges")),
+    *(Case(NORM, level) for level in ("parameter", "reduce-scatter", "sharded")),
+    Case(NORM, "sharded", (norms, "combined_norms")),
+    Case(UNSCALING, "sharded"),
+    *(Case(SAVING, level) for level in ("parameter", "sharded")),
+    *(Case(SAVING, "parameter", (SaveJob, place)) for place in ("_write", "_begin", "_commit")),
+    Case(LOADING, "sharded"),
+    Case(LOADING, "sharded", (loading, "_load_from")),
+    Case(SETTING, "parameter"),
 ]
 
 WAYS = ["ends", "does not come"]
@@ -270,9 +231,7 @@ def run(way: str, root: str) -> list[str]:
             continue
         folder, timeout = os.path.join(root, str(number)), timedelta(seconds=TIMEOUT if comes_late else 30)
         group = dist.new_group(timeout=timeout)
-        trained = Trained(case.level, group, case.passes)
-        trained.prepare(case.call, folder)
-        call = partial(case.make, trained, folder)
+        call = partial(case.make, Trained(case, group, folder))
         if case.place is None and not comes_late:
             killed_before.append((case, group, call))
             continue
@@ -285,6 +244,7 @@ def run(way: str, root: str) -> list[str]:
     if killed_before:
         dist.barrier()
         if here == world_size - 1:
+            time.sleep(1.0)  # until the others have left the barrier, too
             os.kill(os.getpid(), signal.SIGKILL)
     return found + [_problem(case, group, call) for case, group, call in killed_before]
 

@@ -235,8 +235,7 @@ def _parsed(content: dict[str, Any], where: str) -> Manifest:
         raise CheckpointError(f"{where} has version {version} of the format, and this onecopy reads version {VERSION}")
     if block_bytes != BLOCK_BYTES:
         raise CheckpointError(f"{where} has checksums for blocks of {block_bytes} bytes, not {BLOCK_BYTES}")
-    outside = ("crc32", "format", "version", "block_bytes")
-    found: Manifest = _typed(Manifest, {name: each for name, each in content.items() if name not in outside}, "it")
+    found = from_json(content)
     tensors, model = found.tensors, found.model
     _need(found.world_size == len(found.per_rank) > 0, "'per_rank' is not a list with a value for each rank")
     _check_files_are_filled(found.files, tensors)
@@ -250,6 +249,13 @@ def _parsed(content: dict[str, Any], where: str) -> Manifest:
     _check_tree(found.extra, "'extra'", tensors, where, "extra", named=False)
     for number, optimizer in enumerate(found.optimizers):
         _check_optimizer(optimizer, number, tensors, where)
+    return found
+
+
+def from_json(content: Mapping[str, Any]) -> Manifest:
+    """Return the manifest in JSON data of :func:`dump`. Only the types of its values are checked."""
+    outside = ("crc32", "format", "version", "block_bytes")
+    found: Manifest = _typed(Manifest, {name: each for name, each in content.items() if name not in outside}, "it")
     return found
 
 

@@ -20,17 +20,11 @@ from onecopy.comm.work import InFlight, Work
 
 @dataclass(slots=True)
 class _Memory:
-    """Memory of the pool.
+    """Memory of the pool."""
 
-    Attributes:
-        memory: the bytes.
-        allocated_on: the stream on which the memory was allocated; None on the CPU.
-        used_on: the stream on which its last user has waited for the end of its use.
-    """
-
-    memory: Tensor
-    allocated_on: torch.Stream | None
-    used_on: torch.Stream | None
+    memory: Tensor  # the bytes
+    allocated_on: torch.Stream | None  # the stream on which the memory was allocated; None on the CPU
+    used_on: torch.Stream | None  # the stream on which its last user has waited for the end of its use
 
     @property
     def nbytes(self) -> int:

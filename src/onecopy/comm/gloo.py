@@ -87,26 +87,19 @@ class Pairs:
 
 
 class PairwiseReduction:
-    """A reduce-scatter in flight: every rank sends each owner its pieces, and the owner takes the mean.
-
-    Args:
-        pairs: the ranks.
-        pieces: by owner, the contiguous pieces that it owns. Their lengths are equal on all ranks. They are only read,
-            except for this rank's own ones where these are the targets.
-        targets: where the mean of each of this rank's own pieces goes: the piece itself, or other memory.
-        scale: the factor from the sum to the mean.
-        pool: gives memory for the pieces that arrive.
-        tag: a tag that no other reduction in flight has.
-    """
+    """A reduce-scatter in flight: every rank sends each owner its pieces, and the owner takes the mean."""
 
     def __init__(
         self,
         pairs: Pairs,
+        # by owner, the contiguous pieces that it owns. Their lengths are equal on all ranks. They are only read, except
+        # for this rank's own ones where these are the targets.
         pieces: Sequence[Sequence[Tensor]],
+        # where the mean of each of this rank's own pieces goes: the piece itself, or other memory
         targets: Sequence[Tensor],
-        scale: float,
-        pool: BufferPool,
-        tag: int,
+        scale: float,  # the factor from the sum to the mean
+        pool: BufferPool,  # gives memory for the pieces that arrive
+        tag: int,  # a tag that no other reduction in flight has
     ) -> None:
         self._group_rank, self._scale, self._pool = pairs.group_rank, scale, pool
         ranks, here = pairs.ranks, pairs.group_rank

@@ -31,21 +31,13 @@ CALL = "backward()"
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """The elements ``[start, stop)`` of a source, which one rank owns.
+    """The elements ``[start, stop)`` of a source, which one rank owns."""
 
-    Attributes:
-        source: the position of the source among those that are given to ``start``.
-        start: the first element.
-        stop: the element after the last one.
-        owner: the group rank of the owner.
-        offset: the position of the piece in the owner's part.
-    """
-
-    source: int
-    start: int
-    stop: int
-    owner: int
-    offset: int
+    source: int  # the position of the source among those that are given to ``start``
+    start: int  # the first element
+    stop: int  # the element after the last one
+    owner: int  # the group rank of the owner
+    offset: int  # the position of the piece in the owner's part
 
     @property
     def numel(self) -> int:
@@ -69,27 +61,19 @@ class _Message:
 
 
 class ReduceScatterPlan:
-    """The reduce-scatter of some sources.
-
-    Args:
-        collectives: the ranks.
-        pieces: the pieces, equal on all ranks; those of an owner in the order of their offsets.
-        source_dtype: the type of the sources.
-        dtype: the type in which gradients are sent and added up.
-        device: the device of the sources.
-        lengths: the number of elements of each rank's part; by default as many as its pieces need, and equal numbers
-            where that adds little.
-        replicas: the ranks that own the same pieces in other replicas (with a mesh), or None. The mean is over all.
-    """
+    """The reduce-scatter of some sources."""
 
     def __init__(
         self,
         collectives: Collectives,
-        pieces: Sequence[Piece],
-        source_dtype: torch.dtype,
-        dtype: torch.dtype,
-        device: torch.device,
+        pieces: Sequence[Piece],  # the pieces, equal on all ranks; those of an owner in the order of their offsets
+        source_dtype: torch.dtype,  # the type of the sources
+        dtype: torch.dtype,  # the type in which gradients are sent and added up
+        device: torch.device,  # the device of the sources
+        # the number of elements of each rank's part; by default as many as its pieces need, and equal numbers where
+        # that adds little
         lengths: Sequence[int] | None = None,
+        # the ranks that own the same pieces in other replicas (with a mesh), or None. The mean is over all.
         replicas: Collectives | None = None,
     ) -> None:
         self._collectives, self._replicas = collectives, replicas
@@ -166,22 +150,14 @@ class ReduceScatterPlan:
 
 
 class Reduction:
-    """A reduce-scatter in flight.
-
-    Args:
-        work: the collective.
-        messages: the messages that this rank owns.
-        means: the memory in which the mean of each of them arrives.
-        sources: where the mean is copied to, in place of the pieces that were packed; None if it is not.
-        pool: the pool of the buffers.
-        buffers: the buffers.
-    """
+    """A reduce-scatter in flight."""
 
     def __init__(
         self,
         work: Work,
-        messages: Sequence[_Message],
-        means: Sequence[Tensor],
+        messages: Sequence[_Message],  # the messages that this rank owns
+        means: Sequence[Tensor],  # the memory in which the mean of each of them arrives
+        # where the mean is copied to, in place of the pieces that were packed; None if it is not
         sources: Sequence[Tensor | None] | None,
         pool: BufferPool,
         buffers: Sequence[Tensor],

@@ -36,63 +36,40 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 @dataclass(frozen=True, slots=True)
 class OwnedMemory:
-    """Contiguous memory, as bytes, of parameters that one rank owns.
+    """Contiguous memory, as bytes, of parameters that one rank owns."""
 
-    Attributes:
-        owner: the group rank of the owner.
-        params: the indices of the parameters.
-        memory: the bytes.
-        itemsize: the bytes of one element; the memory is aligned to it.
-    """
-
-    owner: int
-    params: tuple[int, ...]
-    memory: Tensor
-    itemsize: int
+    owner: int  # the group rank of the owner
+    params: tuple[int, ...]  # the indices of the parameters
+    memory: Tensor  # the bytes
+    itemsize: int  # the bytes of one element; the memory is aligned to it
 
 
 @dataclass(frozen=True, slots=True)
 class SharedBucket:
-    """A flat bucket of parameters that is sharded among all ranks.
+    """A flat bucket of parameters that is sharded among all ranks."""
 
-    Attributes:
-        memory: the ranges of all owners, one behind the other.
-        lengths: by owner, the number of elements of its range.
-        params: the indices of the parameters.
-    """
-
-    memory: Tensor
-    lengths: tuple[int, ...]
-    params: tuple[int, ...]
+    memory: Tensor  # the ranges of all owners, one behind the other
+    lengths: tuple[int, ...]  # by owner, the number of elements of its range
+    params: tuple[int, ...]  # the indices of the parameters
 
 
 @dataclass(frozen=True, slots=True)
 class _Views:
-    """The views of a round's buffer.
+    """The views of a round's buffer."""
 
-    Attributes:
-        mine: this rank's part, without padding.
-        theirs: views of the other ranks' parts, one for each of their memory ranges.
-        targets: these memory ranges.
-        params: their parameters.
-    """
-
-    mine: Tensor
-    theirs: list[Tensor]
-    targets: list[Tensor]
-    params: list[tuple[int, ...]]
+    mine: Tensor  # this rank's part, without padding
+    theirs: list[Tensor]  # views of the other ranks' parts, one for each of their memory ranges
+    targets: list[Tensor]  # these memory ranges
+    params: list[tuple[int, ...]]  # their parameters
 
 
 @dataclass(slots=True)
 class _Round:
-    """One all-gather of packed memory ranges.
+    """One all-gather of packed memory ranges."""
 
-    Attributes:
-        memories: by owner, the memory ranges that it sends, and the parameters of each.
-        lengths: by owner, the number of elements of its part of the buffer, padding included.
-    """
-
+    # by owner, the memory ranges that it sends, and the parameters of each
     memories: list[list[tuple[Tensor, tuple[int, ...]]]]
+    # by owner, the number of elements of its part of the buffer, padding included
     lengths: list[int] = field(default_factory=list)
     views: dict[int, _Views] = field(default_factory=dict)  # by address of the buffer
 
@@ -128,20 +105,13 @@ class _Round:
 
 
 class Sharing:
-    """The all-gathers that share some memory, planned once.
-
-    Args:
-        collectives: the ranks.
-        ranges: memory that lies anywhere.
-        buckets: flat buckets.
-        pool: gives the buffers.
-    """
+    """The all-gathers that share some memory, planned once."""
 
     def __init__(
         self,
         collectives: Collectives,
-        ranges: Sequence[OwnedMemory] = (),
-        buckets: Sequence[SharedBucket] = (),
+        ranges: Sequence[OwnedMemory] = (),  # memory that lies anywhere
+        buckets: Sequence[SharedBucket] = (),  # flat buckets
         pool: BufferPool | None = None,
     ) -> None:
         self._collectives, self._buckets, self._pool = collectives, list(buckets), pool or BufferPool()

@@ -66,16 +66,10 @@ class InFlight:
     def add(
         self,
         work: Work,
-        then: Callable[[], None] | None = None,
-        staged: bool = False,
+        then: Callable[[], None] | None = None,  # a function that is called when the message has ended
+        staged: bool = False,  # whether it uses extra memory
     ) -> None:
-        """Add a message in flight.
-
-        Args:
-            work: the message.
-            then: a function that is called when the message has ended.
-            staged: whether it uses extra memory.
-        """
+        """Add a message in flight."""
         self._entries.append((work, then, staged))
         self._staged += staged
 

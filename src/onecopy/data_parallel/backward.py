@@ -118,22 +118,17 @@ class BackwardReducer:
     after the pass. A rank reads it at once if it may change what the rank does: if a parameter is trainable and has no
     gradient here (DDP with ``find_unused_parameters`` waits there, too), or has no bucket.
 
-    Args:
-        optimizers: the attached optimizers.
-        names: the name of each of their parameters, by ``id()``, in the order in which a forward pass uses them.
-        policy: the process groups and the data type of all reductions.
-        flags: the queue of votes that the host reads later.
-
     Attributes:
         synchronises: whether backward passes reduce gradients; False under ``no_sync()``.
     """
 
     def __init__(
         self,
-        optimizers: Sequence[AttachedOptimizer],
+        optimizers: Sequence[AttachedOptimizer],  # the attached optimizers
+        # the name of each of their parameters, by ``id()``, in the order in which a forward pass uses them
         names: Mapping[int, str],
-        policy: ReductionPolicy,
-        flags: DeferredFlags,
+        policy: ReductionPolicy,  # the process groups and the data type of all reductions
+        flags: DeferredFlags,  # the queue of votes that the host reads later
     ) -> None:
         self.synchronises = True
         self._unfollowed: str | None = None

@@ -66,17 +66,11 @@ def _flat_bucket(params: Sequence[Tensor], plan: BucketPlan) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class ReductionPolicy:
-    """The process groups and the data type of all reductions.
+    """The process groups and the data type of all reductions."""
 
-    Attributes:
-        gradients: the gradients of all buckets, with the ranks among which they are sharded.
-        replicas: the ranks that own the same shards in other replicas (with a mesh), or None.
-        reduce_dtype: the type in which gradients are sent; None for the type of the parameters.
-    """
-
-    gradients: GradientGroup
-    replicas: Collectives | None
-    reduce_dtype: torch.dtype | None
+    gradients: GradientGroup  # the gradients of all buckets, with the ranks among which they are sharded
+    replicas: Collectives | None  # the ranks that own the same shards in other replicas (with a mesh), or None
+    reduce_dtype: torch.dtype | None  # the type in which gradients are sent; None for the type of the parameters
 
     @property
     def collectives(self) -> Collectives:

@@ -34,21 +34,13 @@ class GradBucket(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ParamInBucket:
-    """A parameter of a bucket that belongs to an optimizer.
-
-    Attributes:
-        param: the parameter.
-        layout_index: the position of its layout among the layouts.
-        index: the position of the parameter in the layout.
-        shard: this rank's shard of it, or None.
-        start: the position of the shard's gradient in the buffer.
-    """
+    """A parameter of a bucket that belongs to an optimizer."""
 
     param: Tensor
-    layout_index: int
-    index: int
-    shard: Shard | None
-    start: int
+    layout_index: int  # the position of its layout among the layouts
+    index: int  # the position of the parameter in the layout
+    shard: Shard | None  # this rank's shard of it, or None
+    start: int  # the position of the shard's gradient in the buffer
 
     def owned_view(self, buffer: Tensor) -> Tensor:
         """Return the view of the buffer that is this rank's part of the gradient."""

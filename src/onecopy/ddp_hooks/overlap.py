@@ -122,47 +122,31 @@ def _hook_name(hook: Hook) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _BucketUpdate:
-    """The update of one bucket in one backward pass.
+    """The update of one bucket in one backward pass."""
 
-    Attributes:
-        is_last: whether it is the last bucket of the pass.
-        assignment: which rank owns which range of the bucket.
-        buffer: the bucket's gradients.
-        reduced: the future of the user's hook, which gives the reduced gradients.
-        done: the future that DDP waits for.
-        has_gradient: by parameter in the bucket, whether this rank has a gradient, and later whether any rank has.
-    """
-
-    is_last: bool
-    assignment: DDPBucketAssignment
-    buffer: Tensor
-    reduced: "Future[Any]"
-    done: "Future[Any]"
+    is_last: bool  # whether it is the last bucket of the pass
+    assignment: DDPBucketAssignment  # which rank owns which range of the bucket
+    buffer: Tensor  # the bucket's gradients
+    reduced: "Future[Any]"  # the future of the user's hook, which gives the reduced gradients
+    done: "Future[Any]"  # the future that DDP waits for
+    # by parameter in the bucket, whether this rank has a gradient, and later whether any rank has
     has_gradient: dict[int, bool]
 
 
 @dataclass(slots=True)
 class _Iteration:
-    """The progress of the overlapped step in one backward pass.
+    """The progress of the overlapped step in one backward pass."""
 
-    Attributes:
-        options: the inner optimizer's options before the update.
-        update_failure: a failure of this rank's own update. This rank goes on with all collectives, and the status
-            flags at the end tell the other ranks.
-        waiting: the buckets that have not been updated yet.
-        broadcasts: the updated parameters in flight.
-        params: the parameters that are in a bucket.
-        collective_failure: a failure of a collective, or the error that the status flags raised. No collective follows.
-        gradient_versions: at the end of the pass, the version of every gradient.
-    """
-
-    options: OptionsSnapshot
+    options: OptionsSnapshot  # the inner optimizer's options before the update
+    # a failure of this rank's own update. This rank goes on with all collectives, and the status flags at the end tell
+    # the other ranks.
     update_failure: FirstFailure
-    waiting: list[_BucketUpdate] = field(default_factory=list)
-    broadcasts: InFlight = field(default_factory=InFlight)
-    params: set[int] = field(default_factory=set)
+    waiting: list[_BucketUpdate] = field(default_factory=list)  # the buckets that have not been updated yet
+    broadcasts: InFlight = field(default_factory=InFlight)  # the updated parameters in flight
+    params: set[int] = field(default_factory=set)  # the parameters that are in a bucket
+    # a failure of a collective, or the error that the status flags raised. No collective follows.
     collective_failure: FirstFailure = field(default_factory=FirstFailure)
-    gradient_versions: Sequence[int | None] = ()
+    gradient_versions: Sequence[int | None] = ()  # at the end of the pass, the version of every gradient
 
 
 class OverlappedStep:

@@ -114,20 +114,13 @@ def _state_for(optimizers: list[Any]) -> ReduceScatter:
 
 @dataclass(frozen=True, slots=True)
 class _Bucket:
-    """A bucket of the current pass, whose reduction has started.
+    """A bucket of the current pass, whose reduction has started."""
 
-    Attributes:
-        assignment: which rank owns which range of the bucket.
-        buffer: the bucket's gradients.
-        future: the future that DDP waits for.
-        reduction: the reduction.
-        all_reduce: the all-reduce of the gradients that belong to no optimizer, and its buffer.
-    """
-
-    assignment: DDPBucketAssignment
-    buffer: Tensor
-    future: Future[Tensor]
+    assignment: DDPBucketAssignment  # which rank owns which range of the bucket
+    buffer: Tensor  # the bucket's gradients
+    future: Future[Tensor]  # the future that DDP waits for
     reduction: Reduction
+    # the all-reduce of the gradients that belong to no optimizer, and its buffer
     all_reduce: tuple[Work, Tensor] | None
 
     def finish(self) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+from collections.abc import Iterator
 from typing import Any
 
 from onecopy.checkpoint import manifest as manifests
@@ -97,6 +99,16 @@ def candidates_in(source: str | os.PathLike[str]) -> list[Location]:
     return found
 
 
+@contextlib.contextmanager
+def opened(source: str | os.PathLike[str]) -> Iterator[tuple[Location, Manifest, Reader]]:
+    """Open a checkpoint, or the newest one in a directory, of whose files only the sizes are checked."""
+    folder = candidates_in(source)[0]
+    found = read_manifest(folder)
+    with Reader(folder, found.files) as reader:
+        reader.check_sizes()
+        yield folder, found, reader
+
+
 def verify(source: str | os.PathLike[str]) -> int:
     """Check every byte of a checkpoint, or of the newest one in a directory; return the number of bytes.
 
@@ -106,10 +118,7 @@ def verify(source: str | os.PathLike[str]) -> int:
     Raises:
         CorruptCheckpointError: if a file is damaged, missing or too short; the message names the file.
     """
-    folder = candidates_in(source)[0]
-    found = read_manifest(folder)
-    with Reader(folder, found.files) as reader:
-        reader.check_sizes()
+    with opened(source) as (folder, found, reader):
         for name in found.files:
             reader.opened(name)
         for name, entry in found.tensors.items():

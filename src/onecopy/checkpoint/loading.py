@@ -315,13 +315,7 @@ def _source_for(
 ) -> tuple[str, Entry]:
     """Return the saved tensor for one of the model's tensors: its own, or a master weight if that has the right dtype.
 
-    Args:
-        manifest: the checkpoint.
-        name: the tensor's name in the model.
-        optimizer_name: the name by which optimizers know it.
-        key: the key of the saved tensor of this name.
-        value: the model's tensor.
-        rounds: whether a floating-point tensor of another dtype may be converted.
+    Optimizers may know it by another name. ``rounds`` allows to convert a floating-point tensor of another dtype.
     """
     entry = manifest.tensors[key]
     if entry.shape != tuple(value.shape):

@@ -181,15 +181,11 @@ def check_vote(
         raise RanksDisagreeError(f"{here}: the ranks disagree in {previous}: {', '.join(found)}. {UPDATED}")
 
 
+@dataclass(slots=True)
 class FirstFailure:
-    """Keeps the first exception of its ``with`` blocks, so that this rank takes part in collectives and tells it later.
+    """Keeps the first exception of its ``with`` blocks: this rank takes part in collectives, and tells it later."""
 
-    Attributes:
-        error: the exception, or None.
-    """
-
-    def __init__(self, error: Exception | None = None) -> None:
-        self.error = error
+    error: Exception | None = None
 
     def __enter__(self) -> FirstFailure:
         return self

@@ -23,13 +23,7 @@ from onecopy.common.flat_views import as_bytes, flat_view
 
 
 class Pairs:
-    """Messages between pairs of ranks, on the CPU.
-
-    Args:
-        group: a group with gloo.
-        group_rank: this rank.
-        ranks: the number of ranks.
-    """
+    """Messages between pairs of the ``ranks`` ranks of a group with gloo, on the CPU."""
 
     def __init__(self, group: dist.ProcessGroup, group_rank: int, ranks: int) -> None:
         self._group, self.group_rank, self.ranks = group, group_rank, ranks

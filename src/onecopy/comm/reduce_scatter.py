@@ -111,14 +111,11 @@ class ReduceScatterPlan:
             self._lengths.append(numel)
 
     def start(self, sources: Sequence[Tensor | None], pool: BufferPool, tag: int, into: Tensor | None) -> Reduction:
-        """Start the reduction.
+        """Start the reduction, with a tag that no other reduction in flight between these ranks has.
 
-        Args:
-            sources: flat gradients; None counts as zeros. They may not be changed before ``wait()`` has returned, and
-                are only read, but for the pieces of this rank if the mean takes their place.
-            pool: gives the buffers.
-            tag: a number that no other reduction in flight between these ranks has.
-            into: memory for this rank's part of the mean; None to replace the pieces that this rank owns.
+        The sources are flat gradients; None counts as zeros. They may not be changed before ``wait()`` has returned.
+        This rank's part of the mean arrives ``into`` that memory. If it is None, the mean replaces the pieces that this
+        rank owns; otherwise sources are only read.
         """
         collectives, here = self._collectives, self._collectives.group_rank
         buffer = pool.take(sum(self._lengths), self._dtype, self._device)
@@ -149,21 +146,17 @@ class ReduceScatterPlan:
         return Reduction(work, mine, means, None if into is not None else sources, pool, buffers)
 
 
+@dataclass(slots=True)
 class Reduction:
     """A reduce-scatter in flight."""
 
-    def __init__(
-        self,
-        work: Work,
-        messages: Sequence[_Message],  # the messages that this rank owns
-        means: Sequence[Tensor],  # the memory in which the mean of each of them arrives
-        # where the mean is copied to, in place of the pieces that were packed; None if it is not
-        sources: Sequence[Tensor | None] | None,
-        pool: BufferPool,
-        buffers: Sequence[Tensor],
-    ) -> None:
-        self._work, self._messages, self._means, self._sources = work, messages, means, sources
-        self._pool, self._buffers = pool, buffers
+    _work: Work
+    _messages: Sequence[_Message]  # that this rank owns
+    _means: Sequence[Tensor]  # the memory in which the mean of each of them arrives
+    # Where the mean is copied to, in place of the pieces that were packed; None if it is not.
+    _sources: Sequence[Tensor | None] | None
+    _pool: BufferPool
+    _buffers: Sequence[Tensor]
 
     def wait(self) -> None:
         """Wait until the mean is where it belongs; on an accelerator, make the current stream wait."""

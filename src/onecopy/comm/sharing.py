@@ -135,15 +135,11 @@ class Sharing:
     def start(
         self, changed: Sequence[bool] | None = None, in_flight: InFlight | None = None, call: str = "step()"
     ) -> InFlight:
-        """Start sending the parameters of all owners to all ranks, and return the messages in flight.
+        """Start sending the parameters of all owners to all ranks; return the messages in flight, with those given.
 
-        What arrives packed is written when it is waited for.
-
-        Args:
-            changed: whether each parameter has changed, equal on all ranks. What has not is not written: autograd may
-                still need it. All-gathers without a changed parameter are left out.
-            in_flight: messages in flight to which these are added.
-            call: the user's call, for errors.
+        ``changed`` tells whether each parameter has changed, equally on all ranks. What has not is not written, because
+        autograd may still need it. All-gathers without a changed parameter are left out. What arrives packed is written
+        when it is waited for.
         """
         in_flight = in_flight or InFlight()
         for work in self.start_in_place(changed, call):

@@ -52,12 +52,8 @@ class _PassVote:
     """The vote at the end of a pass: whether it has failed, and which parameters have a gradient, or are frozen.
 
     The row of the vote is followed by two integers for each parameter: ``2`` if it is frozen, ``+ 1`` if it has a
-    gradient, and the negative of this. Their maxima tell what holds on any rank, and what on all.
-
-    Attributes:
-        row: the row to exchange.
-        present: for each parameter, whether it has a gradient; after the vote, on any rank.
-        trainable: for each parameter, whether it is not frozen.
+    gradient, and the negative of this. Their maxima tell what holds on any rank, and what on all. After the vote
+    ``present`` tells for each parameter whether it has a gradient on any rank.
     """
 
     def __init__(

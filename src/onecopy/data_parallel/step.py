@@ -233,9 +233,7 @@ class PipelinedStep:
 def divide_into_segments(sizes: Sequence[int], full: Callable[[int, int], int]) -> list[Sequence[int]]:
     """The buckets of each segment, by their sizes in bytes. A forward pass reads the last buckets first.
 
-    Args:
-        sizes: the sizes of the buckets.
-        full: returns the size from which a segment is full, by the bytes of the segments before it, and of all.
+    ``full`` returns the size from which a segment is full, by the bytes of the segments before it, and of all.
     """
     segments: list[list[int]] = [[]]
     size = size_before = 0

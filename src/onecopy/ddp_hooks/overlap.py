@@ -79,13 +79,7 @@ def hook_with_zero_step_interleaved(
 ) -> Callable[[Any, Any], Future[Any]]:
     """Return a DDP communication hook that updates each bucket while the backward pass goes on.
 
-    Everything else is as in :func:`hook_with_zero_step`.
-
-    Args:
-        hook: the DDP communication hook that reduces a bucket.
-        ddp: the model on which the hook will be registered.
-        zero: an optimizer over the model's parameters, constructed with ``overlap_with_ddp=True``.
-        shard_buckets: accepted for compatibility and ignored. Ownership always comes from the optimizer's layout.
+    Everything else, with the arguments, is as in :func:`hook_with_zero_step`.
     """
     del shard_buckets
     return _overlap_hook(hook, ddp, zero, interleaved=True)
@@ -153,10 +147,6 @@ class OverlappedStep:
     """Runs an engine's update and share for each bucket that DDP gives to a communication hook.
 
     DDP refers to the optimizer through the hook, and the optimizer to this object. It refers weakly to both.
-
-    Attributes:
-        updated: whether a backward pass has updated, and ``step()`` has not been called since.
-        step_was_called: whether ``step()`` was ever called.
     """
 
     def __init__(
@@ -172,7 +162,7 @@ class OverlappedStep:
         self._pool = BufferPool()
         self._assignments = self._make_assignments()
         self._options_after_update: list[dict[str, str]] = []
-        self.updated = False
+        self.updated = False  # whether a backward pass has updated, and step() has not been called since
         self.step_was_called = False
 
     def reduce_and_update(self, state: Any, bucket: GradBucket) -> Future[Any]:
@@ -417,10 +407,7 @@ class OverlappedStep:
 def check_step_arguments(attributes: dict[str, Any], closure: object, kwargs: dict[str, Any]) -> None:
     """Raise if ``step()`` is called with a closure, a GradScaler or arguments, which need an update after backward.
 
-    Args:
-        attributes: the optimizer's attributes, among which a GradScaler leaves its own.
-        closure: the closure given to ``step()``.
-        kwargs: further arguments given to ``step()``.
+    A GradScaler leaves attributes of its own among those of the optimizer.
     """
     refused = "a closure" if closure is not None else f"step({', '.join(kwargs)}=...)" if kwargs else None
     refused = "a GradScaler" if "found_inf" in attributes else refused

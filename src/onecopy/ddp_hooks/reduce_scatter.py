@@ -134,13 +134,7 @@ class _Bucket:
 
 
 class GradientReducer:
-    """Reduce-scatters DDP's buckets to the owners of the gradients, which are sharded then.
-
-    Args:
-        engines: the engines of the optimizers.
-        reduce_dtype: the type in which gradients are sent; None for their own.
-        in_join: whether the optimizers are in a join context.
-    """
+    """Reduce-scatters DDP's buckets to the owners of the gradients, which are sharded then."""
 
     def __init__(
         self, engines: Sequence[Engine], reduce_dtype: torch.dtype | None, in_join: Callable[[], bool]

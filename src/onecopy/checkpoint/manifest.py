@@ -168,9 +168,10 @@ class Manifest:
     base: dict[str, FrozenParam] | None = None  # the frozen parameters, if only the trainable ones were saved
 
 
-def dump(manifest: Manifest) -> bytes:
-    """Return the manifest as JSON that begins with its own checksum."""
-    content = {"format": FORMAT, "version": VERSION, "block_bytes": BLOCK_BYTES, **vars(manifest)}
+def dump(manifest: Manifest | Mapping[str, Any]) -> bytes:
+    """Return the manifest, given as such or as JSON data, as JSON that begins with its own checksum."""
+    values = vars(manifest) if isinstance(manifest, Manifest) else manifest
+    content = {"format": FORMAT, "version": VERSION, "block_bytes": BLOCK_BYTES, **values}
     text = json.dumps(content, separators=(",", ":"), allow_nan=False, default=vars).encode()
     blank = b'{"crc32":"' + _BLANK + b'",' + text[1:]
     return blank.replace(_BLANK, b"%08x" % zlib.crc32(blank), 1)
@@ -235,7 +236,8 @@ def _parsed(content: dict[str, Any], where: str) -> Manifest:
         raise CheckpointError(f"{where} has version {version} of the format, and this onecopy reads version {VERSION}")
     if block_bytes != BLOCK_BYTES:
         raise CheckpointError(f"{where} has checksums for blocks of {block_bytes} bytes, not {BLOCK_BYTES}")
-    found = from_json(content)
+    outside = ("crc32", "format", "version", "block_bytes")
+    found: Manifest = _typed(Manifest, {name: each for name, each in content.items() if name not in outside}, "it")
     tensors, model = found.tensors, found.model
     _need(found.world_size == len(found.per_rank) > 0, "'per_rank' is not a list with a value for each rank")
     _check_files_are_filled(found.files, tensors)
@@ -249,13 +251,6 @@ def _parsed(content: dict[str, Any], where: str) -> Manifest:
     _check_tree(found.extra, "'extra'", tensors, where, "extra", named=False)
     for number, optimizer in enumerate(found.optimizers):
         _check_optimizer(optimizer, number, tensors, where)
-    return found
-
-
-def from_json(content: Mapping[str, Any]) -> Manifest:
-    """Return the manifest in JSON data of :func:`dump`. Only the types of its values are checked."""
-    outside = ("crc32", "format", "version", "block_bytes")
-    found: Manifest = _typed(Manifest, {name: each for name, each in content.items() if name not in outside}, "it")
     return found
 
 

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from onecopy.checkpoint import directories, manifest, storage
 from onecopy.checkpoint.files import LivePiece, write_file
-from onecopy.checkpoint.manifest import Entry, Manifest, Piece, SavedOptimizer
+from onecopy.checkpoint.manifest import Manifest
 from onecopy.checkpoint.ranks import Ranks, described_tensors, explained_os_errors, parameter_checksums
 from onecopy.checkpoint.save_plan import plan_save
 from onecopy.checkpoint.storage import Location, RemotePath
@@ -266,10 +266,8 @@ class SaveJob:
         with self.ranks.together(), explained_os_errors(f"committing {final}"):
             if self.ranks.group_rank != 0:
                 return
-            made = _merged([manifest.from_json(each) for each in parts])
-            text = manifest.dump(made)
-            _check_loadable(text, final / manifest.NAME)
-            _check_files(folder, made)
+            text = manifest.dump(_merged(parts))
+            _check_files(folder, _loadable(text, final / manifest.NAME))
             if isinstance(final, RemotePath) and not self.overwrite and directories.has_manifest(final):
                 raise CheckpointError(storage.EXISTS.format(final))  # another process has just saved it
             with storage.create(folder / manifest.NAME) as write:
@@ -292,42 +290,36 @@ class SaveJob:
             logger.warning("an older checkpoint could not be removed: %s", error)
 
 
-def _merged(parts: Sequence[Manifest]) -> Manifest:
-    """Return the manifest of the checkpoint that has these parts; raise if the owners of a cut parameter differ."""
-    entries: dict[str, Entry] = {}
-    pieces: dict[str, list[Piece]] = {}
+def _merged(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the manifest that has these parts, as JSON data; raise if the owners of a cut parameter differ."""
+    tensors: dict[str, Any] = {}
     for part in parts:
-        for key, entry in part.tensors.items():
-            entries.setdefault(key, entry)
-            pieces.setdefault(key, []).extend(entry.pieces)
-    base = {name: param for part in parts for name, param in (part.base or {}).items()}
-    return replace(
-        parts[0],
-        files={name: file for part in parts for name, file in part.files.items()},
-        tensors={
-            key: replace(entry, pieces=tuple(sorted(pieces[key], key=lambda piece: piece.start)))
-            for key, entry in entries.items()
-        },
-        optimizers=tuple(map(_merged_optimizer, *(part.optimizers for part in parts))),
-        per_rank=tuple(part.per_rank[0] for part in parts),
-        base=None if parts[0].base is None else dict(sorted(base.items())),
-    )
+        for key, entry in part["tensors"].items():
+            tensors.setdefault(key, {**entry, "pieces": []})["pieces"] += entry["pieces"]
+    for entry in tensors.values():
+        entry["pieces"].sort(key=lambda piece: piece["start"])
+    for optimizer, *others in zip(*(part["optimizers"] for part in parts), strict=True):
+        states: dict[str, Any] = {}
+        for each in (optimizer, *others):
+            for name, state in each["state"].items():
+                if states.setdefault(name, state) != state:
+                    raise CheckpointError(owners_differ(name, "its owners"))
+        optimizer["state"] = {name: states[name][0] for name in optimizer["params"] if name in states}
+    merged = {name: value for name, value in parts[0].items() if name != "crc32"}
+    merged["files"] = {name: file for part in parts for name, file in part["files"].items()}
+    merged["tensors"] = tensors
+    merged["per_rank"] = [part["per_rank"][0] for part in parts]
+    if merged["base"] is not None:
+        base = {name: param for part in parts for name, param in part["base"].items()}
+        merged["base"] = dict(sorted(base.items()))
+    return merged
 
 
-def _merged_optimizer(*parts: SavedOptimizer) -> SavedOptimizer:
-    found: dict[str, Any] = {}
-    for part in parts:
-        for name, state in part.state.items():
-            if found.setdefault(name, state) != state:
-                raise CheckpointError(owners_differ(name, "its owners"))
-    return replace(parts[0], state={name: found[name][0] for name in parts[0].params if name in found})
-
-
-def _check_loadable(text: bytes, path: Location) -> None:
+def _loadable(text: bytes, path: Location) -> Manifest:
     try:
-        manifest.parse(text, str(path))
         if len(text) > manifest.MAX_BYTES:
             raise CorruptCheckpointError(f"{path} has {len(text)} bytes, and at most {manifest.MAX_BYTES} are read")
+        return manifest.parse(text, str(path))
     except CorruptCheckpointError as error:
         raise CheckpointError(f"nothing was saved, because it could not be loaded: {error}") from error
 

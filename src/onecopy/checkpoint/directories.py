@@ -88,13 +88,13 @@ def read_manifest(folder: Location) -> Manifest:
     return manifests.parse(read_whole(path, manifests.MAX_BYTES), str(path))
 
 
-def candidates_in(source: str | os.PathLike[str]) -> list[Location]:
+def candidates_in(source: str | os.PathLike[str], missing_ok: bool = False) -> list[Location]:
     """Return the path itself if it is a checkpoint, else the checkpoints under it, the newest first."""
     path = location_of(source)
     if has_manifest(path) or path.name.startswith("step-"):
         return [path]
     found = committed(path)
-    if not found:
+    if not found and not missing_ok:
         raise FileNotFoundError(f"{path} is not a checkpoint, and has none in it")
     return found
 

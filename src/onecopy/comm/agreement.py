@@ -152,7 +152,7 @@ def check_vote(
     call: str,  # the name of the call that has exchanged the row
     failure: Exception | None = None,  # this rank's failure in the call
     values: Sequence[str] = (),  # what the digests in the row are of
-    # returns what must be equal, as text, which is gathered to name the first difference
+    # Returns what must be equal, as text, which is gathered to name the first difference.
     facts: Callable[[], Sequence[Fact]] | None = None,
     remedy: str = REMEDY,  # the sentence that ends the error about it
 ) -> None:

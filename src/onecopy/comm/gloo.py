@@ -86,10 +86,10 @@ class PairwiseReduction:
     def __init__(
         self,
         pairs: Pairs,
-        # by owner, the contiguous pieces that it owns. Their lengths are equal on all ranks. They are only read, except
+        # By owner, the contiguous pieces that it owns. Their lengths are equal on all ranks. They are only read, except
         # for this rank's own ones where these are the targets.
         pieces: Sequence[Sequence[Tensor]],
-        # where the mean of each of this rank's own pieces goes: the piece itself, or other memory
+        # Where the mean of each of this rank's own pieces goes: the piece itself, or other memory.
         targets: Sequence[Tensor],
         scale: float,  # the factor from the sum to the mean
         pool: BufferPool,  # gives memory for the pieces that arrive

@@ -70,10 +70,10 @@ class ReduceScatterPlan:
         source_dtype: torch.dtype,  # the type of the sources
         dtype: torch.dtype,  # the type in which gradients are sent and added up
         device: torch.device,  # the device of the sources
-        # the number of elements of each rank's part; by default as many as its pieces need, and equal numbers where
-        # that adds little
+        # The number of elements of each rank's part; by default as many as its pieces need, and equal numbers where
+        # that adds little.
         lengths: Sequence[int] | None = None,
-        # the ranks that own the same pieces in other replicas (with a mesh), or None. The mean is over all.
+        # The ranks that own the same pieces in other replicas (with a mesh), or None. The mean is over all.
         replicas: Collectives | None = None,
     ) -> None:
         self._collectives, self._replicas = collectives, replicas

@@ -13,10 +13,10 @@ padded: the memory of all owners, one owner behind the other, is cut into rounds
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import accumulate, chain, compress, zip_longest
+from itertools import accumulate, chain, zip_longest
 
 import torch
 from torch import Tensor
@@ -25,7 +25,6 @@ from onecopy.comm import limits
 from onecopy.comm.buffers import BufferPool, pack
 from onecopy.comm.collectives import Collectives
 from onecopy.comm.work import InFlight, Work
-from onecopy.common.flat_views import as_bytes
 
 PIECE_MULTIPLE = 64
 """Pieces are multiples of this many elements, for vectorised copies."""
@@ -53,25 +52,18 @@ class SharedBucket:
     params: tuple[int, ...]  # the indices of the parameters
 
 
-@dataclass(frozen=True, slots=True)
-class _Views:
-    """The views of a round's buffer."""
-
-    mine: Tensor  # this rank's part, without padding
-    theirs: list[Tensor]  # views of the other ranks' parts, one for each of their memory ranges
-    targets: list[Tensor]  # these memory ranges
-    params: list[tuple[int, ...]]  # their parameters
+_Range = tuple[Tensor, tuple[int, ...]]
+"""Memory, and the indices of its parameters."""
 
 
 @dataclass(slots=True)
 class _Round:
     """One all-gather of packed memory ranges."""
 
-    # by owner, the memory ranges that it sends, and the parameters of each
-    memories: list[list[tuple[Tensor, tuple[int, ...]]]]
-    # by owner, the number of elements of its part of the buffer, padding included
-    lengths: list[int] = field(default_factory=list)
-    views: dict[int, _Views] = field(default_factory=dict)  # by address of the buffer
+    memories: list[list[_Range]]  # by owner, the memory ranges that it sends
+    lengths: list[int] = field(default_factory=list)  # by owner, of its part of the buffer, padding included
+    # By address of the buffer: this rank's part without padding, and for each range of the others where it arrives.
+    views: dict[int, tuple[Tensor, list[Tensor]]] = field(default_factory=dict)
 
     @property
     def sizes(self) -> list[int]:
@@ -83,24 +75,20 @@ class _Round:
         """All parameters in the round."""
         return {index for owned in self.memories for _, params in owned for index in params}
 
-    @property
-    def like(self) -> Tensor:
-        """A tensor with the device and the type of the round."""
-        return next(memory for owned in self.memories for memory, _ in owned)
+    def without(self, group_rank: int) -> Iterator[_Range]:
+        """The ranges of all owners but one."""
+        return (each for owner, owned in enumerate(self.memories) if owner != group_rank for each in owned)
 
-    def views_of(self, buffer: Tensor, group_rank: int) -> _Views:
+    def views_of(self, buffer: Tensor, group_rank: int) -> tuple[Tensor, list[Tensor]]:
         """The views of a buffer; made once for each buffer, because there may be many."""
         if buffer.data_ptr() not in self.views:
             if len(self.views) > limits.ROUNDS_IN_FLIGHT:
                 self.views.clear()  # of buffers that the pool may have freed
             parts = buffer.split(self.lengths)
+            mine = parts[group_rank][: self.sizes[group_rank]]
             others = [owner for owner in range(len(parts)) if owner != group_rank]
-            self.views[buffer.data_ptr()] = _Views(
-                parts[group_rank][: self.sizes[group_rank]],
-                [view for owner in others for view in _split(parts[owner], [each for each, _ in self.memories[owner]])],
-                [memory for owner in others for memory, _ in self.memories[owner]],
-                [params for owner in others for _, params in self.memories[owner]],
-            )
+            theirs = [view for owner in others for view in _split(parts[owner], self.memories[owner])]
+            self.views[buffer.data_ptr()] = mine, theirs
         return self.views[buffer.data_ptr()]
 
 
@@ -164,25 +152,25 @@ class Sharing:
         return works
 
     def _start_round(self, each: _Round, call: str, changed: Sequence[bool] | None, in_flight: InFlight) -> None:
-        here, like = self._collectives.group_rank, each.like
+        here, like = self._collectives.group_rank, next(memory for owned in each.memories for memory, _ in owned)
         in_flight.leave(limits.ROUNDS_IN_FLIGHT)
         buffer = self._pool.take(sum(each.lengths), like.dtype, like.device)
-        views = each.views_of(buffer, here)
-        memories = [memory for memory, _ in each.memories[here]]
-        pack(views.mine, _split(views.mine, memories), memories)
-        targets, theirs = views.targets, views.theirs
-        if changed is not None:
-            chosen = [_has_changed(params, changed) for params in views.params]
-            targets, theirs = list(compress(targets, chosen)), list(compress(theirs, chosen))
+        mine, theirs = each.views_of(buffer, here)
+        pack(mine, _split(mine, each.memories[here]), [memory for memory, _ in each.memories[here]])
+        arriving = [
+            (memory, view)
+            for (memory, params), view in zip(each.without(here), theirs, strict=True)
+            if _has_changed(params, changed)
+        ]
         # As bytes: a backend need not know 16-bit integers.
         lengths = [length * like.element_size() for length in each.lengths]
-        work = self._collectives.all_gather(as_bytes(buffer), lengths, call)
-        in_flight.add(work, partial(self._end_round, buffer, targets, theirs), staged=True)
+        work = self._collectives.all_gather(buffer.view(torch.uint8), lengths, call)
+        in_flight.add(work, partial(self._end_round, buffer, arriving), staged=True)
 
-    def _end_round(self, buffer: Tensor, targets: list[Tensor], theirs: list[Tensor]) -> None:
+    def _end_round(self, buffer: Tensor, arriving: list[tuple[Tensor, Tensor]]) -> None:
         """Write the values that have arrived."""
-        if targets:
-            torch._foreach_copy_(targets, theirs)
+        if arriving:
+            torch._foreach_copy_([memory for memory, _ in arriving], [view for _, view in arriving])
         self._pool.give_back(buffer)
 
     @property
@@ -195,9 +183,9 @@ def _has_changed(params: Iterable[int], changed: Sequence[bool] | None) -> bool:
     return changed is None or any(changed[index] for index in params)
 
 
-def _split(part: Tensor, memories: Sequence[Tensor]) -> tuple[Tensor, ...]:
+def _split(part: Tensor, ranges: Sequence[_Range]) -> tuple[Tensor, ...]:
     """The views of a part, one for each memory range in it, without the padding."""
-    sizes = [memory.numel() for memory in memories]
+    sizes = [memory.numel() for memory, _ in ranges]
     views: tuple[Tensor, ...] = part[: sum(sizes)].split(sizes)
     return views if sizes else ()
 

@@ -121,7 +121,7 @@ class BackwardReducer:
     def __init__(
         self,
         optimizers: Sequence[AttachedOptimizer],  # the attached optimizers
-        # the name of each of their parameters, by ``id()``, in the order in which a forward pass uses them
+        # The name of each of their parameters, by ``id()``, in the order in which a forward pass uses them.
         names: Mapping[int, str],
         policy: ReductionPolicy,  # the process groups and the data type of all reductions
         flags: DeferredFlags,  # the queue of votes that the host reads later

@@ -123,7 +123,7 @@ class _BucketUpdate:
     buffer: Tensor  # the bucket's gradients
     reduced: "Future[Any]"  # the future of the user's hook, which gives the reduced gradients
     done: "Future[Any]"  # the future that DDP waits for
-    # by parameter in the bucket, whether this rank has a gradient, and later whether any rank has
+    # By parameter in the bucket, whether this rank has a gradient, and later whether any rank has.
     has_gradient: dict[int, bool]
 
 
@@ -132,13 +132,13 @@ class _Iteration:
     """The progress of the overlapped step in one backward pass."""
 
     options: OptionsSnapshot  # the inner optimizer's options before the update
-    # a failure of this rank's own update. This rank goes on with all collectives, and the status flags at the end tell
+    # A failure of this rank's own update. This rank goes on with all collectives, and the status flags at the end tell
     # the other ranks.
     update_failure: FirstFailure
     waiting: list[_BucketUpdate] = field(default_factory=list)  # the buckets that have not been updated yet
     broadcasts: InFlight = field(default_factory=InFlight)  # the updated parameters in flight
     params: set[int] = field(default_factory=set)  # the parameters that are in a bucket
-    # a failure of a collective, or the error that the status flags raised. No collective follows.
+    # A failure of a collective, or the error that the status flags raised. No collective follows.
     collective_failure: FirstFailure = field(default_factory=FirstFailure)
     gradient_versions: Sequence[int | None] = ()  # at the end of the pass, the version of every gradient
 

@@ -120,7 +120,7 @@ class _Bucket:
     buffer: Tensor  # the bucket's gradients
     future: Future[Tensor]  # the future that DDP waits for
     reduction: Reduction
-    # the all-reduce of the gradients that belong to no optimizer, and its buffer
+    # The all-reduce of the gradients that belong to no optimizer, and its buffer.
     all_reduce: tuple[Work, Tensor] | None
 
     def finish(self) -> None:

@@ -30,11 +30,11 @@ PIECES = 96
 class Model:
     """The parameters of a model, and the arguments that decide how they are divided among ranks."""
 
-    # the parameters, in the order of the module. Gradients are assumed to be ready in the opposite order.
+    # The parameters, in the order of the module. Gradients are assumed to be ready in the opposite order.
     specs: tuple[ParamSpec, ...]
     splittable: bool = True  # whether the optimizer works element by element; False for Muon, Shampoo and the like
     shard_by: ShardBy | None = None  # ``"parameter"``, ``"element"`` or None, as in ``ZeroRedundancyOptimizer``
-    # the size of a bucket of ``ShardedDataParallel``, or None for the transport's default
+    # The size of a bucket of ``ShardedDataParallel``, or None for the transport's default.
     bucket_bytes: int | None = None
 
     @property

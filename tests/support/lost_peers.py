@@ -25,7 +25,7 @@ from torch.optim import AdamW
 from onecopy import PeerFailedError, ShardedDataParallel, checkpoint, optimizer
 from onecopy.checkpoint import loading
 from onecopy.checkpoint.saving import SaveJob
-from onecopy.comm import process_groups
+from onecopy.comm import collectives
 from onecopy.comm.work import is_backend_error
 from onecopy.data_parallel.backward import BackwardReducer
 from onecopy.data_parallel.module_sync import ModuleSync
@@ -268,7 +268,7 @@ def _close_connections(group: Any) -> None:
     gloo closes them when a receive has timed out. A receive from a rank whose connection is closed already does not
     time out, so the next rank is tried.
     """
-    for each in (group, *process_groups._side_groups.get(group, {}).values()):
+    for each in (group, *collectives._side_groups.get(group, {}).values()):
         for turn in range(1, each.size()):
             try:
                 each.recv([torch.empty(1)], (each.rank() + turn) % each.size(), NO_TAG).wait(timedelta(milliseconds=1))

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from onecopy.checkpoint import storage
-from onecopy.checkpoint.directories import candidates_in, read_manifest
-from onecopy.checkpoint.files import Reader, whole_tensor
-from onecopy.checkpoint.manifest import Manifest, SavedOptimizer, value_of
+from onecopy.checkpoint.directories import opened
+from onecopy.checkpoint.files import whole_tensor
+from onecopy.checkpoint.manifest import SavedOptimizer, value_of
 from onecopy.checkpoint.storage import RemotePath, location_of
 from onecopy.state_dict.shards import plain_state_dict
 
@@ -29,7 +29,7 @@ def to_torch(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> 
         source: a checkpoint, or a directory with several.
         target: the file; it must not exist.
     """
-    with _opened(source) as (found, reader):
+    with opened(source) as (_, found, reader):
         tensors = {key: whole_tensor(reader, found, key) for key in found.tensors}
         content: dict[str, Any] = {"step": found.step, "extra": value_of(found.extra, tensors)}
         if found.model is not None:
@@ -50,7 +50,7 @@ def to_safetensors(source: str | os.PathLike[str], target: str | os.PathLike[str
     """
     from safetensors.torch import save_file
 
-    with _opened(source) as (found, reader):
+    with opened(source) as (_, found, reader):
         if found.model is None:
             raise ValueError(f"{source} was saved without a model")
         weights = {
@@ -60,15 +60,6 @@ def to_safetensors(source: str | os.PathLike[str], target: str | os.PathLike[str
         }
         with _atomic_file(_local_file(target)) as temporary:
             save_file(weights, temporary, metadata={"format": "pt"})
-
-
-@contextlib.contextmanager
-def _opened(source: str | os.PathLike[str]) -> Iterator[tuple[Manifest, Reader]]:
-    folder = candidates_in(source)[0]
-    found = read_manifest(folder)
-    with Reader(folder, found.files) as reader:
-        reader.check_sizes()
-        yield found, reader
 
 
 def _local_file(given: str | os.PathLike[str]) -> Path:

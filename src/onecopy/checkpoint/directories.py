@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+from collections.abc import Iterator
 from typing import Any
 
 from onecopy.checkpoint import manifest as manifests
@@ -86,15 +88,25 @@ def read_manifest(folder: Location) -> Manifest:
     return manifests.parse(read_whole(path, manifests.MAX_BYTES), str(path))
 
 
-def candidates_in(source: str | os.PathLike[str]) -> list[Location]:
+def candidates_in(source: str | os.PathLike[str], missing_ok: bool = False) -> list[Location]:
     """Return the path itself if it is a checkpoint, else the checkpoints under it, the newest first."""
     path = location_of(source)
     if has_manifest(path) or path.name.startswith("step-"):
         return [path]
     found = committed(path)
-    if not found:
+    if not found and not missing_ok:
         raise FileNotFoundError(f"{path} is not a checkpoint, and has none in it")
     return found
+
+
+@contextlib.contextmanager
+def opened(source: str | os.PathLike[str]) -> Iterator[tuple[Location, Manifest, Reader]]:
+    """Open a checkpoint, or the newest one in a directory, of whose files only the sizes are checked."""
+    folder = candidates_in(source)[0]
+    found = read_manifest(folder)
+    with Reader(folder, found.files) as reader:
+        reader.check_sizes()
+        yield folder, found, reader
 
 
 def verify(source: str | os.PathLike[str]) -> int:
@@ -106,10 +118,7 @@ def verify(source: str | os.PathLike[str]) -> int:
     Raises:
         CorruptCheckpointError: if a file is damaged, missing or too short; the message names the file.
     """
-    folder = candidates_in(source)[0]
-    found = read_manifest(folder)
-    with Reader(folder, found.files) as reader:
-        reader.check_sizes()
+    with opened(source) as (folder, found, reader):
         for name in found.files:
             reader.opened(name)
         for name, entry in found.tensors.items():

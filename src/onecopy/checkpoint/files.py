@@ -20,7 +20,7 @@ from torch import Tensor
 
 from onecopy.checkpoint import storage
 from onecopy.checkpoint.manifest import BLOCK_BYTES, SAFETENSORS_NAMES, Entry, File, Manifest, Piece
-from onecopy.checkpoint.storage import Location, OpenFile
+from onecopy.checkpoint.storage import Location, ReadInto
 from onecopy.errors import CheckpointError, CorruptCheckpointError
 
 
@@ -95,32 +95,35 @@ def _reading(path: Location) -> Iterator[None]:
         raise CorruptCheckpointError(f"{path} cannot be read: {error}") from error
 
 
+def _checked_size(path: Location, written: int | None = None) -> int:
+    """Return the size of a file; raise if it is missing, not a regular file, or not as long as it was written."""
+    with _reading(path):
+        size = storage.size_of(path)
+    if size is None:
+        raise CorruptCheckpointError(f"{path} is not a regular file")
+    if written not in (None, size):
+        raise CorruptCheckpointError(f"{path} has {size} bytes, but {written} were written")
+    return size
+
+
 def read_whole(path: Location, limit: int) -> bytes:
     """Return the content of a small regular file; raise :class:`CorruptCheckpointError` if it cannot be read."""
     storage.check_supported(path)
-    with _reading(path):
-        size = storage.size_of(path)
-        if size is None:
-            raise CorruptCheckpointError(f"{path} is not a regular file")
-        if size > limit:
-            raise CorruptCheckpointError(f"{path} has {size} bytes, and at most {limit} are read")
-        with storage.open_to_read(path) as file:
-            content = bytearray(size)
-            return bytes(content[: file.read_into(memoryview(content), 0)])
+    size = _checked_size(path)
+    if size > limit:
+        raise CorruptCheckpointError(f"{path} has {size} bytes, and at most {limit} are read")
+    with _reading(path), storage.open_to_read(path) as read_into:
+        content = bytearray(size)
+        return bytes(content[: read_into(memoryview(content), 0)])
 
 
 class Reader:
-    """Reads the files of a checkpoint; each file is opened once and stays open until the end of the ``with`` block.
-
-    Args:
-        folder: the checkpoint.
-        files: the descriptions of its files.
-    """
+    """Reads the files of a checkpoint; each file is opened once and stays open until the end of the ``with`` block."""
 
     def __init__(self, folder: Location, files: Mapping[str, File]) -> None:
         self._folder = folder
         self._files = files
-        self._open: dict[str, OpenFile] = {}
+        self._open: dict[str, ReadInto] = {}
         self._block = bytearray(BLOCK_BYTES)
         self._stack = contextlib.ExitStack()
 
@@ -135,15 +138,9 @@ class Reader:
     def check_sizes(self) -> None:
         """Raise if a file is missing, not a regular file, or not as long as it was written; no file is opened."""
         for name, file in self._files.items():
-            path = self._folder / name
-            with _reading(path):
-                size = storage.size_of(path)
-            if size is None:
-                raise CorruptCheckpointError(f"{path} is not a regular file")
-            if size != file.size:
-                raise CorruptCheckpointError(f"{path} has {size} bytes, but {file.size} were written")
+            _checked_size(self._folder / name, file.size)
 
-    def opened(self, name: str) -> OpenFile:
+    def opened(self, name: str) -> ReadInto:
         """Open a file, or return it if it is open; raise if its size or header is not as it was written.
 
         A local file that is open can be read even if another process removes it.
@@ -151,19 +148,18 @@ class Reader:
         if name in self._open:
             return self._open[name]
         path, expected = self._folder / name, self._files[name]
+        _checked_size(path, expected.size)
         with _reading(path):
-            file = self._stack.enter_context(storage.open_to_read(path))
-            if file.size != expected.size:
-                raise CorruptCheckpointError(f"{path} has {file.size} bytes, but {expected.size} were written")
+            read_into = self._stack.enter_context(storage.open_to_read(path))
             checksum = 0
             for offset in range(0, expected.header, BLOCK_BYTES):
                 part = memoryview(self._block)[: min(BLOCK_BYTES, expected.header - offset)]
-                file.read_into(part, offset)
+                read_into(part, offset)
                 checksum = zlib.crc32(part, checksum)
         if checksum != expected.crc32:
             raise CorruptCheckpointError(f"{path} is damaged: the checksum of its header does not match")
-        self._open[name] = file
-        return file
+        self._open[name] = read_into
+        return read_into
 
     def read(self, key: str, entry: Entry, start: int, stop: int, flat: Tensor | None = None) -> None:
         """Read elements ``[start, stop)`` of a tensor, check them, and write them into flat memory if it is given.
@@ -191,9 +187,9 @@ class Reader:
     def _read(self, piece: Piece, number: int, key: str, low: int, high: int, content: memoryview) -> None:
         """Read one block, elements ``[low, high)`` of a tensor, into memory, and compare it with its checksum there."""
         path = self._folder / piece.file
-        file = self.opened(piece.file)
+        read_into = self.opened(piece.file)
         with _reading(path):
-            count = file.read_into(content, piece.offset + number * BLOCK_BYTES)
+            count = read_into(content, piece.offset + number * BLOCK_BYTES)
         if count != len(content) or zlib.crc32(content) != piece.crc32[number]:
             raise CorruptCheckpointError(
                 f"{path} is damaged: elements {low} to {high} of {key!r} do not match their checksum"

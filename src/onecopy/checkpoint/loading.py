@@ -143,8 +143,8 @@ def load(
     path = ""
     while True:
         with ranks.together():
-            listed = _candidate_paths(source, missing_ok or bool(damages)) if ranks.group_rank == 0 else []
-        paths: list[str] = ranks.gather_json(tagged_json.dumps(listed))[0]
+            found = directories.candidates_in(source, missing_ok or bool(damages)) if ranks.group_rank == 0 else []
+        paths: list[str] = ranks.gather_json(tagged_json.dumps(list(map(str, found))))[0]
         untried = [each for each in paths if each not in damages]
         if not untried:
             break
@@ -158,15 +158,6 @@ def load(
     if damages:
         raise CorruptCheckpointError("; ".join(damages.values()))
     return None
-
-
-def _candidate_paths(source: str | os.PathLike[str], missing_ok: bool) -> list[str]:
-    try:
-        return [str(path) for path in directories.candidates_in(source)]
-    except FileNotFoundError:
-        if missing_ok:
-            return []
-        raise
 
 
 # The plan: which saved tensor is read into which live tensor
@@ -315,13 +306,7 @@ def _source_for(
 ) -> tuple[str, Entry]:
     """Return the saved tensor for one of the model's tensors: its own, or a master weight if that has the right dtype.
 
-    Args:
-        manifest: the checkpoint.
-        name: the tensor's name in the model.
-        optimizer_name: the name by which optimizers know it.
-        key: the key of the saved tensor of this name.
-        value: the model's tensor.
-        rounds: whether a floating-point tensor of another dtype may be converted.
+    Optimizers may know it by another name. ``rounds`` allows to convert a floating-point tensor of another dtype.
     """
     entry = manifest.tensors[key]
     if entry.shape != tuple(value.shape):

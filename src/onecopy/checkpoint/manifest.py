@@ -168,9 +168,10 @@ class Manifest:
     base: dict[str, FrozenParam] | None = None  # the frozen parameters, if only the trainable ones were saved
 
 
-def dump(manifest: Manifest) -> bytes:
-    """Return the manifest as JSON that begins with its own checksum."""
-    content = {"format": FORMAT, "version": VERSION, "block_bytes": BLOCK_BYTES, **vars(manifest)}
+def dump(manifest: Manifest | Mapping[str, Any]) -> bytes:
+    """Return the manifest, given as such or as JSON data, as JSON that begins with its own checksum."""
+    values = vars(manifest) if isinstance(manifest, Manifest) else manifest
+    content = {"format": FORMAT, "version": VERSION, "block_bytes": BLOCK_BYTES, **values}
     text = json.dumps(content, separators=(",", ":"), allow_nan=False, default=vars).encode()
     blank = b'{"crc32":"' + _BLANK + b'",' + text[1:]
     return blank.replace(_BLANK, b"%08x" % zlib.crc32(blank), 1)

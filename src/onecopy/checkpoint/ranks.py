@@ -44,7 +44,7 @@ class Ranks:
             collectives = Collectives(process_group)
             with FailTogether(collectives, call):  # all ranks are in this call
                 pass
-            collectives = self._collectives = collectives.cpu_group("checkpoint", call)
+            collectives = self._collectives = collectives.cpu_group(call)
             self.group_rank, self.world_size = collectives.group_rank, collectives.world_size
             self.global_ranks = dist.get_process_group_ranks(collectives.process_group)
         elif process_group is not None:
@@ -57,9 +57,7 @@ class Ranks:
     def gather_json(self, text: bytes) -> list[Any]:
         """Return the JSON data of every rank.
 
-        Args:
-            text: this rank's data from ``tagged_json.dumps``. A :meth:`together` block encodes it, so that a value that
-                cannot be encoded is an error on all ranks.
+        A :meth:`together` block has encoded this rank's, so that a value that cannot be encoded is an error on all.
         """
         texts = [text] if self._collectives is None else self._collectives.all_gather_bytes(text, self._call)
         return [tagged_json.loads(each) for each in texts]

@@ -1,4 +1,4 @@
-"""Plans the part of a checkpoint that one rank writes: pieces of tensors, and trees of plain data.
+"""Plans the part of a checkpoint that one rank writes: pieces of tensors, and a manifest with trees of plain data.
 
 ``saving.py`` carries the plan out, and ``files.py`` writes the bytes.
 """
@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from onecopy.checkpoint.frozen_base import describe_frozen, frozen_parameters
 from onecopy.checkpoint.manifest import (
     DTYPE_NAMES,
     Entry,
-    FrozenParam,
+    Manifest,
     SavedGroup,
     SavedOptimizer,
     keys_in,
@@ -37,74 +38,75 @@ KeyedTensors = list[tuple[str, Tensor]]
 """Tensors with the keys under which a checkpoint stores them."""
 
 
-@dataclass(slots=True)
-class SavePlan:
-    """One rank's part of a checkpoint."""
-
-    pieces: list[LivePiece] = field(default_factory=list)  # the tensor data that this rank writes
-    model: dict[str, Any] | None = None  # a tree for each name of the state dict; equal on all ranks
-    optimizers: list[SavedOptimizer] = field(default_factory=list)  # with the state that this rank has
-    checksums: list[dict[str, int]] = field(default_factory=list)  # by parameter, of state that all owners have
-    extra: Any = None  # a tree; rank 0's is saved
-    per_rank: Any = None  # the tree of this rank's PerRank values
-    base: dict[str, FrozenParam] | None = None  # this rank's part; None if the values of frozen parameters are saved
-
-    def add_extra(self, extra: Mapping[str, Any] | None, group_rank: int) -> None:
-        """Add ``extra``: the values of rank 0, and the :class:`PerRank` values of every rank."""
-        if extra is not None and type(extra) is not dict:
-            raise TypeError(f"extra must be a dict, got {type(extra).__qualname__}")
-        of_rank_0 = {key: value for key, value in (extra or {}).items() if not isinstance(value, PerRank)}
-        per_rank = {key: value.value for key, value in (extra or {}).items() if isinstance(value, PerRank)}
-        self.extra = self._add_values(of_rank_0, "extra", writes=group_rank == 0)
-        self.per_rank = self._add_values(per_rank, f"rank{group_rank}", writes=True)
-
-    def _add_values(self, values: Mapping[str, Any], prefix: str, writes: bool) -> Any:
-        tensors: list[Tensor] = []
-        tree = tagged_json.encode(values, tensors, "extra")
-        keys = [f"{prefix}/{number}" for number in range(len(tensors))]
-        if writes:
-            check_storable([("a tensor in extra", tensor) for tensor in tensors])
-            self.pieces += map(whole_piece, keys, tensors)
-        return with_keys(tree, keys)
-
-
 def plan_save(
+    step: int,
     model: nn.Module | None,
     views: Sequence[OptimizerView],
-    writes_state: Sequence[bool],
+    writes_state: Sequence[bool],  # for each optimizer, whether this rank writes its state, or another replica
     extra: Mapping[str, Any] | None,
     ranks: Ranks,
     trainable_only: bool,
-) -> SavePlan:
-    """Describe the model, the optimizers and ``extra``, and choose this rank's pieces; dense tensors are not copied.
+) -> tuple[list[LivePiece], Manifest]:
+    """Return the pieces of tensors that this rank writes, without copies of dense ones, and the rest of its part.
 
-    ``writes_state`` tells for each optimizer whether this rank writes its state, or another replica.
+    The rest is a manifest without files and tensors. Rank 0's has everything that is equal on all ranks. The state of a
+    parameter is a pair: its tree, and the checksum of what all owners must have.
     """
-    plan = SavePlan()
+    pieces: list[LivePiece] = []
     replicated: KeyedTensors = []
     frozen: dict[str, Tensor] = {}
+    trees, base, is_first = None, None, ranks.group_rank == 0
     if model is not None:
         module = unwrapped(model)
         if trainable_only:
             frozen = frozen_parameters(model)
-            plan.base = describe_frozen(frozen, ranks.group_rank, ranks.world_size)
+            base = describe_frozen(frozen, ranks.group_rank, ranks.world_size)
         saved = {name: value for name, value in module.state_dict().items() if name not in frozen}
-        plan.model = model_trees(saved, replicated)
+        trees = model_trees(saved, replicated)
         # Buffers (running statistics) may differ between ranks; DDP continues with the buffers of rank 0.
-        params = {part.data_ptr() for param in module.parameters() for part in _leaves(param)}
+        params = {part.data_ptr() for param in module.parameters() for part in leaves_of(param)}
         buffers = [(key, tensor) for key, tensor in replicated if tensor.data_ptr() not in params]
         replicated = [(key, tensor) for key, tensor in replicated if tensor.data_ptr() in params]
-        if ranks.group_rank == 0:
-            plan.pieces += [whole_piece(key, tensor) for key, tensor in buffers]
-    for number, (view, writes) in enumerate(zip(views, writes_state, strict=True)):
-        _add_optimizer(plan, number, view, writes, replicated, frozen)
-    plan.add_extra(extra, ranks.group_rank)
-    plan.pieces += _pieces_of_rank(replicated, ranks.group_rank, ranks.world_size)
-    return plan
+        if is_first:
+            pieces += [whole_piece(key, tensor) for key, tensor in buffers]
+    optimizers = [
+        _describe_optimizer(pieces, number, view, writes, replicated, frozen)
+        for number, (view, writes) in enumerate(zip(views, writes_state, strict=True))
+    ]
+    if extra is not None and type(extra) is not dict:
+        raise TypeError(f"extra must be a dict, got {type(extra).__qualname__}")
+    of_rank_0 = {key: value for key, value in (extra or {}).items() if not isinstance(value, PerRank)}
+    per_rank = {key: value.value for key, value in (extra or {}).items() if isinstance(value, PerRank)}
+    extra_tree = _tree_of(of_rank_0, "extra", pieces if is_first else None)
+    rank_tree = _tree_of(per_rank, f"rank{ranks.group_rank}", pieces)
+    pieces += _pieces_of_rank(replicated, ranks.group_rank, ranks.world_size)
+    if not is_first:
+        trees = extra_tree = None
+        optimizers = [replace(each, params={}, groups=()) for each in optimizers]
+    part = Manifest(
+        step=step,
+        world_size=ranks.world_size,
+        written_by={"onecopy": version("onecopy"), "torch": str(torch.__version__)},
+        files={},
+        tensors={},
+        model=trees,
+        optimizers=tuple(optimizers),
+        extra=extra_tree,
+        per_rank=(rank_tree,),
+        base=base,
+    )
+    return pieces, part
 
 
-def _leaves(param: Tensor) -> list[Tensor]:
-    return [param] if type(param) is nn.Parameter else leaves_of(param)
+def _tree_of(values: Mapping[str, Any], prefix: str, pieces: list[LivePiece] | None) -> Any:
+    """Return the tree of some values of ``extra``; add its tensors to the pieces of the rank that writes them."""
+    tensors: list[Tensor] = []
+    tree = tagged_json.encode(values, tensors, "extra")
+    keys = [f"{prefix}/{number}" for number in range(len(tensors))]
+    if pieces is not None:
+        check_storable([("a tensor in extra", tensor) for tensor in tensors])
+        pieces += map(whole_piece, keys, tensors)
+    return with_keys(tree, keys)
 
 
 def check_storable(named: Sequence[tuple[str, Tensor]]) -> None:
@@ -146,15 +148,15 @@ def keyed(tree: Any, prefix: str) -> tuple[Any, list[str]]:
     return with_keys(tree, keys), keys
 
 
-def _add_optimizer(
-    plan: SavePlan,
+def _describe_optimizer(
+    pieces: list[LivePiece],
     number: int,
     view: OptimizerView,
     writes: bool,
     replicated: KeyedTensors,
     frozen: Collection[str],
-) -> None:
-    """Describe one optimizer; add the tensors that all ranks have to ``replicated``, and sharded ones as pieces.
+) -> SavedOptimizer:
+    """Describe one optimizer; add the tensors that all ranks have to ``replicated``, and sharded ones to the pieces.
 
     Nothing is written for a parameter in ``frozen`` that has no state, because its master weight is its value.
     """
@@ -169,20 +171,18 @@ def _add_optimizer(
         groups.append(SavedGroup(tree, tuple(names)))
         replicated += zip(keys, tensors, strict=True)
     state: dict[str, Any] = {}
-    checksums: dict[str, int] = {}
     shards = view.state_shards() if writes else []
     has_values = [each for each in shards if each.state or (each.param_view is not None and each.name not in frozen)]
     for written in written_states(has_values):
         name = written.shard.name
-        state[name], keys = keyed(written.tree, f"optimizer.{number}/{name}")
+        tree, keys = keyed(written.tree, f"optimizer.{number}/{name}")
+        state[name] = [tree, written.checksum]
         check_storable([(f"state of parameter {name!r}", tensor) for tensor in written.tensors])
         if view.engine is None:
             replicated += zip(keys, written.tensors, strict=True)
         else:
-            plan.pieces += _pieces_of_shard(written, keys)
-            checksums[name] = written.checksum
-    plan.optimizers.append(SavedOptimizer(view.kind, view.named, params, tuple(groups), state))
-    plan.checksums.append(checksums)
+            pieces += _pieces_of_shard(written, keys)
+    return SavedOptimizer(view.kind, view.named, params, tuple(groups), state)
 
 
 def _pieces_of_shard(written: WrittenState, keys: Sequence[str]) -> list[LivePiece]:

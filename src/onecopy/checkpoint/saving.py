@@ -20,7 +20,6 @@ import secrets
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +27,10 @@ import torch
 from torch import Tensor, nn
 
 from onecopy.checkpoint import directories, manifest, storage
-from onecopy.checkpoint.files import write_file
-from onecopy.checkpoint.manifest import Entry, File, FrozenParam, Manifest, Piece, SavedOptimizer
+from onecopy.checkpoint.files import LivePiece, write_file
+from onecopy.checkpoint.manifest import Manifest
 from onecopy.checkpoint.ranks import Ranks, described_tensors, explained_os_errors, parameter_checksums
-from onecopy.checkpoint.save_plan import SavePlan, plan_save
+from onecopy.checkpoint.save_plan import plan_save
 from onecopy.checkpoint.storage import Location, RemotePath
 from onecopy.checkpoint.training_state import PerRank
 from onecopy.comm.agreement import REMEDY
@@ -123,9 +122,8 @@ def save(
         together.must_equal(described_tensors(model, views))
         for view in views:
             together.facts += group_facts(view.optimizer.param_groups)
-        job = SaveJob(ranks, folder, step, keep, overwrite)
-        if ranks.group_rank == 0:
-            job.look_for_existing()
+        if ranks.group_rank == 0 and not overwrite:
+            overwrite = _was_damaged(folder / directories.folder_name(step), folder)
     # Optimizers on a part of the ranks may belong to different models, which nothing else shows.
     parts = [view for view, group in zip(views, owner_groups, strict=True) if group != ranks.global_ranks]
     with ranks.together(ONE_MODEL if parts else REMEDY) as together:
@@ -134,7 +132,8 @@ def save(
             together.must_equal(parameter_checksums(view))
         # Where several groups of ranks have replicas of the state, the group of the first rank writes it.
         writes_state = [ranks.global_ranks[0] in group for group in owner_groups]
-        job.plan = plan_save(model, views, writes_state, extra, ranks, trainable_only)
+        pieces, part = plan_save(step, model, views, writes_state, extra, ranks, trainable_only)
+    job = SaveJob(ranks, folder, keep, overwrite, pieces, part)
     if blocking:
         return job.run()
     _background.start(job)
@@ -186,6 +185,26 @@ def _per_rank_keys(extra: object) -> str:
     return ", ".join(sorted(repr(key) for key, value in items if isinstance(value, PerRank))) or "none"
 
 
+def _was_damaged(final: Location, root: Location) -> bool:
+    """On rank 0: raise if this step was saved before, unless that checkpoint is damaged; return whether it is.
+
+    It is replaced then: a run that fell back to an older one comes to this step again.
+    """
+    with explained_os_errors(f"looking for checkpoints in {root}"):
+        directories.warn_of_later_steps(final, root)
+        was_saved = directories.has_manifest(final)
+        if not was_saved and not (isinstance(final, Path) and storage.exists(final)):
+            return False
+    if was_saved:
+        with explained_os_errors(f"checking {final}, which exists already,"):
+            try:
+                directories.verify(final)
+            except CorruptCheckpointError as error:
+                logger.warning("%s is damaged, and is replaced: %s", final, error)
+                return True
+    raise CheckpointError(storage.EXISTS.format(final))
+
+
 # Steps 3 to 6
 
 
@@ -195,38 +214,16 @@ class SaveJob:
 
     ranks: Ranks
     root: Location
-    step: int
-    keep: int | None = None
-    overwrite: bool = False
-    plan: SavePlan = field(default_factory=SavePlan)
+    keep: int | None
+    overwrite: bool
+    pieces: list[LivePiece]  # of tensors, which this rank writes
+    part: Manifest  # of this rank, without files and tensors
     committed: bool = field(default=False, init=False)  # on rank 0
 
     @property
     def final(self) -> Location:
         """The directory of the checkpoint."""
-        return self.root / directories.folder_name(self.step)
-
-    def look_for_existing(self) -> None:
-        """On rank 0: raise if this step was saved before, unless it may be replaced.
-
-        A damaged checkpoint is replaced: a run that fell back to an older one comes to this step again.
-        """
-        if self.overwrite:
-            return
-        with explained_os_errors(f"looking for checkpoints in {self.root}"):
-            directories.warn_of_later_steps(self.final, self.root)
-            was_saved = directories.has_manifest(self.final)
-            if not was_saved and not (isinstance(self.final, Path) and storage.exists(self.final)):
-                return
-        if was_saved:
-            with explained_os_errors(f"checking {self.final}, which exists already,"):
-                try:
-                    directories.verify(self.final)
-                except CorruptCheckpointError as error:
-                    logger.warning("%s is damaged, and is replaced: %s", self.final, error)
-                    self.overwrite = True
-                    return
-        raise CheckpointError(storage.EXISTS.format(self.final))
+        return self.root / directories.folder_name(self.part.step)
 
     def run(self) -> Location:
         """Write and commit the checkpoint, on all ranks together; return its directory."""
@@ -254,29 +251,23 @@ class SaveJob:
         return str(self.ranks.gather_json(tagged_json.dumps(token))[0])
 
     def _write(self, folder: Location, token: str) -> list[Any]:
-        """Write this rank's file; return the description of every rank's part, from which rank 0 makes the manifest."""
-        path, plan = folder / storage.file_name(folder, self.ranks.group_rank, token), self.plan
+        """Write this rank's file; return the manifest of every rank's part, as JSON data."""
+        path = folder / storage.file_name(folder, self.ranks.group_rank, token)
         with self.ranks.together(), explained_os_errors(f"rank {self.ranks.group_rank}: writing {path}"):
-            file, pieces = write_file(path, plan.pieces)
-            rows = [
-                [live.key, live.entry.dtype, live.entry.shape, live.entry.stride, *vars(piece).values()]
-                for live, piece in zip(plan.pieces, pieces, strict=True)
-            ]
-            states = [optimizer.state for optimizer in plan.optimizers]
-            base = {name: [*vars(param).values()] for name, param in (plan.base or {}).items()}
-            described = [path.name, [*vars(file).values()], rows, states, plan.checksums, plan.per_rank, base]
-            text = tagged_json.dumps(described)
+            file, written = write_file(path, self.pieces)
+            tensors = {
+                live.key: replace(live.entry, pieces=(piece,)) for live, piece in zip(self.pieces, written, strict=True)
+            }
+            text = manifest.dump(replace(self.part, files={path.name: file}, tensors=tensors))
         return self.ranks.gather_json(text)
 
-    def _commit(self, folder: Location, descriptions: Sequence[Any]) -> None:
+    def _commit(self, folder: Location, parts: Sequence[Any]) -> None:
         final = self.final
         with self.ranks.together(), explained_os_errors(f"committing {final}"):
             if self.ranks.group_rank != 0:
                 return
-            made = _assemble(self, descriptions)
-            text = manifest.dump(made)
-            _check_loadable(text, final / manifest.NAME)
-            _check_files(folder, made)
+            text = manifest.dump(_merged(parts))
+            _check_files(folder, _loadable(text, final / manifest.NAME))
             if isinstance(final, RemotePath) and not self.overwrite and directories.has_manifest(final):
                 raise CheckpointError(storage.EXISTS.format(final))  # another process has just saved it
             with storage.create(folder / manifest.NAME) as write:
@@ -290,66 +281,45 @@ class SaveJob:
             if isinstance(folder, RemotePath) and self.overwrite:
                 storage.remove_files(folder, lambda name: token not in name)
             if self.keep is not None:
-                found = [path for path in directories.committed(self.root) if directories.step_of(path) <= self.step]
+                found = [
+                    path for path in directories.committed(self.root) if directories.step_of(path) <= self.part.step
+                ]
                 for path in found[self.keep :]:
                     storage.remove_checkpoint(path)
         except (OSError, CheckpointError) as error:
             logger.warning("an older checkpoint could not be removed: %s", error)
 
 
-def _assemble(job: SaveJob, descriptions: Sequence[Any]) -> Manifest:
-    plan = job.plan
-    files: dict[str, File] = {}
-    entries: dict[str, Entry] = {}
-    pieces: dict[str, list[Piece]] = {}
-    per_rank = []
-    base: dict[str, FrozenParam] = {}
-    for name, file, rows, _, _, values, frozen in descriptions:
-        files[name] = File(*file)
-        per_rank.append(values)
-        base.update((key, FrozenParam(*param)) for key, param in frozen.items())
-        for key, dtype, shape, stride, *piece in rows:
-            if key not in entries:
-                entries[key], pieces[key] = Entry(dtype, shape, stride), []
-            pieces[key].append(Piece(*piece))
-    tensors = {
-        key: Entry(entry.dtype, entry.shape, entry.stride, tuple(sorted(pieces[key], key=lambda piece: piece.start)))
-        for key, entry in entries.items()
-    }
-    optimizers = [
-        replace(optimizer, state=_merged_state(number, optimizer, descriptions))
-        for number, optimizer in enumerate(plan.optimizers)
-    ]
-    return Manifest(
-        step=job.step,
-        world_size=job.ranks.world_size,
-        written_by={"onecopy": version("onecopy"), "torch": str(torch.__version__)},
-        files=files,
-        tensors=tensors,
-        model=plan.model,
-        optimizers=tuple(optimizers),
-        extra=plan.extra,
-        per_rank=tuple(per_rank),
-        base=None if plan.base is None else dict(sorted(base.items())),
-    )
+def _merged(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the manifest that has these parts, as JSON data; raise if the owners of a cut parameter differ."""
+    tensors: dict[str, Any] = {}
+    for part in parts:
+        for key, entry in part["tensors"].items():
+            tensors.setdefault(key, {**entry, "pieces": []})["pieces"] += entry["pieces"]
+    for entry in tensors.values():
+        entry["pieces"].sort(key=lambda piece: piece["start"])
+    for optimizer, *others in zip(*(part["optimizers"] for part in parts), strict=True):
+        states: dict[str, Any] = {}
+        for each in (optimizer, *others):
+            for name, state in each["state"].items():
+                if states.setdefault(name, state) != state:
+                    raise CheckpointError(owners_differ(name, "its owners"))
+        optimizer["state"] = {name: states[name][0] for name in optimizer["params"] if name in states}
+    merged = {name: value for name, value in parts[0].items() if name != "crc32"}
+    merged["files"] = {name: file for part in parts for name, file in part["files"].items()}
+    merged["tensors"] = tensors
+    merged["per_rank"] = [part["per_rank"][0] for part in parts]
+    if merged["base"] is not None:
+        base = {name: param for part in parts for name, param in part["base"].items()}
+        merged["base"] = dict(sorted(base.items()))
+    return merged
 
 
-def _merged_state(number: int, optimizer: SavedOptimizer, descriptions: Sequence[Any]) -> dict[str, Any]:
-    """Return the state trees of one optimizer by parameter; raise if the owners of a cut parameter differ."""
-    found: dict[str, tuple[Any, int]] = {}
-    for _, _, _, states, checksums, *_ in descriptions:
-        for name, tree in states[number].items():
-            state = tree, checksums[number].get(name, 0)
-            if found.setdefault(name, state) != state:
-                raise CheckpointError(owners_differ(name, "its owners"))
-    return {name: found[name][0] for name in optimizer.params if name in found}
-
-
-def _check_loadable(text: bytes, path: Location) -> None:
+def _loadable(text: bytes, path: Location) -> Manifest:
     try:
-        manifest.parse(text, str(path))
         if len(text) > manifest.MAX_BYTES:
             raise CorruptCheckpointError(f"{path} has {len(text)} bytes, and at most {manifest.MAX_BYTES} are read")
+        return manifest.parse(text, str(path))
     except CorruptCheckpointError as error:
         raise CheckpointError(f"nothing was saved, because it could not be loaded: {error}") from error
 
@@ -380,7 +350,7 @@ class _BackgroundSave:
         """Copy the tensors of a save on all ranks, then write them in a thread. No other save may be running."""
         assert self._thread is None
         with job.ranks.together():
-            self._copy(job.plan)
+            self._copy(job.pieces)
 
         def run() -> None:
             try:
@@ -399,16 +369,16 @@ class _BackgroundSave:
             return
         self._thread = thread
 
-    def _copy(self, plan: SavePlan) -> None:
+    def _copy(self, pieces: list[LivePiece]) -> None:
         """Replace every piece by a copy on the CPU, so that training can change the originals."""
         reusable, self._buffers = self._buffers, {}
-        for number, piece in enumerate(plan.pieces):
+        for number, piece in enumerate(pieces):
             buffer = reusable.get(piece.name)
             if buffer is None or (buffer.dtype, buffer.shape) != (piece.flat.dtype, piece.flat.shape):
                 pinned = piece.flat.device.type != "cpu"
                 buffer = torch.empty(piece.flat.shape, dtype=piece.flat.dtype, pin_memory=pinned)
             self._buffers[piece.name] = buffer.copy_(piece.flat)
-            plan.pieces[number] = replace(piece, flat=buffer)
+            pieces[number] = replace(piece, flat=buffer)
 
     def finish(self) -> None:
         """Wait for the running save, and raise its exception if it failed."""

@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 from onecopy.checkpoint.manifest import FILE_NAME, FOLDER_NAME, NAME
 from onecopy.errors import CheckpointError
@@ -87,12 +87,8 @@ Location: TypeAlias = Path | RemotePath
 
 Write: TypeAlias = Callable[[memoryview | bytes], object]
 
-
-class OpenFile(NamedTuple):
-    """A file that is open for reading."""
-
-    size: int | None  # None if it is unknown
-    read_into: Callable[[memoryview, int], int]  # reads from an offset into memory; returns the number of bytes
+ReadInto: TypeAlias = Callable[[memoryview, int], int]
+"""Reads from an offset of an open file into memory; returns the number of bytes."""
 
 
 def location_of(given: str | os.PathLike[str]) -> Location:
@@ -155,16 +151,16 @@ def size_of(path: Location) -> int | None:
 
 
 @contextlib.contextmanager
-def open_to_read(path: Location) -> Iterator[OpenFile]:
+def open_to_read(path: Location) -> Iterator[ReadInto]:
     """Open a file during the block. A local file can then be read even if another process removes it."""
     if isinstance(path, Path):
         descriptor = open_descriptor(path)
         try:
-            yield OpenFile(os.fstat(descriptor).st_size, partial(read_into, descriptor))
+            yield partial(read_into, descriptor)
         finally:
             os.close(descriptor)
     else:
-        yield OpenFile(size_of(path), partial(_read_remote, path))
+        yield partial(_read_remote, path)
 
 
 def open_descriptor(path: Path) -> int:

@@ -71,13 +71,9 @@ class Fact:
 
 @dataclass(frozen=True, slots=True)
 class Vote:
-    """The row that all ranks have after a vote.
+    """The row that all ranks have after a vote."""
 
-    Attributes:
-        row: the largest of each integer.
-    """
-
-    row: Sequence[int]
+    row: Sequence[int]  # the largest of each integer
 
     @property
     def failed_rank(self) -> int | None:
@@ -153,25 +149,17 @@ def vote_at_once(collectives: Collectives, row: Tensor, call: str, replicas: Col
 def check_vote(
     vote: Vote,
     collectives: Collectives,
-    call: str,
-    failure: Exception | None = None,
-    values: Sequence[str] = (),
+    call: str,  # the name of the call that has exchanged the row
+    failure: Exception | None = None,  # this rank's failure in the call
+    values: Sequence[str] = (),  # what the digests in the row are of
+    # Returns what must be equal, as text, which is gathered to name the first difference.
     facts: Callable[[], Sequence[Fact]] | None = None,
-    remedy: str = REMEDY,
+    remedy: str = REMEDY,  # the sentence that ends the error about it
 ) -> None:
     """Raise on every rank if a rank has failed, if the ranks are in different calls, or if their values differ.
 
     A rank raises its own failure, the other ranks a :class:`PeerFailedError` with its message. A row that is read later
     only tells which ranks have failed or differ.
-
-    Args:
-        vote: the row of all ranks.
-        collectives: the ranks.
-        call: the name of the call that has exchanged the row.
-        failure: this rank's failure in the call.
-        values: what the digests in the row are of.
-        facts: returns what must be equal, as text, which is gathered to name the first difference.
-        remedy: the sentence that ends the error about it.
     """
     here, at_once = f"rank {collectives.group_rank}", not vote.read_later
     different = vote.different(0)
@@ -193,15 +181,11 @@ def check_vote(
         raise RanksDisagreeError(f"{here}: the ranks disagree in {previous}: {', '.join(found)}. {UPDATED}")
 
 
+@dataclass(slots=True)
 class FirstFailure:
-    """Keeps the first exception of its ``with`` blocks, so that this rank takes part in collectives and tells it later.
+    """Keeps the first exception of its ``with`` blocks: this rank takes part in collectives, and tells it later."""
 
-    Attributes:
-        error: the exception, or None.
-    """
-
-    def __init__(self, error: Exception | None = None) -> None:
-        self.error = error
+    error: Exception | None = None
 
     def __enter__(self) -> FirstFailure:
         return self

@@ -20,22 +20,11 @@ from onecopy.comm.work import InFlight, Work
 
 @dataclass(slots=True)
 class _Memory:
-    """Memory of the pool.
+    """Memory of the pool."""
 
-    Attributes:
-        memory: the bytes.
-        allocated_on: the stream on which the memory was allocated; None on the CPU.
-        used_on: the stream on which its last user has waited for the end of its use.
-    """
-
-    memory: Tensor
-    allocated_on: torch.Stream | None
-    used_on: torch.Stream | None
-
-    @property
-    def nbytes(self) -> int:
-        """The size."""
-        return self.memory.numel()
+    memory: Tensor  # the bytes
+    allocated_on: torch.Stream | None  # the stream on which the memory was allocated; None on the CPU
+    used_on: torch.Stream | None  # the stream on which its last user has waited for the end of its use
 
 
 class BufferPool:
@@ -58,9 +47,9 @@ class BufferPool:
             return torch.empty(0, dtype=dtype, device=device)
         # A much larger buffer is left for a larger request.
         fitting = [
-            (each.nbytes, position)
+            (each.memory.numel(), position)
             for position, each in enumerate(self._free)
-            if nbytes <= each.nbytes <= 2 * nbytes and each.memory.device == device
+            if nbytes <= each.memory.numel() <= 2 * nbytes and each.memory.device == device
         ]
         chosen = self._free.pop(min(fitting)[1]) if fitting else self._allocate(nbytes, device)
         wait_for_stream(current_stream(device), chosen.used_on)
@@ -69,10 +58,10 @@ class BufferPool:
         return flat
 
     def _allocate(self, nbytes: int, device: torch.device) -> _Memory:
-        in_use = sum(each.nbytes for each in self._in_use.values()) + nbytes
+        in_use = sum(each.memory.numel() for each in self._in_use.values()) + nbytes
         self._most_in_use = max(self._most_in_use, in_use)
         # An eighth more is kept: otherwise a few bytes too many would free the largest buffer.
-        while self._free and in_use + sum(each.nbytes for each in self._free) > self._most_in_use * 9 // 8:
+        while self._free and in_use + sum(each.memory.numel() for each in self._free) > self._most_in_use * 9 // 8:
             freed = self._free.pop(0)
             wait_for_stream(freed.allocated_on, freed.used_on)  # torch reuses it on the stream of its allocation
         # On the CPU, zeros would cost as much as the copies into the buffer. Elsewhere they do not, and padding that a
@@ -103,9 +92,7 @@ class Message:
 def plan_messages(sizes: Sequence[int], direct_bytes: int | None = None) -> list[Message]:
     """Divide ranges of ``sizes`` bytes into messages, in order; empty ranges are in none.
 
-    Args:
-        sizes: the size of each range.
-        direct_bytes: ranges from this size on are sent in place (default: ``limits.DIRECT_BYTES``).
+    Ranges from ``direct_bytes`` on (default: ``limits.DIRECT_BYTES``) are sent in place.
     """
     direct_bytes = limits.DIRECT_BYTES if direct_bytes is None else direct_bytes
     messages: list[Message] = []

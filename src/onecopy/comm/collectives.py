@@ -1,29 +1,44 @@
 """Every byte that onecopy sends goes through here: one class that knows a process group and its backends.
 
 Where the backend is gloo, what it cannot do well is made of messages between pairs of ranks (``comm/gloo.py``).
+
+torch names a group that only its members make after the number of groups that each member is in. So all members must
+be in equally many groups, and a side group is never destroyed before the group it belongs to.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import atexit
+import itertools
+import weakref
+from collections.abc import Iterator, Sequence
 from functools import lru_cache, partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from onecopy.comm import limits, process_groups
+from onecopy.comm import gloo_threads, limits
 from onecopy.comm.buffers import BufferPool
 from onecopy.comm.gloo import Pairs, PairwiseReduction
 from onecopy.comm.status_flags import flags_on
 from onecopy.comm.streams import SideStream
 from onecopy.comm.work import ExplainedErrors, Started, Work, WorkAfter
 from onecopy.common.flat_views import to_bytes
-from onecopy.common.torch_private import counts_calls
+from onecopy.common.torch_private import counts_calls, number_of_groups, timeout_of
 from onecopy.errors import OnecopyError
 
 AVERAGING_BACKENDS = {"nccl"}
 """Backends whose reductions have the operation ``ReduceOp.AVG``."""
+
+# Exit functions run in reverse order: those that are registered later, and may still communicate, run before this one.
+atexit.register(gloo_threads.wait_for_idle_workers)
+
+_side_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, dist.ProcessGroup]] = weakref.WeakKeyDictionary()
+"""Side groups by their group and their purpose."""
+
+_tag_blocks: weakref.WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = weakref.WeakKeyDictionary()
+"""The next blocks of message tags, by group."""
 
 
 class Collectives:
@@ -46,20 +61,20 @@ class Collectives:
     """
 
     def __init__(self, process_group: dist.ProcessGroup | None = None, device: torch.device | None = None) -> None:
-        group = process_groups.member_group(process_group)
-        self.process_group: dist.ProcessGroup = group
+        group = self.process_group = _member_group(process_group)
         self.world_size = dist.get_world_size(group)
         self.group_rank = dist.get_rank(group)
         self.global_rank = dist.get_global_rank(group, self.group_rank)
-        self._backends = process_groups.backends_of(group)
-        self.control_device = process_groups.control_device(self._backends, device)
+        self._backends = dict(part.split(":") for part in dist.get_backend_config(group).split(","))
+        self.control_device = _control_device(self._backends, device)
         self.host_device = torch.device("cpu") if "cpu" in self._backends else self.control_device
         # TORCH_DISTRIBUTED_DEBUG=DETAIL counts calls and compares the counts in every collective. Messages between two
         # ranks would upset the counts, so there they get a group in which no collective runs.
         self._message_group = group
         self._pairs: Pairs | None = None  # on the CPU with gloo
         if counts_calls():
-            self._message_group = self._side_group("messages") or group
+            backend = dist.get_backend_config(group)
+            self._message_group = self._side_group("messages", backend, "making a process group") or group
         if self._backends.get("cpu") == "gloo":
             self._pairs = Pairs(self._message_group, self.group_rank, self.world_size)
 
@@ -82,10 +97,7 @@ class Collectives:
     def segment_bytes(self, device: torch.device, before: int, total: int) -> int:
         """The size from which a segment of buckets, which are updated and sent together, is full.
 
-        Args:
-            device: the device.
-            before: the bytes of all segments before it, which are sent first.
-            total: the bytes of all segments.
+        ``before`` is the bytes of all segments before it, which are sent first, and ``total`` those of all segments.
         """
         largest = self.bucket_bytes(device)
         if not self.sends_in_place(device):
@@ -97,34 +109,41 @@ class Collectives:
         """Whether the backend of the control device can average in a reduction."""
         return self._backends.get(self.control_device.type) in AVERAGING_BACKENDS
 
-    def cpu_group(self, purpose: str, call: str) -> Collectives:
-        """The same ranks on a gloo group for one purpose; all members make this call together.
-
-        Args:
-            purpose: the purpose; for each there is one group.
-            call: the name of the user's call that needs the group, for errors.
-        """
-        group = self._side_group(purpose, "gloo", call)
+    def cpu_group(self, call: str) -> Collectives:
+        """The same ranks on a gloo group for checkpoints, made once; all members make this call together."""
+        group = self._side_group("checkpoint", "gloo", call)
         if group is None:
             raise OnecopyError(
                 f"rank {self.group_rank}: no process group of their own can be made for these ranks, because they "
-                f"belong to different numbers of groups already; make the first call for a {purpose} on a group "
+                "belong to different numbers of groups already; make the first call for a checkpoint on a group "
                 "before making others that only some of its members are in"
             )
         return Collectives(group)
 
-    def _side_group(
-        self, purpose: str, backend: str | None = None, call: str = "making a process group"
-    ) -> dist.ProcessGroup | None:
-        def gather_counts(count: int) -> list[int]:
-            return [row[0] for row in self.all_gather_flags([count], call)]
-
-        with ExplainedErrors(call, self.group_rank):
-            return process_groups.side_group(self.process_group, purpose, self.control_device, gather_counts, backend)
+    def _side_group(self, purpose: str, backend: str, call: str) -> dist.ProcessGroup | None:
+        """Another group of the same ranks, made once for each purpose; None if torch cannot make one."""
+        group = self.process_group
+        known = _side_groups.setdefault(group, {})
+        if purpose not in known:
+            all_ranks = dist.get_world_size(group) == dist.get_world_size()
+            counts = self.all_gather_flags([0 if all_ranks else number_of_groups()], call)
+            if any(count != counts[0] for count in counts):
+                return None
+            with ExplainedErrors(call, self.group_rank):
+                made = dist.new_group(
+                    dist.get_process_group_ranks(group),
+                    timeout=timeout_of(group, self.control_device),
+                    backend=backend,
+                    use_local_synchronization=not all_ranks,
+                )
+            assert isinstance(made, dist.ProcessGroup)
+            known[purpose] = made
+        return known[purpose]
 
     def reserve_tags(self) -> int:
         """The first of ``limits.TAGS`` message tags for one user; all ranks call this in the same order."""
-        return process_groups.reserve_tags(self.process_group)
+        blocks = _tag_blocks.setdefault(self.process_group, itertools.cycle(range(1, limits.TAG_BLOCKS)))
+        return next(blocks) * limits.TAGS
 
     def all_gather_flags(self, flags: Sequence[int], call: str) -> list[list[int]]:
         """Integers of every rank, in rank order, read on the host at once. The ranks have voted before."""
@@ -182,13 +201,7 @@ class Collectives:
         return Started(works, call, self.group_rank, tensor)
 
     def all_gather(self, memory: Tensor, lengths: Sequence[int], call: str) -> Work:
-        """Start gathering, in place, the parts of all ranks, which lie one behind the other.
-
-        Args:
-            memory: the parts. This rank's is sent, and the others are received into.
-            lengths: the number of elements of each part.
-            call: the user's call.
-        """
+        """Start gathering, in place, the parts of all ranks, of these lengths, which lie one behind the other."""
         parts, works = list(memory.split(list(lengths))), []
         mine = parts[self.group_rank]
         with ExplainedErrors(call, self.group_rank):
@@ -201,14 +214,10 @@ class Collectives:
         return Started(works, call, self.group_rank, memory)
 
     def reduce_scatter(self, mean: Tensor, memory: Tensor, lengths: Sequence[int], scale: float, call: str) -> Work:
-        """Start adding up, over all ranks, the parts of all ranks, which lie one behind the other.
+        """Start adding up, over all ranks, the parts of all ranks, of these lengths, which lie one behind the other.
 
-        Args:
-            mean: room for the sum of this rank's part.
-            memory: the parts. They are overwritten where the backend cannot average.
-            lengths: the number of elements of each part.
-            scale: the factor by which values are multiplied first: 1 / the number of ranks, or less with a mesh.
-            call: the user's call.
+        The sum of this rank's part arrives in ``mean``. Values are multiplied by ``scale`` first: 1 / the number of
+        ranks, or less with a mesh. The memory is overwritten where the backend cannot average.
         """
         works: list[Work] = []
         op = dist.ReduceOp.AVG if self.averages else dist.ReduceOp.SUM
@@ -224,23 +233,14 @@ class Collectives:
 
     def reduce_scatter_in_place(
         self,
-        pieces: Sequence[Sequence[Tensor]],
-        means: Sequence[Tensor],
+        pieces: Sequence[Sequence[Tensor]],  # by owner, its pieces
+        means: Sequence[Tensor],  # room for the sum of each piece of this rank, which may be the piece itself
         scale: float,
-        pool: BufferPool,
-        tag: int,
+        pool: BufferPool,  # gives memory for what arrives
+        tag: int,  # a number that no other reduction in flight between these ranks has
         call: str,
     ) -> Work:
-        """As :meth:`reduce_scatter`, of pieces that lie anywhere; only where this class :meth:`sends_in_place`.
-
-        Args:
-            pieces: by owner, its pieces.
-            means: room for the sum of each piece of this rank, which may be the piece itself.
-            scale: the factor.
-            pool: gives memory for what arrives.
-            tag: a number that no other reduction in flight between these ranks has.
-            call: the user's call.
-        """
+        """As :meth:`reduce_scatter`, of pieces that lie anywhere; only where this class :meth:`sends_in_place`."""
         assert self._pairs is not None
         with ExplainedErrors(call, self.group_rank):
             reduction = PairwiseReduction(self._pairs, pieces, means, scale, pool, tag)
@@ -249,11 +249,7 @@ class Collectives:
     def all_reduce(self, tensor: Tensor, call: str, largest: bool = False, average: bool = False) -> Work:
         """Start summing contiguous memory over all ranks in place.
 
-        Args:
-            tensor: the memory.
-            call: the user's call.
-            largest: take the maximum.
-            average: take the mean where the backend :attr:`averages`.
+        Take the ``largest`` value in place of the sum, or the ``average`` where the backend :attr:`averages`.
         """
         op = dist.ReduceOp.MAX if largest else dist.ReduceOp.AVG if average and self.averages else dist.ReduceOp.SUM
         with ExplainedErrors(call, self.group_rank):
@@ -284,6 +280,38 @@ class Collectives:
 
     def _tag(self, tensor: Tensor) -> int:
         return limits.MESSAGE_TAG if self._backends.get(tensor.device.type) == "gloo" else 0  # others have no tags
+
+
+def _member_group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """The given group, by default the group of all ranks; raise if this process is not in it."""
+    if not dist.is_available() or not dist.is_initialized():
+        raise RuntimeError(
+            "no process group is initialised: call torch.distributed.init_process_group() first "
+            "(torchrun sets what it needs), also when there is only one process; with Accelerate or transformers, "
+            "construct the Accelerator or the TrainingArguments before the optimizer, or give Trainer "
+            "optimizer_cls_and_kwargs=(ZeroRedundancyOptimizer, {'optimizer_class': AdamW, ...})"
+        )
+    group = dist.group.WORLD if process_group is None else process_group
+    if group is None or dist.get_rank(group) < 0:
+        raise ValueError(
+            f"global rank {dist.get_rank()} is not a member of the process group it was given; "
+            "only the members may construct this object"
+        )
+    return group
+
+
+def _control_device(backends: dict[str, str], device: torch.device | None) -> torch.device:
+    """The device of status flags in a group, for parameters on ``device``.
+
+    gloo is used from the CPU only: it has few collectives for other devices.
+    """
+    if device is not None and backends.get(device.type, "gloo") != "gloo":
+        return device
+    if "cpu" in backends:
+        return torch.device("cpu")
+    accelerator = torch.accelerator.current_accelerator()
+    assert accelerator is not None, backends
+    return torch.device(accelerator.type, torch.accelerator.current_device_index())
 
 
 @lru_cache

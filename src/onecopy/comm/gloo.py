@@ -23,13 +23,7 @@ from onecopy.common.flat_views import as_bytes, flat_view
 
 
 class Pairs:
-    """Messages between pairs of ranks, on the CPU.
-
-    Args:
-        group: a group with gloo.
-        group_rank: this rank.
-        ranks: the number of ranks.
-    """
+    """Messages between pairs of the ``ranks`` ranks of a group with gloo, on the CPU."""
 
     def __init__(self, group: dist.ProcessGroup, group_rank: int, ranks: int) -> None:
         self._group, self.group_rank, self.ranks = group, group_rank, ranks
@@ -87,26 +81,19 @@ class Pairs:
 
 
 class PairwiseReduction:
-    """A reduce-scatter in flight: every rank sends each owner its pieces, and the owner takes the mean.
-
-    Args:
-        pairs: the ranks.
-        pieces: by owner, the contiguous pieces that it owns. Their lengths are equal on all ranks. They are only read,
-            except for this rank's own ones where these are the targets.
-        targets: where the mean of each of this rank's own pieces goes: the piece itself, or other memory.
-        scale: the factor from the sum to the mean.
-        pool: gives memory for the pieces that arrive.
-        tag: a tag that no other reduction in flight has.
-    """
+    """A reduce-scatter in flight: every rank sends each owner its pieces, and the owner takes the mean."""
 
     def __init__(
         self,
         pairs: Pairs,
+        # By owner, the contiguous pieces that it owns. Their lengths are equal on all ranks. They are only read, except
+        # for this rank's own ones where these are the targets.
         pieces: Sequence[Sequence[Tensor]],
+        # Where the mean of each of this rank's own pieces goes: the piece itself, or other memory.
         targets: Sequence[Tensor],
-        scale: float,
-        pool: BufferPool,
-        tag: int,
+        scale: float,  # the factor from the sum to the mean
+        pool: BufferPool,  # gives memory for the pieces that arrive
+        tag: int,  # a tag that no other reduction in flight has
     ) -> None:
         self._group_rank, self._scale, self._pool = pairs.group_rank, scale, pool
         ranks, here = pairs.ranks, pairs.group_rank

@@ -101,12 +101,7 @@ def bucket_bytes(ranks: int, pairwise: bool) -> int:
 
 
 def padded(sizes: Sequence[int], itemsize: int) -> list[int]:
-    """The lengths of one part per rank: equal if padding adds little, else the sizes themselves.
-
-    Args:
-        sizes: the number of elements of each rank's part.
-        itemsize: the bytes of an element.
-    """
+    """The lengths, in elements, of one part per rank: equal if padding adds little, else the sizes themselves."""
     longest = max(sizes)
     if allows_padding(longest * itemsize, sum(sizes) * itemsize, len(sizes)):
         return [longest] * len(sizes)

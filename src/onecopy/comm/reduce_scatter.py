@@ -31,21 +31,13 @@ CALL = "backward()"
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """The elements ``[start, stop)`` of a source, which one rank owns.
+    """The elements ``[start, stop)`` of a source, which one rank owns."""
 
-    Attributes:
-        source: the position of the source among those that are given to ``start``.
-        start: the first element.
-        stop: the element after the last one.
-        owner: the group rank of the owner.
-        offset: the position of the piece in the owner's part.
-    """
-
-    source: int
-    start: int
-    stop: int
-    owner: int
-    offset: int
+    source: int  # the position of the source among those that are given to ``start``
+    start: int  # the first element
+    stop: int  # the element after the last one
+    owner: int  # the group rank of the owner
+    offset: int  # the position of the piece in the owner's part
 
     @property
     def numel(self) -> int:
@@ -69,27 +61,19 @@ class _Message:
 
 
 class ReduceScatterPlan:
-    """The reduce-scatter of some sources.
-
-    Args:
-        collectives: the ranks.
-        pieces: the pieces, equal on all ranks; those of an owner in the order of their offsets.
-        source_dtype: the type of the sources.
-        dtype: the type in which gradients are sent and added up.
-        device: the device of the sources.
-        lengths: the number of elements of each rank's part; by default as many as its pieces need, and equal numbers
-            where that adds little.
-        replicas: the ranks that own the same pieces in other replicas (with a mesh), or None. The mean is over all.
-    """
+    """The reduce-scatter of some sources."""
 
     def __init__(
         self,
         collectives: Collectives,
-        pieces: Sequence[Piece],
-        source_dtype: torch.dtype,
-        dtype: torch.dtype,
-        device: torch.device,
+        pieces: Sequence[Piece],  # the pieces, equal on all ranks; those of an owner in the order of their offsets
+        source_dtype: torch.dtype,  # the type of the sources
+        dtype: torch.dtype,  # the type in which gradients are sent and added up
+        device: torch.device,  # the device of the sources
+        # The number of elements of each rank's part; by default as many as its pieces need, and equal numbers where
+        # that adds little.
         lengths: Sequence[int] | None = None,
+        # The ranks that own the same pieces in other replicas (with a mesh), or None. The mean is over all.
         replicas: Collectives | None = None,
     ) -> None:
         self._collectives, self._replicas = collectives, replicas
@@ -127,14 +111,11 @@ class ReduceScatterPlan:
             self._lengths.append(numel)
 
     def start(self, sources: Sequence[Tensor | None], pool: BufferPool, tag: int, into: Tensor | None) -> Reduction:
-        """Start the reduction.
+        """Start the reduction, with a tag that no other reduction in flight between these ranks has.
 
-        Args:
-            sources: flat gradients; None counts as zeros. They may not be changed before ``wait()`` has returned, and
-                are only read, but for the pieces of this rank if the mean takes their place.
-            pool: gives the buffers.
-            tag: a number that no other reduction in flight between these ranks has.
-            into: memory for this rank's part of the mean; None to replace the pieces that this rank owns.
+        The sources are flat gradients; None counts as zeros. They may not be changed before ``wait()`` has returned.
+        This rank's part of the mean arrives ``into`` that memory. If it is None, the mean replaces the pieces that this
+        rank owns; otherwise sources are only read.
         """
         collectives, here = self._collectives, self._collectives.group_rank
         buffer = pool.take(sum(self._lengths), self._dtype, self._device)
@@ -165,29 +146,17 @@ class ReduceScatterPlan:
         return Reduction(work, mine, means, None if into is not None else sources, pool, buffers)
 
 
+@dataclass(slots=True)
 class Reduction:
-    """A reduce-scatter in flight.
+    """A reduce-scatter in flight."""
 
-    Args:
-        work: the collective.
-        messages: the messages that this rank owns.
-        means: the memory in which the mean of each of them arrives.
-        sources: where the mean is copied to, in place of the pieces that were packed; None if it is not.
-        pool: the pool of the buffers.
-        buffers: the buffers.
-    """
-
-    def __init__(
-        self,
-        work: Work,
-        messages: Sequence[_Message],
-        means: Sequence[Tensor],
-        sources: Sequence[Tensor | None] | None,
-        pool: BufferPool,
-        buffers: Sequence[Tensor],
-    ) -> None:
-        self._work, self._messages, self._means, self._sources = work, messages, means, sources
-        self._pool, self._buffers = pool, buffers
+    _work: Work
+    _messages: Sequence[_Message]  # that this rank owns
+    _means: Sequence[Tensor]  # the memory in which the mean of each of them arrives
+    # Where the mean is copied to, in place of the pieces that were packed; None if it is not.
+    _sources: Sequence[Tensor | None] | None
+    _pool: BufferPool
+    _buffers: Sequence[Tensor]
 
     def wait(self) -> None:
         """Wait until the mean is where it belongs; on an accelerator, make the current stream wait."""

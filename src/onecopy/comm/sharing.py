@@ -13,10 +13,10 @@ padded: the memory of all owners, one owner behind the other, is cut into rounds
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import accumulate, chain, compress, zip_longest
+from itertools import accumulate, chain, zip_longest
 
 import torch
 from torch import Tensor
@@ -25,7 +25,6 @@ from onecopy.comm import limits
 from onecopy.comm.buffers import BufferPool, pack
 from onecopy.comm.collectives import Collectives
 from onecopy.comm.work import InFlight, Work
-from onecopy.common.flat_views import as_bytes
 
 PIECE_MULTIPLE = 64
 """Pieces are multiples of this many elements, for vectorised copies."""
@@ -36,65 +35,35 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 @dataclass(frozen=True, slots=True)
 class OwnedMemory:
-    """Contiguous memory, as bytes, of parameters that one rank owns.
+    """Contiguous memory, as bytes, of parameters that one rank owns."""
 
-    Attributes:
-        owner: the group rank of the owner.
-        params: the indices of the parameters.
-        memory: the bytes.
-        itemsize: the bytes of one element; the memory is aligned to it.
-    """
-
-    owner: int
-    params: tuple[int, ...]
-    memory: Tensor
-    itemsize: int
+    owner: int  # the group rank of the owner
+    params: tuple[int, ...]  # the indices of the parameters
+    memory: Tensor  # the bytes
+    itemsize: int  # the bytes of one element; the memory is aligned to it
 
 
 @dataclass(frozen=True, slots=True)
 class SharedBucket:
-    """A flat bucket of parameters that is sharded among all ranks.
+    """A flat bucket of parameters that is sharded among all ranks."""
 
-    Attributes:
-        memory: the ranges of all owners, one behind the other.
-        lengths: by owner, the number of elements of its range.
-        params: the indices of the parameters.
-    """
-
-    memory: Tensor
-    lengths: tuple[int, ...]
-    params: tuple[int, ...]
+    memory: Tensor  # the ranges of all owners, one behind the other
+    lengths: tuple[int, ...]  # by owner, the number of elements of its range
+    params: tuple[int, ...]  # the indices of the parameters
 
 
-@dataclass(frozen=True, slots=True)
-class _Views:
-    """The views of a round's buffer.
-
-    Attributes:
-        mine: this rank's part, without padding.
-        theirs: views of the other ranks' parts, one for each of their memory ranges.
-        targets: these memory ranges.
-        params: their parameters.
-    """
-
-    mine: Tensor
-    theirs: list[Tensor]
-    targets: list[Tensor]
-    params: list[tuple[int, ...]]
+_Range = tuple[Tensor, tuple[int, ...]]
+"""Memory, and the indices of its parameters."""
 
 
 @dataclass(slots=True)
 class _Round:
-    """One all-gather of packed memory ranges.
+    """One all-gather of packed memory ranges."""
 
-    Attributes:
-        memories: by owner, the memory ranges that it sends, and the parameters of each.
-        lengths: by owner, the number of elements of its part of the buffer, padding included.
-    """
-
-    memories: list[list[tuple[Tensor, tuple[int, ...]]]]
-    lengths: list[int] = field(default_factory=list)
-    views: dict[int, _Views] = field(default_factory=dict)  # by address of the buffer
+    memories: list[list[_Range]]  # by owner, the memory ranges that it sends
+    lengths: list[int] = field(default_factory=list)  # by owner, of its part of the buffer, padding included
+    # By address of the buffer: this rank's part without padding, and for each range of the others where it arrives.
+    views: dict[int, tuple[Tensor, list[Tensor]]] = field(default_factory=dict)
 
     @property
     def sizes(self) -> list[int]:
@@ -106,42 +75,31 @@ class _Round:
         """All parameters in the round."""
         return {index for owned in self.memories for _, params in owned for index in params}
 
-    @property
-    def like(self) -> Tensor:
-        """A tensor with the device and the type of the round."""
-        return next(memory for owned in self.memories for memory, _ in owned)
+    def without(self, group_rank: int) -> Iterator[_Range]:
+        """The ranges of all owners but one."""
+        return (each for owner, owned in enumerate(self.memories) if owner != group_rank for each in owned)
 
-    def views_of(self, buffer: Tensor, group_rank: int) -> _Views:
+    def views_of(self, buffer: Tensor, group_rank: int) -> tuple[Tensor, list[Tensor]]:
         """The views of a buffer; made once for each buffer, because there may be many."""
         if buffer.data_ptr() not in self.views:
             if len(self.views) > limits.ROUNDS_IN_FLIGHT:
                 self.views.clear()  # of buffers that the pool may have freed
             parts = buffer.split(self.lengths)
+            mine = parts[group_rank][: self.sizes[group_rank]]
             others = [owner for owner in range(len(parts)) if owner != group_rank]
-            self.views[buffer.data_ptr()] = _Views(
-                parts[group_rank][: self.sizes[group_rank]],
-                [view for owner in others for view in _split(parts[owner], [each for each, _ in self.memories[owner]])],
-                [memory for owner in others for memory, _ in self.memories[owner]],
-                [params for owner in others for _, params in self.memories[owner]],
-            )
+            theirs = [view for owner in others for view in _split(parts[owner], self.memories[owner])]
+            self.views[buffer.data_ptr()] = mine, theirs
         return self.views[buffer.data_ptr()]
 
 
 class Sharing:
-    """The all-gathers that share some memory, planned once.
-
-    Args:
-        collectives: the ranks.
-        ranges: memory that lies anywhere.
-        buckets: flat buckets.
-        pool: gives the buffers.
-    """
+    """The all-gathers that share some memory, planned once."""
 
     def __init__(
         self,
         collectives: Collectives,
-        ranges: Sequence[OwnedMemory] = (),
-        buckets: Sequence[SharedBucket] = (),
+        ranges: Sequence[OwnedMemory] = (),  # memory that lies anywhere
+        buckets: Sequence[SharedBucket] = (),  # flat buckets
         pool: BufferPool | None = None,
     ) -> None:
         self._collectives, self._buckets, self._pool = collectives, list(buckets), pool or BufferPool()
@@ -165,15 +123,11 @@ class Sharing:
     def start(
         self, changed: Sequence[bool] | None = None, in_flight: InFlight | None = None, call: str = "step()"
     ) -> InFlight:
-        """Start sending the parameters of all owners to all ranks, and return the messages in flight.
+        """Start sending the parameters of all owners to all ranks; return the messages in flight, with those given.
 
-        What arrives packed is written when it is waited for.
-
-        Args:
-            changed: whether each parameter has changed, equal on all ranks. What has not is not written: autograd may
-                still need it. All-gathers without a changed parameter are left out.
-            in_flight: messages in flight to which these are added.
-            call: the user's call, for errors.
+        ``changed`` tells whether each parameter has changed, equally on all ranks. What has not is not written, because
+        autograd may still need it. All-gathers without a changed parameter are left out. What arrives packed is written
+        when it is waited for.
         """
         in_flight = in_flight or InFlight()
         for work in self.start_in_place(changed, call):
@@ -198,25 +152,25 @@ class Sharing:
         return works
 
     def _start_round(self, each: _Round, call: str, changed: Sequence[bool] | None, in_flight: InFlight) -> None:
-        here, like = self._collectives.group_rank, each.like
+        here, like = self._collectives.group_rank, next(memory for owned in each.memories for memory, _ in owned)
         in_flight.leave(limits.ROUNDS_IN_FLIGHT)
         buffer = self._pool.take(sum(each.lengths), like.dtype, like.device)
-        views = each.views_of(buffer, here)
-        memories = [memory for memory, _ in each.memories[here]]
-        pack(views.mine, _split(views.mine, memories), memories)
-        targets, theirs = views.targets, views.theirs
-        if changed is not None:
-            chosen = [_has_changed(params, changed) for params in views.params]
-            targets, theirs = list(compress(targets, chosen)), list(compress(theirs, chosen))
+        mine, theirs = each.views_of(buffer, here)
+        pack(mine, _split(mine, each.memories[here]), [memory for memory, _ in each.memories[here]])
+        arriving = [
+            (memory, view)
+            for (memory, params), view in zip(each.without(here), theirs, strict=True)
+            if _has_changed(params, changed)
+        ]
         # As bytes: a backend need not know 16-bit integers.
         lengths = [length * like.element_size() for length in each.lengths]
-        work = self._collectives.all_gather(as_bytes(buffer), lengths, call)
-        in_flight.add(work, partial(self._end_round, buffer, targets, theirs), staged=True)
+        work = self._collectives.all_gather(buffer.view(torch.uint8), lengths, call)
+        in_flight.add(work, partial(self._end_round, buffer, arriving), staged=True)
 
-    def _end_round(self, buffer: Tensor, targets: list[Tensor], theirs: list[Tensor]) -> None:
+    def _end_round(self, buffer: Tensor, arriving: list[tuple[Tensor, Tensor]]) -> None:
         """Write the values that have arrived."""
-        if targets:
-            torch._foreach_copy_(targets, theirs)
+        if arriving:
+            torch._foreach_copy_([memory for memory, _ in arriving], [view for _, view in arriving])
         self._pool.give_back(buffer)
 
     @property
@@ -229,9 +183,9 @@ def _has_changed(params: Iterable[int], changed: Sequence[bool] | None) -> bool:
     return changed is None or any(changed[index] for index in params)
 
 
-def _split(part: Tensor, memories: Sequence[Tensor]) -> tuple[Tensor, ...]:
+def _split(part: Tensor, ranges: Sequence[_Range]) -> tuple[Tensor, ...]:
     """The views of a part, one for each memory range in it, without the padding."""
-    sizes = [memory.numel() for memory in memories]
+    sizes = [memory.numel() for memory, _ in ranges]
     views: tuple[Tensor, ...] = part[: sum(sizes)].split(sizes)
     return views if sizes else ()
 

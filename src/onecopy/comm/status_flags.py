@@ -30,11 +30,8 @@ class DeferredRead:
     """A tensor that the host reads later: the copy to the host is enqueued now, on a stream of its own.
 
     So the stream that computes waits neither for the copy nor for the exchange that writes the tensor. The tensor is
-    referenced until it has been copied, because its memory may not be reused before.
-
-    Args:
-        tensor: the tensor.
-        work: the exchange that writes the tensor, or None if the current stream has written it.
+    referenced until it has been copied, because its memory may not be reused before. ``work`` is the exchange that
+    writes it, or None if the current stream has written it.
     """
 
     def __init__(self, tensor: Tensor, work: Work | None = None) -> None:
@@ -100,13 +97,7 @@ class DeferredFlags:
         self._forgotten: list[DeferredRead] = []
 
     def put(self, flags: Tensor, work: Work | None, check: CheckFlags) -> int:
-        """Keep flags to be read and checked later; return their number, for :meth:`check_through`.
-
-        Args:
-            flags: the tensor that the exchange writes.
-            work: the exchange.
-            check: a function that raises if the flags tell of a failure.
-        """
+        """Keep flags, which ``work`` writes, to be checked later; return their number, for :meth:`check_through`."""
         self._forgotten = [read for read in self._forgotten if not read.has_arrived]
         self._unread.append((DeferredRead(flags, work), check))
         self._count += 1
@@ -124,8 +115,7 @@ class DeferredFlags:
 
     def check_all(self) -> None:
         """Wait for all flags, and check them."""
-        while self._unread:
-            self._check_oldest()
+        self.check_through(self._count)
 
     def wait(self) -> None:
         """Wait for all flags, without reading them."""

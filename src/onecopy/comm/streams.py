@@ -16,16 +16,11 @@ _NO_STREAM = contextlib.nullcontext()
 
 
 class SideStream:
-    """One stream beside the current one. Nothing here blocks the host.
-
-    Attributes:
-        is_cpu: whether the device is the CPU, which has no streams.
-    """
+    """One stream beside the current one. Nothing here blocks the host."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = None if device.type == "cpu" else torch.Stream(device)
-        self.is_cpu = self._stream is None
 
     def use(self) -> contextlib.AbstractContextManager[None]:
         """Make the side stream current. It waits for the work that the current stream has enqueued."""

@@ -66,16 +66,10 @@ class InFlight:
     def add(
         self,
         work: Work,
-        then: Callable[[], None] | None = None,
-        staged: bool = False,
+        then: Callable[[], None] | None = None,  # a function that is called when the message has ended
+        staged: bool = False,  # whether it uses extra memory
     ) -> None:
-        """Add a message in flight.
-
-        Args:
-            work: the message.
-            then: a function that is called when the message has ended.
-            staged: whether it uses extra memory.
-        """
+        """Add a message in flight."""
         self._entries.append((work, then, staged))
         self._staged += staged
 
@@ -111,20 +105,15 @@ def is_backend_error(error: BaseException) -> bool:
     return isinstance(error, dist.DistError) or (type(error) is RuntimeError and bool(_TEXT.search(str(error))))
 
 
+@dataclass(slots=True)
 class ExplainedErrors:
     """A ``with`` block that turns a backend's error, such as the timeout, into one that names a call of all ranks.
 
     All other exceptions pass. It is a class because it is used in every step: a generator would take longer.
-
-    Args:
-        call: the name of the call.
-        group_rank: this rank.
     """
 
-    __slots__ = ("_call", "_group_rank")
-
-    def __init__(self, call: str, group_rank: int) -> None:
-        self._call, self._group_rank = call, group_rank
+    _call: str
+    _group_rank: int
 
     def __enter__(self) -> None:
         pass

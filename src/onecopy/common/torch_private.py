@@ -90,29 +90,21 @@ def buffers_of(module: Module) -> list[Tensor]:
     return list(found.values())
 
 
-def zero_each(tensors: list[Tensor]) -> None:
-    """Set several tensors to zero, in one call."""
-    torch._foreach_zero_(tensors)
+# Several tensors in one call: set to zero, multiplied in place by a factor, interpolated in place towards others.
 
-
-def multiply_each(tensors: list[Tensor], factor: Tensor | float) -> None:
-    """Multiply several tensors in place by one factor, in one call."""
-    torch._foreach_mul_(tensors, factor)
-
-
-def add_to_each(tensors: list[Tensor], others: Sequence[Tensor], factor: float) -> None:
-    """Add ``factor`` times another tensor to each of several tensors, in one call."""
-    torch._foreach_add_(tensors, list(others), alpha=factor)
-
-
-def interpolate_each(tensors: list[Tensor], ends: list[Tensor], weight: float) -> None:
-    """Interpolate each of several tensors in place towards another one, in one call."""
-    torch._foreach_lerp_(tensors, ends, weight)
+zero_each = torch._foreach_zero_
+multiply_each = torch._foreach_mul_
+interpolate_each = torch._foreach_lerp_
 
 
 def interpolated(tensors: list[Tensor], ends: list[Tensor], weight: float) -> list[Tensor]:
     """The interpolation of each of several tensors towards another one, in one call."""
     return list(torch._foreach_lerp(tensors, ends, weight))
+
+
+def add_to_each(tensors: list[Tensor], others: Sequence[Tensor], factor: float) -> None:
+    """Add ``factor`` times another tensor to each of several tensors, in one call."""
+    torch._foreach_add_(tensors, list(others), alpha=factor)
 
 
 def norms_of_each(tensors: list[Tensor], order: float, dtype: torch.dtype | None) -> list[Tensor]:

@@ -52,12 +52,8 @@ class _PassVote:
     """The vote at the end of a pass: whether it has failed, and which parameters have a gradient, or are frozen.
 
     The row of the vote is followed by two integers for each parameter: ``2`` if it is frozen, ``+ 1`` if it has a
-    gradient, and the negative of this. Their maxima tell what holds on any rank, and what on all.
-
-    Attributes:
-        row: the row to exchange.
-        present: for each parameter, whether it has a gradient; after the vote, on any rank.
-        trainable: for each parameter, whether it is not frozen.
+    gradient, and the negative of this. Their maxima tell what holds on any rank, and what on all. After the vote
+    ``present`` tells for each parameter whether it has a gradient on any rank.
     """
 
     def __init__(
@@ -118,22 +114,17 @@ class BackwardReducer:
     after the pass. A rank reads it at once if it may change what the rank does: if a parameter is trainable and has no
     gradient here (DDP with ``find_unused_parameters`` waits there, too), or has no bucket.
 
-    Args:
-        optimizers: the attached optimizers.
-        names: the name of each of their parameters, by ``id()``, in the order in which a forward pass uses them.
-        policy: the process groups and the data type of all reductions.
-        flags: the queue of votes that the host reads later.
-
     Attributes:
         synchronises: whether backward passes reduce gradients; False under ``no_sync()``.
     """
 
     def __init__(
         self,
-        optimizers: Sequence[AttachedOptimizer],
+        optimizers: Sequence[AttachedOptimizer],  # the attached optimizers
+        # The name of each of their parameters, by ``id()``, in the order in which a forward pass uses them.
         names: Mapping[int, str],
-        policy: ReductionPolicy,
-        flags: DeferredFlags,
+        policy: ReductionPolicy,  # the process groups and the data type of all reductions
+        flags: DeferredFlags,  # the queue of votes that the host reads later
     ) -> None:
         self.synchronises = True
         self._unfollowed: str | None = None

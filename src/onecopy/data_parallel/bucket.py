@@ -29,14 +29,12 @@ class ParameterBuckets(Storage):
     """Parameters are views into the flat buckets of their plans; a rank's range of a bucket is sent in place.
 
     A parameter of no plan stays where it is and is never sent: it is frozen.
-
-    Attributes:
-        buckets: the buckets, in the order in which the backward pass computes their gradients.
     """
 
     convertible = False
 
     def __init__(self, params: Sequence[Tensor], layout: Layout, plans: Sequence[BucketPlan]) -> None:
+        # In the order in which the backward pass computes their gradients.
         self.buckets = [SharedBucket(_flat_bucket(params, plan), plan.padded_parts, plan.params) for plan in plans]
         super().__init__(params, layout)
 
@@ -66,17 +64,11 @@ def _flat_bucket(params: Sequence[Tensor], plan: BucketPlan) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class ReductionPolicy:
-    """The process groups and the data type of all reductions.
+    """The process groups and the data type of all reductions."""
 
-    Attributes:
-        gradients: the gradients of all buckets, with the ranks among which they are sharded.
-        replicas: the ranks that own the same shards in other replicas (with a mesh), or None.
-        reduce_dtype: the type in which gradients are sent; None for the type of the parameters.
-    """
-
-    gradients: GradientGroup
-    replicas: Collectives | None
-    reduce_dtype: torch.dtype | None
+    gradients: GradientGroup  # the gradients of all buckets, with the ranks among which they are sharded
+    replicas: Collectives | None  # the ranks that own the same shards in other replicas (with a mesh), or None
+    reduce_dtype: torch.dtype | None  # the type in which gradients are sent; None for the type of the parameters
 
     @property
     def collectives(self) -> Collectives:
@@ -106,21 +98,6 @@ class GradientBucket:
     2. ``put`` takes in one parameter's gradient, without a copy.
     3. ``launch`` starts the reduction, and releases the gradients when it has ended.
     4. ``add_up`` writes the mean into this rank's shard, or adds it to the shard.
-
-    Attributes:
-        plan: the parameters and the range of each rank.
-        params: the parameters.
-        names: their names.
-        policy: the process groups and the data type of the reduction.
-        wire_dtype: the type in which gradients are sent.
-        nbytes: the size of the bucket's gradients as they are sent.
-        shard: this rank's range of the reduced gradients. It is empty until the first reduction.
-        shard_grads: for each parameter, the ``param.grad`` that shows its range of the shard.
-        has_reduced_grad: for each parameter, whether the shard holds a reduced gradient of earlier passes, to which
-            the current pass adds.
-        states: for each parameter, the progress of its gradient in the current pass.
-        pending_count: the number of gradients that the current pass has not produced yet.
-        accumulates: whether the reduction that was launched adds to the shard.
     """
 
     def __init__(
@@ -132,16 +109,19 @@ class GradientBucket:
         self.device = first.device
         self.wire_dtype = policy.reduce_dtype if policy.reduce_dtype and first.is_floating_point() else first.dtype
         self._shard_dtype = torch.promote_types(self.wire_dtype, first.dtype)
-        self.nbytes = plan.numel * self.wire_dtype.itemsize
+        self.nbytes = plan.numel * self.wire_dtype.itemsize  # of the gradients as they are sent
         self._shard_memory = torch.zeros(0)  # the shard, padded as the plan is
+        # This rank's range of the reduced gradients, which is empty until the first reduction; and for each parameter
+        # the ``param.grad`` that shows its range of the shard.
         self.shard = torch.zeros(0, dtype=self._shard_dtype, device=self.device)
         self.shard_grads: list[ShardGrad] = []
+        # Whether the shard holds a reduced gradient of earlier passes, to which the current pass adds.
         self.has_reduced_grad = [False] * len(self.params)
         # Identity and version of whole gradients that no_sync() passes have left in param.grad, by position.
         self._no_sync_grads: dict[int, tuple[int, int]] = {}
         self.states = [GradState.PENDING] * len(self.params)
-        self.pending_count = 0
-        self.accumulates = False
+        self.pending_count = 0  # of gradients that the current pass has not produced yet
+        self.accumulates = False  # whether the reduction that was launched adds to the shard
         self._is_launched = False
         self._gradients: list[Tensor | None] = [None] * len(self.params)  # of the current pass, until the launch
         self._streams = UsedStreams(self.device)  # on which they were computed

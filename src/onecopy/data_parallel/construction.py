@@ -253,12 +253,7 @@ def _type_text(tensor: Tensor) -> str:
 
 
 class AttachedOptimizer:
-    """An optimizer whose parameters are in buckets that are sharded among all ranks.
-
-    Attributes:
-        engine: the engine of the optimizer.
-        buckets: the gradient buckets of the parameters that are trainable, or have been.
-    """
+    """An optimizer whose parameters are in buckets that are sharded among all ranks."""
 
     def __init__(
         self, plan: OptimizerPlan, policy: ReductionPolicy, to_convert: set[int], mixed_precision: MixedPrecision
@@ -280,6 +275,7 @@ class AttachedOptimizer:
         shared = plan.buckets + plan.frozen if inner.updates_without_gradient else plan.buckets
         engine.attach(plan.layout, inner, partial(ParameterBuckets, plans=shared), gradients)
         inner.push_options(groups)  # the constructor of the new inner optimizer may have changed some
+        # Of the parameters that are trainable, or have been.
         self.buckets = [self._gradient_bucket(bucket) for bucket in plan.buckets]
         gradients.on_zero = partial(_clear_accumulated, weakref.ref(self))
 

@@ -25,16 +25,15 @@ _ParamsOfStep = tuple[PipelinedStep, list[int]]
 
 
 class ForwardWaitHooks:
-    """Forward pre-hooks on all submodules that have or read parameters.
-
-    Args:
-        module: the whole module.
-        pipelines: by identity of a parameter, the pipelined step that sends it, and its index there.
-        uses: parameters or submodules that a submodule reads beside its own, by name.
-    """
+    """Forward pre-hooks on all submodules that have or read parameters."""
 
     def __init__(
-        self, module: nn.Module, pipelines: Mapping[int, tuple[PipelinedStep, int]], uses: Mapping[str, Sequence[str]]
+        self,
+        module: nn.Module,
+        pipelines: Mapping[
+            int, tuple[PipelinedStep, int]
+        ],  # by identity of a parameter, what sends it, its index there
+        uses: Mapping[str, Sequence[str]],
     ) -> None:
         self._pipelines = dict(pipelines)
         self._read_params: dict[str, list[int]] = {}  # by submodule, identities of parameters

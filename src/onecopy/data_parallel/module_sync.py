@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -16,22 +17,17 @@ from onecopy.common.flat_views import as_bytes, flat_view
 from onecopy.common.torch_private import buffers_of
 
 
+@dataclass(slots=True)
 class ModuleSync:
-    """Broadcasts a module's parameters and buffers.
+    """Broadcasts a module's parameters and buffers; with a mesh from the first replica to the others, too.
 
-    Args:
-        module: the module.
-        broadcast_buffers: whether buffers are broadcast after the construction, too.
-        collectives: the ranks that share one replica's gradients and state.
-        replicas: the ranks with the same place in other replicas (with a mesh), or None.
+    Without ``broadcast_buffers`` it broadcasts buffers in the construction only.
     """
 
-    def __init__(
-        self, module: nn.Module, broadcast_buffers: bool, collectives: Collectives, replicas: Collectives | None
-    ) -> None:
-        self._module = module
-        self._broadcast_buffers = broadcast_buffers
-        self._collectives, self._replicas = collectives, replicas
+    _module: nn.Module
+    _broadcast_buffers: bool
+    _collectives: Collectives
+    _replicas: Collectives | None
 
     def buffers_to_broadcast(self, last_pass_synchronised: bool = True) -> list[Tensor]:
         """The buffers that the module has now; none without ``broadcast_buffers``.

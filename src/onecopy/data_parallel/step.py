@@ -80,22 +80,15 @@ class PipelinedStep:
     On an accelerator 1 is a part of 3, in one vote, which the host reads when it has arrived, at the latest in the next
     ``step()``. Nothing there makes the stream of the computation wait for it. With ``nonfinite="skip"`` the host reads
     1 at once there, too.
-
-    Args:
-        engine: the engine.
-        reducer: the backward pass of the module.
-        overlap: whether ``step()`` returns while parameters are in flight.
-        is_only_optimizer: whether the module has no other optimizer.
-        has_replicas: whether there are other replicas (with a mesh).
     """
 
     def __init__(
         self,
         engine: Engine,
-        reducer: BackwardReducer,
-        overlap: bool,
-        is_only_optimizer: bool,
-        has_replicas: bool,
+        reducer: BackwardReducer,  # the backward pass of the module
+        overlap: bool,  # whether ``step()`` returns while parameters are in flight
+        is_only_optimizer: bool,  # whether the module has no other optimizer
+        has_replicas: bool,  # whether there are other replicas (with a mesh)
     ) -> None:
         self._engine, self._reducer = engine, reducer
         self._overlap = overlap
@@ -240,9 +233,7 @@ class PipelinedStep:
 def divide_into_segments(sizes: Sequence[int], full: Callable[[int, int], int]) -> list[Sequence[int]]:
     """The buckets of each segment, by their sizes in bytes. A forward pass reads the last buckets first.
 
-    Args:
-        sizes: the sizes of the buckets.
-        full: returns the size from which a segment is full, by the bytes of the segments before it, and of all.
+    ``full`` returns the size from which a segment is full, by the bytes of the segments before it, and of all.
     """
     segments: list[list[int]] = [[]]
     size = size_before = 0

@@ -271,24 +271,14 @@ class ShardedDataParallel(nn.Module, WrapsModule):
         return super().named_parameters(*args, **kwargs)
 
     def train(self, mode: bool = True) -> ShardedDataParallel:
-        """Switch between training and evaluation, which may read parameters in any order.
-
-        Args:
-            mode: True for training.
-        """
+        """Switch between training and evaluation, which may read parameters in any order."""
         if "_pipelines" in self.__dict__:
             self.wait()
         super().train(mode)
         return self
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load the module's state dict, or this wrapper's, whose names begin with ``module.``.
-
-        Args:
-            state_dict: names and tensors.
-            strict: whether names must match exactly.
-            assign: not supported, because parameters live in buckets.
-        """
+        """Load the module's state dict, or this wrapper's, whose names begin with ``module.``; without ``assign``."""
         if assign:
             raise ValueError("load_state_dict(assign=True) would take parameters out of their buckets")
         self.wait()
@@ -297,11 +287,7 @@ class ShardedDataParallel(nn.Module, WrapsModule):
         return self.module.load_state_dict(state_dict, strict)
 
     def join_hook(self, **kwargs: Any) -> NoReturn:  # noqa: ARG002 - torch passes the arguments of other joinables
-        """Raise ``RuntimeError``: with this class all ranks must have equally many inputs.
-
-        Args:
-            **kwargs: not used.
-        """
+        """Raise ``RuntimeError``: with this class all ranks must have equally many inputs."""
         raise RuntimeError(JOIN_REFUSAL)
 
     @property

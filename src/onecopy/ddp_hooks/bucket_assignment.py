@@ -34,21 +34,13 @@ class GradBucket(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ParamInBucket:
-    """A parameter of a bucket that belongs to an optimizer.
-
-    Attributes:
-        param: the parameter.
-        layout_index: the position of its layout among the layouts.
-        index: the position of the parameter in the layout.
-        shard: this rank's shard of it, or None.
-        start: the position of the shard's gradient in the buffer.
-    """
+    """A parameter of a bucket that belongs to an optimizer."""
 
     param: Tensor
-    layout_index: int
-    index: int
-    shard: Shard | None
-    start: int
+    layout_index: int  # the position of its layout among the layouts
+    index: int  # the position of the parameter in the layout
+    shard: Shard | None  # this rank's shard of it, or None
+    start: int  # the position of the shard's gradient in the buffer
 
     def owned_view(self, buffer: Tensor) -> Tensor:
         """Return the view of the buffer that is this rank's part of the gradient."""
@@ -56,13 +48,7 @@ class ParamInBucket:
 
 
 class DDPBucketAssignment:
-    """Divides one DDP bucket into ranges that one rank each owns.
-
-    Attributes:
-        params: the parameters that belong to an optimizer.
-        pieces: the ranges of the buffer that have an owner. Neighbours with one owner are one piece.
-        plans: what a hook has planned for the bucket.
-    """
+    """Divides one DDP bucket into ranges that one rank each owns."""
 
     def __init__(
         self,
@@ -70,10 +56,10 @@ class DDPBucketAssignment:
         shards_of: Mapping[int, tuple[int, Sequence[Shard]]],
         group_rank: int,
     ) -> None:
-        self.plans: dict[object, Any] = {}
+        self.plans: dict[object, Any] = {}  # what a hook has planned for the bucket
         self._sizes = [param.numel() for param in params]
         self._without_optimizer: list[int] = []
-        self.params: list[ParamInBucket] = []
+        self.params: list[ParamInBucket] = []  # that belong to an optimizer
         ranges: list[tuple[int, int, int]] = []  # owner, start, stop
         for position, (param, start) in enumerate(zip(params, [0, *accumulate(self._sizes)], strict=False)):
             if id(param) not in shards_of:
@@ -90,7 +76,7 @@ class DDPBucketAssignment:
                 if first < stop:
                     ranges.append((shard.owner, first, stop))
         ends: dict[int, int] = {}
-        self.pieces: list[Piece] = []
+        self.pieces: list[Piece] = []  # with an owner. Neighbours with one owner are one piece
         for owner, start, stop in sorted(ranges):
             self.pieces.append(Piece(0, start, stop, owner, ends.get(owner, 0)))
             ends[owner] = ends.get(owner, 0) + stop - start
@@ -102,14 +88,10 @@ class DDPBucketAssignment:
 
 
 class DDPBucketAssignmentCache:
-    """Keeps the assignment of each DDP bucket, and makes a new one when DDP has rebuilt the bucket.
-
-    Attributes:
-        layouts: the layouts that decide ownership.
-    """
+    """Keeps the assignment of each DDP bucket, and makes a new one when DDP has rebuilt the bucket."""
 
     def __init__(self, layouts: Sequence[Layout], params: Sequence[Sequence[Tensor]], group_rank: int) -> None:
-        self.layouts = list(layouts)
+        self.layouts = list(layouts)  # that decide ownership
         self._group_rank = group_rank
         self._cached: dict[int, tuple[list[int], DDPBucketAssignment]] = {}
         self._shards_of: dict[int, tuple[int, list[Shard]]] = {}  # by the identity of the parameter
@@ -118,12 +100,7 @@ class DDPBucketAssignmentCache:
                 self._shards_of.setdefault(id(tensors[shard.param]), (layout_index, []))[1].append(shard)
 
     def get(self, bucket_index: int, params: Sequence[Tensor]) -> DDPBucketAssignment:
-        """Return the assignment of a bucket.
-
-        Args:
-            bucket_index: the index of the bucket.
-            params: its parameters. The buffer holds their gradients one after the other, each in storage order.
-        """
+        """Return the assignment of a bucket, which has the gradients of these parameters, each in storage order."""
         identities = list(map(id, params))
         cached = self._cached.get(bucket_index)
         if cached is None or cached[0] != identities:

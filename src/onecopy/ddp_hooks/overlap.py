@@ -79,13 +79,7 @@ def hook_with_zero_step_interleaved(
 ) -> Callable[[Any, Any], Future[Any]]:
     """Return a DDP communication hook that updates each bucket while the backward pass goes on.
 
-    Everything else is as in :func:`hook_with_zero_step`.
-
-    Args:
-        hook: the DDP communication hook that reduces a bucket.
-        ddp: the model on which the hook will be registered.
-        zero: an optimizer over the model's parameters, constructed with ``overlap_with_ddp=True``.
-        shard_buckets: accepted for compatibility and ignored. Ownership always comes from the optimizer's layout.
+    Everything else, with the arguments, is as in :func:`hook_with_zero_step`.
     """
     del shard_buckets
     return _overlap_hook(hook, ddp, zero, interleaved=True)
@@ -122,57 +116,37 @@ def _hook_name(hook: Hook) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _BucketUpdate:
-    """The update of one bucket in one backward pass.
+    """The update of one bucket in one backward pass."""
 
-    Attributes:
-        is_last: whether it is the last bucket of the pass.
-        assignment: which rank owns which range of the bucket.
-        buffer: the bucket's gradients.
-        reduced: the future of the user's hook, which gives the reduced gradients.
-        done: the future that DDP waits for.
-        has_gradient: by parameter in the bucket, whether this rank has a gradient, and later whether any rank has.
-    """
-
-    is_last: bool
-    assignment: DDPBucketAssignment
-    buffer: Tensor
-    reduced: "Future[Any]"
-    done: "Future[Any]"
+    is_last: bool  # whether it is the last bucket of the pass
+    assignment: DDPBucketAssignment  # which rank owns which range of the bucket
+    buffer: Tensor  # the bucket's gradients
+    reduced: "Future[Any]"  # the future of the user's hook, which gives the reduced gradients
+    done: "Future[Any]"  # the future that DDP waits for
+    # By parameter in the bucket, whether this rank has a gradient, and later whether any rank has.
     has_gradient: dict[int, bool]
 
 
 @dataclass(slots=True)
 class _Iteration:
-    """The progress of the overlapped step in one backward pass.
+    """The progress of the overlapped step in one backward pass."""
 
-    Attributes:
-        options: the inner optimizer's options before the update.
-        update_failure: a failure of this rank's own update. This rank goes on with all collectives, and the status
-            flags at the end tell the other ranks.
-        waiting: the buckets that have not been updated yet.
-        broadcasts: the updated parameters in flight.
-        params: the parameters that are in a bucket.
-        collective_failure: a failure of a collective, or the error that the status flags raised. No collective follows.
-        gradient_versions: at the end of the pass, the version of every gradient.
-    """
-
-    options: OptionsSnapshot
+    options: OptionsSnapshot  # the inner optimizer's options before the update
+    # A failure of this rank's own update. This rank goes on with all collectives, and the status flags at the end tell
+    # the other ranks.
     update_failure: FirstFailure
-    waiting: list[_BucketUpdate] = field(default_factory=list)
-    broadcasts: InFlight = field(default_factory=InFlight)
-    params: set[int] = field(default_factory=set)
+    waiting: list[_BucketUpdate] = field(default_factory=list)  # the buckets that have not been updated yet
+    broadcasts: InFlight = field(default_factory=InFlight)  # the updated parameters in flight
+    params: set[int] = field(default_factory=set)  # the parameters that are in a bucket
+    # A failure of a collective, or the error that the status flags raised. No collective follows.
     collective_failure: FirstFailure = field(default_factory=FirstFailure)
-    gradient_versions: Sequence[int | None] = ()
+    gradient_versions: Sequence[int | None] = ()  # at the end of the pass, the version of every gradient
 
 
 class OverlappedStep:
     """Runs an engine's update and share for each bucket that DDP gives to a communication hook.
 
     DDP refers to the optimizer through the hook, and the optimizer to this object. It refers weakly to both.
-
-    Attributes:
-        updated: whether a backward pass has updated, and ``step()`` has not been called since.
-        step_was_called: whether ``step()`` was ever called.
     """
 
     def __init__(
@@ -188,7 +162,7 @@ class OverlappedStep:
         self._pool = BufferPool()
         self._assignments = self._make_assignments()
         self._options_after_update: list[dict[str, str]] = []
-        self.updated = False
+        self.updated = False  # whether a backward pass has updated, and step() has not been called since
         self.step_was_called = False
 
     def reduce_and_update(self, state: Any, bucket: GradBucket) -> Future[Any]:
@@ -433,10 +407,7 @@ class OverlappedStep:
 def check_step_arguments(attributes: dict[str, Any], closure: object, kwargs: dict[str, Any]) -> None:
     """Raise if ``step()`` is called with a closure, a GradScaler or arguments, which need an update after backward.
 
-    Args:
-        attributes: the optimizer's attributes, among which a GradScaler leaves its own.
-        closure: the closure given to ``step()``.
-        kwargs: further arguments given to ``step()``.
+    A GradScaler leaves attributes of its own among those of the optimizer.
     """
     refused = "a closure" if closure is not None else f"step({', '.join(kwargs)}=...)" if kwargs else None
     refused = "a GradScaler" if "found_inf" in attributes else refused

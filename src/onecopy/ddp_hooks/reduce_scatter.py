@@ -114,20 +114,13 @@ def _state_for(optimizers: list[Any]) -> ReduceScatter:
 
 @dataclass(frozen=True, slots=True)
 class _Bucket:
-    """A bucket of the current pass, whose reduction has started.
+    """A bucket of the current pass, whose reduction has started."""
 
-    Attributes:
-        assignment: which rank owns which range of the bucket.
-        buffer: the bucket's gradients.
-        future: the future that DDP waits for.
-        reduction: the reduction.
-        all_reduce: the all-reduce of the gradients that belong to no optimizer, and its buffer.
-    """
-
-    assignment: DDPBucketAssignment
-    buffer: Tensor
-    future: Future[Tensor]
+    assignment: DDPBucketAssignment  # which rank owns which range of the bucket
+    buffer: Tensor  # the bucket's gradients
+    future: Future[Tensor]  # the future that DDP waits for
     reduction: Reduction
+    # The all-reduce of the gradients that belong to no optimizer, and its buffer.
     all_reduce: tuple[Work, Tensor] | None
 
     def finish(self) -> None:
@@ -141,13 +134,7 @@ class _Bucket:
 
 
 class GradientReducer:
-    """Reduce-scatters DDP's buckets to the owners of the gradients, which are sharded then.
-
-    Args:
-        engines: the engines of the optimizers.
-        reduce_dtype: the type in which gradients are sent; None for their own.
-        in_join: whether the optimizers are in a join context.
-    """
+    """Reduce-scatters DDP's buckets to the owners of the gradients, which are sharded then."""
 
     def __init__(
         self, engines: Sequence[Engine], reduce_dtype: torch.dtype | None, in_join: Callable[[], bool]

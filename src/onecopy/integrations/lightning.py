@@ -49,11 +49,7 @@ class ShardedStrategy(DDPStrategy):
             super().configure_ddp()
 
     def setup_optimizers(self, trainer: Any) -> None:
-        """Make the optimizers, and with ``shard_gradients`` wrap the module.
-
-        Args:
-            trainer: the Trainer.
-        """
+        """Make the optimizers, and with ``shard_gradients`` wrap the module."""
         super().setup_optimizers(trainer)
         if self.shard_gradients:
             self.model = ShardedDataParallel(self.lightning_module, self.optimizers, **self.wrapper_options)
@@ -73,21 +69,11 @@ class ShardedStrategy(DDPStrategy):
         return {}
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:  # noqa: ARG002 - Lightning passes it
-        """Return nothing: :meth:`save_checkpoint` saves the optimizers themselves.
-
-        Args:
-            optimizer: not used.
-        """
+        """Return nothing: :meth:`save_checkpoint` saves the optimizers themselves."""
         return {}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Save the model, the optimizers and the rest of a checkpoint; all ranks write.
-
-        Args:
-            checkpoint: everything that Lightning saves, without the states of model and optimizers.
-            filepath: the directory to write to.
-            storage_options: arguments of the ``CheckpointIO`` plugin.
-        """
+        """Save the model, the optimizers and the rest of a checkpoint to a directory; all ranks write."""
         root, step = Path(filepath), int(checkpoint["global_step"])
         replaced = root.with_name(f"{root.name}.replaced")
         if self.is_global_zero and any(step_of(folder) >= step for folder in committed(root)):
@@ -106,12 +92,7 @@ class ShardedStrategy(DDPStrategy):
             shutil.rmtree(replaced, ignore_errors=True)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load all but the states of model and optimizers; an ordinary file of Lightning is loaded whole.
-
-        Args:
-            checkpoint_path: a directory of this strategy, or a checkpoint file.
-            weights_only: as in ``torch.load``.
-        """
+        """Load all but the states of model and optimizers; an ordinary file of Lightning is loaded whole."""
         root = Path(checkpoint_path)
         self._loaded_folder = None
         if root.is_dir():
@@ -123,23 +104,14 @@ class ShardedStrategy(DDPStrategy):
         return loaded
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load the model; all ranks make this call together.
-
-        Args:
-            checkpoint: the result of :meth:`load_checkpoint`.
-            strict: whether the checkpoint must have exactly the names of the module's state dict.
-        """
+        """Load the model; all ranks make this call together."""
         if self._loaded_folder is None:
             super().load_model_state_dict(checkpoint, strict)
         else:
             checkpoints.load(self._loaded_folder, model=self.lightning_module, strict=strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load the optimizers; all ranks make this call together.
-
-        Args:
-            checkpoint: the result of :meth:`load_checkpoint`.
-        """
+        """Load the optimizers; all ranks make this call together."""
         if self._loaded_folder is None:
             super().load_optimizer_state_dict(checkpoint)
         else:

@@ -15,11 +15,7 @@ class ConsolidatedCheckpoints(Hook):
     """
 
     def before_train(self, runner: Any) -> None:
-        """Put the consolidation before ``runner.save_checkpoint``.
-
-        Args:
-            runner: the Runner.
-        """
+        """Put the consolidation before ``runner.save_checkpoint``."""
         save, wrapper = runner.save_checkpoint, runner.optim_wrapper
         wrappers = list(wrapper.values()) if hasattr(wrapper, "values") else [wrapper]  # an OptimWrapperDict has values
 

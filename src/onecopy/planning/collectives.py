@@ -50,19 +50,12 @@ class Kind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """One collective call.
-
-    Attributes:
-        kind: its kind.
-        nbytes: the bytes of all parts together, padding included.
-        ranks: the number of ranks that take part.
-        operations: the number of operations as the backend runs them.
-    """
+    """One collective call."""
 
     kind: Kind
-    nbytes: int
-    ranks: int
-    operations: int = 1
+    nbytes: int  # the bytes of all parts together, padding included
+    ranks: int  # the number of ranks that take part
+    operations: int = 1  # the number of operations as the backend runs them
 
     @property
     def sent_bytes(self) -> float:

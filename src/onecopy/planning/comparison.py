@@ -28,21 +28,13 @@ GB = 1e9
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One way of training.
-
-    Attributes:
-        name: the way.
-        memory: bytes on the rank with the most, by kind, without activations.
-        sent: bytes that a rank sends in a step.
-        calls: collectives in a step.
-        operations: collectives as the backend runs them.
-    """
+    """One way of training."""
 
     name: str
-    memory: dict[str, float]
-    sent: float
-    calls: int
-    operations: int
+    memory: dict[str, float]  # bytes on the rank with the most, by kind, without activations
+    sent: float  # bytes that a rank sends in a step
+    calls: int  # collectives in a step
+    operations: int  # collectives as the backend runs them
 
     @property
     def total(self) -> float:

@@ -16,19 +16,12 @@ KINDS = ("parameters", "gradients", "state", "master weights")
 
 @dataclass(frozen=True, slots=True)
 class PlannedOptimizer:
-    """The state of an optimizer class.
+    """The state of an optimizer class."""
 
-    Attributes:
-        name: the class, as a script names it.
-        tensors: the number of state tensors with the shape of the parameter.
-        bytes_per_value: the bytes of one value of state, or None for those of the parameter's type.
-        splittable: whether the class works element by element, so that parameters may be cut.
-    """
-
-    name: str
-    tensors: int
-    bytes_per_value: float | None = None
-    splittable: bool = True
+    name: str  # the class, as a script names it
+    tensors: int  # the number of state tensors with the shape of the parameter
+    bytes_per_value: float | None = None  # the bytes of one value of state, or None for those of the parameter's type
+    splittable: bool = True  # whether the class works element by element, so that parameters may be cut
 
     def state_bytes(self, itemsize: int) -> float:
         """The bytes of state per element of a parameter that is updated in a type of this size."""

@@ -28,18 +28,13 @@ PIECES = 96
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """The parameters of a model, and the arguments that decide how they are divided among ranks.
+    """The parameters of a model, and the arguments that decide how they are divided among ranks."""
 
-    Attributes:
-        specs: the parameters, in the order of the module. Gradients are assumed to be ready in the opposite order.
-        splittable: whether the optimizer works element by element; False for Muon, Shampoo and the like.
-        shard_by: ``"parameter"``, ``"element"`` or None, as in ``ZeroRedundancyOptimizer``.
-        bucket_bytes: the size of a bucket of ``ShardedDataParallel``, or None for the transport's default.
-    """
-
+    # The parameters, in the order of the module. Gradients are assumed to be ready in the opposite order.
     specs: tuple[ParamSpec, ...]
-    splittable: bool = True
-    shard_by: ShardBy | None = None
+    splittable: bool = True  # whether the optimizer works element by element; False for Muon, Shampoo and the like
+    shard_by: ShardBy | None = None  # ``"parameter"``, ``"element"`` or None, as in ``ZeroRedundancyOptimizer``
+    # The size of a bucket of ``ShardedDataParallel``, or None for the transport's default.
     bucket_bytes: int | None = None
 
     @property

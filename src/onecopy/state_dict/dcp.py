@@ -365,6 +365,7 @@ def _load(view: OptimizerView, engine: Engine, state_dict: StateDict, is_full: b
     with restored_on_failure(engine, SET):
         load_inner(engine.inner, states, options, as_saved=True)
     finish_load(engine, view.optimizer.param_groups, options, masters, has_state=together.any_flag)
+    engine.allow_steps()
 
 
 def _options_for(view: OptimizerView, groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -57,6 +57,7 @@ def load(engine: Engine, optimizer: Optimizer, given: object, elementwise: bool)
     with restored_on_failure(engine, CALL):
         load_inner(local, owned_states, saved_groups, others)
     finish_load(engine, groups, saved_groups, saved_masters, has_state=bool(states or others))
+    engine.allow_steps()
     with FailTogether(engine.collectives, CALL):
         run_load_post_hooks(optimizer)
 
@@ -111,7 +112,9 @@ def finish_load(
     has_state: bool,
     written_masters: Collection[int] = (),
 ) -> None:
-    """After a load into the inner optimizer, set options and master weights, and allow steps again; this cannot fail.
+    """After a load into the inner optimizer, set options and master weights; this cannot fail.
+
+    The caller allows steps again, once it knows that no rank has failed.
 
     Args:
         engine: its inner optimizer was loaded.
@@ -127,7 +130,6 @@ def finish_load(
         group.update({**members, **saved, "params": members["params"]})
     engine.inner.pull_all_options(groups)
     engine.inner.note_loaded(has_state)
-    engine.allow_steps()
     for owned in engine.inner.owned:
         if owned.param_view is not None and owned.shard.param not in written_masters:
             owned.tensor.detach().copy_(saved_masters.get(owned.shard.param, owned.param_view))

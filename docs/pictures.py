@@ -61,7 +61,17 @@ MEASURED = {
 }
 """The rows of docs/benchmarks.md that stand for each way."""
 
-MARKS = ("<!-- memory: made by make pictures -->", "<!-- end of memory -->")
+COMPARED = {
+    "DDP": MEASURED["DDP"],
+    "torch's `ZeroRedundancyOptimizer`": "torch's class, bucket views, fused",
+    "onecopy, level 1 (`parameters_as_bucket_view=True`)": MEASURED["level 1"],
+    "onecopy, level 2": MEASURED["level 2"],
+    "onecopy, level 3 (`overlap_forward=True`)": MEASURED["level 3"],
+    "FSDP2, no resharding": MEASURED["FSDP2"],
+    "DeepSpeed ZeRO-2": "DeepSpeed ZeRO-2",
+}
+
+MARKS = ("<!-- table: made by make pictures -->", "<!-- end of the table -->")
 
 
 def save(figure: Figure, name: str) -> None:
@@ -145,17 +155,29 @@ def memory() -> str:
     return "\n".join(parts) + "\n"
 
 
-def measured() -> dict[str, tuple[float, float]]:
-    """Return MB between steps and the time of a step as a ratio to DDP, on 4 ranks, from docs/benchmarks.md."""
+def measured(name: str) -> dict[str, float]:
+    """Return figures of a variant on 4 ranks from docs/benchmarks.md: MB, ratio to DDP's time, and bytes sent."""
     page = (HERE / "benchmarks.md").read_text()
-    times = page.split("### Reference model, 4 ranks, plain loopback")[1].split("###")[0].split("\n![")[0]
-    bytes_of = page.split("### 4 ranks")[1].split("<!--")[0]
+    times = page.split("### Reference model, 4 ranks, plain loopback")[1].split("![")[0]
+    memory = page.split("### 4 ranks")[1].split("<!--")[0]
+    found = {}
+    for table, columns in ((memory, {"between": 3, "peak": 4}), (times, {"time": 3, "sent": 5})):
+        (cells,) = [line.split("|") for line in table.splitlines() if line.startswith(f"| {name} |")]
+        found |= {each: float(cells[column]) for each, column in columns.items()}
+    return found
 
-    def cell(table: str, name: str, column: int) -> float:
-        (row,) = [line.split("|") for line in table.splitlines() if line.split("|")[1:2] == [f" {name} "]]
-        return float(row[column])
 
-    return {way: (cell(bytes_of, name, 3), cell(times, name, 3)) for way, name in MEASURED.items()}
+def comparison() -> str:
+    """Return the table of docs/fsdp2.md."""
+    lines = [
+        "| | MB between steps | MB at the peak | time of a step | bytes sent |",
+        "|---|---|---|---|---|",
+    ]
+    for title, name in COMPARED.items():
+        of = measured(name)
+        figures = f"{of['between']:.0f} | {of['peak']:,.0f} | {of['time']:.2f} | {of['sent']:.1f}"
+        lines.append(f"| {title} | {figures} |")
+    return "\n".join(lines)
 
 
 def table() -> str:
@@ -164,21 +186,20 @@ def table() -> str:
         "| | lines that change | GB per rank | GB sent per step | measured: MB per rank | measured: time of a step |",
         "|---|---|---|---|---|---|",
     ]
-    ours = measured()
     for row in planned():
-        megabytes, ratio = ours[row.name]
+        of = measured(MEASURED[row.name])
         name, change = IN_TABLE[row.name]
         sent = f"{row.sent / 1e9:.1f}"
         if row.name == "FSDP2":  # if it keeps the gathered parameters for the backward pass; otherwise by half more
             sent += f" to {1.5 * row.sent / 1e9:.1f}"
-        lines.append(f"| {name} | {change} | {row.total / 1e9:.1f} | {sent} | {megabytes:.0f} | {ratio:.2f} |")
+        lines.append(f"| {name} | {change} | {row.total / 1e9:.1f} | {sent} | {of['between']:.0f} | {of['time']:.2f} |")
     return "\n".join(lines)
 
 
-def write_table(page: Path) -> None:
-    """Replace the table of README.md."""
+def write_table(page: Path, text: str) -> None:
+    """Replace the generated table of a page."""
     before, rest = page.read_text().split(MARKS[0])
-    page.write_text(f"{before}{MARKS[0]}\n\n{table()}\n\n{MARKS[1]}{rest.split(MARKS[1])[1]}")
+    page.write_text(f"{before}{MARKS[0]}\n\n{text}\n\n{MARKS[1]}{rest.split(MARKS[1])[1]}")
 
 
 def box(axes: Any, x: float, y: float, width: float, height: float, colour: str, text: str = "") -> None:
@@ -361,7 +382,8 @@ def main() -> None:
     """Draw all pictures."""
     mpl.rcParams.update({"font.size": 9, "svg.hashsalt": "onecopy", "svg.fonttype": "none"})
     (HERE / "picture-memory.svg").write_text(memory())
-    write_table(HERE.parent / "README.md")
+    write_table(HERE.parent / "README.md", table())
+    write_table(HERE / "fsdp2.md", comparison())
     save(kept(), "picture-kept")
     save(ownership(), "picture-ownership")
     save(collectives(), "picture-collectives")

@@ -111,17 +111,18 @@ def planned() -> list[Row]:
 def memory() -> str:
     """Draw the planned memory of each way as an SVG, which is read on light and on dark pages."""
     rows = planned()
-    scale, top, step, left = 560 / (1.04 * rows[0].total), 104, 50, 20
+    scale, top, step, left = 560 / (1.04 * rows[0].total), 98, 43, 20
     bottom = top + step * len(rows) - 8
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 600 {bottom + 54}" role="img" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 600 {bottom + 48}" width="600" height="{bottom + 48}" '
+        'role="img" '
         'font-family="system-ui, -apple-system, Segoe UI, Roboto, Helvetica, Arial, sans-serif">',
         f"<title>Memory per rank for Llama 3.1 8B on {FEW} ranks</title>",
         "<style>.card{fill:#fff;stroke:#d0d7de}text{fill:#24292f;font-size:15px;paint-order:stroke;stroke:#fff;stroke-width:4px}.soft{fill:#57606a;font-size:13px}"
         ".limit{stroke:#cf222e}.limited{fill:#cf222e;font-size:13px}"
         "@media(prefers-color-scheme:dark){.card{fill:#161b22;stroke:#30363d}text{fill:#e6edf3;stroke:#161b22}.soft{fill:#9da7b3}"
         ".limit{stroke:#ff7b72}.limited{fill:#ff7b72}}</style>",
-        f'<rect class="card" x=".5" y=".5" width="599" height="{bottom + 53}" rx="8"/>',
+        f'<rect class="card" x=".5" y=".5" width="599" height="{bottom + 47}" rx="8"/>',
         f'<text x="{left}" y="30" font-weight="600">Llama 3.1 8B on {FEW} ranks: GB per rank</text>',
         f'<text class="soft" x="{left}" y="51">AdamW, bf16 with float32 master weights, without activations</text>',
     ]
@@ -141,14 +142,14 @@ def memory() -> str:
         x = float(left)
         for kind, colour in COLOURS.items():
             width = scale * sum(row.memory[each] for each in KINDS_OF[kind])
-            parts.append(f'<rect x="{x:.1f}" y="{y + 17}" width="{width:.1f}" height="18" fill="{colour}"/>')
+            parts.append(f'<rect x="{x:.1f}" y="{y + 15}" width="{width:.1f}" height="15" fill="{colour}"/>')
             x += width
     parts += [
-        f'<text class="limited" x="{limit - 6:.1f}" y="{bottom - 12}" text-anchor="end">'
+        f'<text class="limited" x="{limit - 6:.1f}" y="{bottom - 9}" text-anchor="end">'
         f"a GPU of {CARD / 1e9:.0f} GB</text>",
-        f'<text class="soft" x="{left}" y="{bottom + 20}">Computed by onecopy plan; FSDP2 by the formula of the ZeRO '
+        f'<text class="soft" x="{left}" y="{bottom + 18}">Computed by onecopy plan; FSDP2 by the formula of the ZeRO '
         "paper, without the</text>",
-        f'<text class="soft" x="{left}" y="{bottom + 38}">blocks that it gathers for each forward and each backward '
+        f'<text class="soft" x="{left}" y="{bottom + 35}">blocks that it gathers for each forward and each backward '
         "pass.</text>",
         "</svg>",
     ]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -94,11 +94,10 @@ def train(way: str, optimizer: type, step: Step, tied: bool) -> list[Tensor]:
     if tied:
         module.head.requires_grad_(False)
         chosen = [p for p in chosen if p.requires_grad]
-    options = {"lr": 0.01}
     batches = [torch.arange(16).view(4, 4) + 16 * each for each in range(2)]
     if way == "plain":
         words = torch.cat(batches)
-        step(module, optimizer(chosen, **options), words)
+        step(module, optimizer(chosen, lr=0.01), words)
     else:
         words = batches[dist.get_rank()]
         if way == "FSDP2":
@@ -106,9 +105,9 @@ def train(way: str, optimizer: type, step: Step, tied: bool) -> list[Tensor]:
                 fully_shard(child)
             fully_shard(module)
             chosen = [p for p in module.parameters() if p.requires_grad]
-            step(module, optimizer(chosen, **options), words)
-            return [p.detach().full_tensor() for p in module.parameters()]  # type: ignore[attr-defined]
-        sharded = ZeroRedundancyOptimizer(chosen, optimizer, **options)
+            step(module, optimizer(chosen, lr=0.01), words)
+            return [cast(Any, p.detach()).full_tensor() for p in module.parameters()]
+        sharded = ZeroRedundancyOptimizer(chosen, optimizer, lr=0.01)
         model = ShardedDataParallel(module, sharded) if way == "level 3" else DistributedDataParallel(module)
         step(model, sharded, words)
     return [p.detach().clone() for p in module.parameters()]

@@ -256,7 +256,7 @@ class ZeroRedundancyOptimizer(OwnedStateOptimizer, Joinable):
         if self.wait_for_transfers is not None:
             raise RuntimeError("a group cannot be added to an optimizer that ShardedDataParallel has taken over")
         engine = self.engine
-        with restored_on_failure([engine], lists=[self.param_groups]):
+        with restored_on_failure([engine], others=[self], lists=[self.param_groups]):
             with FailTogether(engine.collectives, "add_param_group()") as together:
                 group = normalise_group(param_group, len(self.param_groups))
                 groups = [*self.param_groups, group]
@@ -268,6 +268,7 @@ class ZeroRedundancyOptimizer(OwnedStateOptimizer, Joinable):
                 engine.inner.push_options(self.param_groups)
                 engine.inner.add_group(group, classes, layout, tensors, flat_views(tensors))
                 # With all options set, torch adds no defaults, which may be those of another class.
+                self.defaults = self.optim.defaults
                 super().add_param_group({**options_of(self.optim.param_groups[-1]), **group})
                 together.flag = bool(self.optim.state)
                 together.facts = sharding_facts(layout, self._shard_by, self.param_groups, self.optim.param_groups)
@@ -275,7 +276,6 @@ class ZeroRedundancyOptimizer(OwnedStateOptimizer, Joinable):
                 engine.set_layout(tensors, layout)
         engine.inner.pull_options(self.param_groups)
         engine.inner.has_state = engine.inner.has_state or together.any_flag
-        self.defaults = self.optim.defaults
         self._consolidated = None
 
     def consolidate_state_dict(self, to: int = 0) -> None:

@@ -47,6 +47,8 @@ def load(engine: Engine, optimizer: Optimizer, given: object) -> None:
     local, groups = engine.inner, optimizer.param_groups
     with FailTogether(engine.collectives, CALL) as together:
         state_dict = run_load_pre_hooks(optimizer, _shallow_copy(given))
+        saved_groups = deepcopy(state_dict["param_groups"])
+        match_classes(saved_groups, groups, local.kind)
         states, others = _state_by_index(state_dict, groups)
         for index, master in state_dict.get(master_weights.STATE_DICT_KEY, {}).items():
             states.setdefault(index, {})[master_weights.STATE_KEY] = master
@@ -54,8 +56,6 @@ def load(engine: Engine, optimizer: Optimizer, given: object) -> None:
         together.facts = _load_facts(state_dict, states, others, engine.layout)
         owned_states, saved_masters = _owned_states(states, engine.layout, local)
         others = nested_tensors.map_tensors(others, _clone)
-        saved_groups = deepcopy(state_dict["param_groups"])
-        match_classes(saved_groups, groups, local.kind)
     with restored_on_failure(engine, CALL):
         load_inner(local, owned_states, saved_groups, others)
     finish_load(engine, groups, saved_groups, saved_masters, has_state=bool(states or others))

@@ -126,8 +126,8 @@ class StepStatus:
             self._last = self.queue.put(row, start_vote(collectives, row, call, self.replicas), check)
 
 
-def layout_facts(layout: Layout, shard_by: ShardBy | None) -> list[Fact]:
-    """The parameters of a layout and the owners of their shards."""
+def layout_facts(layout: Layout, shard_by: ShardBy | None, classes: Sequence[Fact] = ()) -> list[Fact]:
+    """The parameters of a layout, the classes of their groups, and the owners of their shards."""
     policy = f"function {getattr(shard_by, '__qualname__', '')}" if callable(shard_by) else str(shard_by)
     owners: dict[int, list[str]] = {}
     for shard in layout.shards:
@@ -135,6 +135,7 @@ def layout_facts(layout: Layout, shard_by: ShardBy | None) -> list[Fact]:
     return [
         Fact("number of ranks", str(layout.world_size)),
         *(Fact(f"parameter {spec.index} ({spec.name!r})", spec.describe()) for spec in layout.params),
+        *classes,
         Fact("shard_by", policy),
         *(Fact(f"owners of {spec.name!r}", ", ".join(owners[spec.index])) for spec in layout.params),
     ]
@@ -155,11 +156,11 @@ def sharding_facts(
     layout: Layout, shard_by: ShardBy | None, groups: Sequence[Group], inner_groups: Sequence[Group]
 ) -> list[Fact]:
     """The layout, the positions of repeated parameters in each group, and the options of the inner optimizer."""
-    facts = [
+    classes = [
         Fact(f"{CLASS_KEY} of {shown_group(group, position)}", str(inner.get(CLASS_KEY)))
         for position, (group, inner) in enumerate(zip(groups, inner_groups, strict=True))
     ]
-    facts += layout_facts(layout, shard_by)
+    facts = layout_facts(layout, shard_by, classes)
     for position, group in enumerate(groups):
         again = sorted(set(range(len(group["params"]))) - set(first_places(group["params"])))
         facts += [Fact(f"repeated parameters of group {position}", str(again))] if again else []

@@ -274,7 +274,7 @@ def match_classes(saved: Sequence[dict[str, Any]], groups: Sequence[Group], only
         only: the name of the class of groups that name none.
     """
     several = len({group.get(KEY) for group in groups}) > 1
-    for position, (theirs, group) in enumerate(zip(saved, groups, strict=True)):
+    for position, (theirs, group) in enumerate(zip(saved, groups, strict=False)):  # the caller compares the numbers
         mine, found = group.get(KEY), theirs.pop(KEY, None)
         same = isinstance(found, str) and found.rpartition(".")[2] == (mine or only).rpartition(".")[2]
         if not same and (found is not None or several):

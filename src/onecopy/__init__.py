@@ -20,6 +20,7 @@ from onecopy.errors import (
 from onecopy.layout import Layout, ParamSpec, Shard
 from onecopy.optimizer import ZeroRedundancyOptimizer
 from onecopy.step.norms import clip_grad_norm_, grad_norm
+from onecopy.step.several_classes import join_state_dicts, split_state_dict
 
 __version__ = "0.1.0"
 
@@ -43,5 +44,7 @@ __all__ = [
     "grad_norm",
     "hook_with_zero_step",
     "hook_with_zero_step_interleaved",
+    "join_state_dicts",
     "reduce_scatter_hook",
+    "split_state_dict",
 ]

@@ -17,7 +17,7 @@ from onecopy.common.flat_views import flat_views
 from onecopy.common.nested_tensors import copy_tree
 from onecopy.common.torch_private import in_join_context, not_compiled, register_as_torch_zero
 from onecopy.ddp_hooks.overlap import OverlappedStep, check_step_arguments
-from onecopy.layout import ShardBy, default_shard_by, extend
+from onecopy.layout import ShardBy, extend
 from onecopy.state_dict.gather import Consolidated, StateElsewhere, consolidated
 from onecopy.state_dict.load import load
 from onecopy.step.consistency import optimizer_facts, sharding_facts
@@ -30,7 +30,8 @@ from onecopy.step.nonfinite import NonfiniteGuard, check_guards
 from onecopy.step.norms import clip, total_norm
 from onecopy.step.optimizer_classes import check_class, is_elementwise
 from onecopy.step.owned_state import OwnedState, OwnedStateOptimizer
-from onecopy.step.parameter_groups import Group, device_of, normalise, normalise_group, plan_params
+from onecopy.step.parameter_groups import Group, device_of, normalise, normalise_group, options_of, plan_params
+from onecopy.step.several_classes import OptimizerClasses
 from onecopy.step.storage import storage_class_for
 
 
@@ -109,19 +110,19 @@ class ZeroRedundancyOptimizer(OwnedStateOptimizer, Joinable):
             given.raise_if_any()
             check_class(optimizer_class, ZeroRedundancyOptimizer)
             check_guards(nonfinite, check_replicas_every, overlap_with_ddp)
-            tensors, specs = plan_params(groups)
-            Optimizer.__init__(self, groups, defaults)
-            Joinable.__init__(self)
             self.splittable = is_elementwise(optimizer_class, elementwise)
-            shard_by = default_shard_by(self.splittable) if shard_by is None else shard_by
+            classes = OptimizerClasses(optimizer_class, defaults, elementwise)
+            classes = classes.with_groups(groups, 0, ZeroRedundancyOptimizer)
+            tensors, specs = plan_params(groups)
+            classes.check_shapes(groups, specs)
+            Optimizer.__init__(self, groups, {})  # the inner optimizer sets the defaults of each group's class
+            Joinable.__init__(self)
             self._shard_by = shard_by
-            layout = extend(None, specs, collectives.world_size, shard_by, self.splittable)
+            layout = extend(None, specs, collectives.world_size, shard_by, classes.splittable(groups))
             flats, group_rank = flat_views(tensors), collectives.group_rank
             stepped = separate_view if overlap_with_ddp else param_or_view
             masters = MasterWeightPolicy.of_arguments(master_weights, offload)
-            inner = InnerOptimizer(
-                optimizer_class, defaults, self.param_groups, layout, tensors, flats, group_rank, stepped, masters
-            )
+            inner = InnerOptimizer(classes, self.param_groups, layout, tensors, flats, group_rank, stepped, masters)
             inner.pull_all_options(self.param_groups)
             together.flag = bool(inner.optim.state)
             together.facts = optimizer_facts(
@@ -247,7 +248,7 @@ class ZeroRedundancyOptimizer(OwnedStateOptimizer, Joinable):
         All ranks make this call together. If it fails on one rank, it raises on all ranks and nothing has changed.
 
         Args:
-            param_group: a dict with ``params`` and the group's options.
+            param_group: a dict with ``params`` and the group's options, among them ``optimizer_class``.
         """
         if not self.initialized:
             super().add_param_group(param_group)  # torch's constructor adds the first groups through this method
@@ -255,15 +256,20 @@ class ZeroRedundancyOptimizer(OwnedStateOptimizer, Joinable):
         if self.wait_for_transfers is not None:
             raise RuntimeError("a group cannot be added to an optimizer that ShardedDataParallel has taken over")
         engine = self.engine
-        with restored_on_failure([engine], lists=[self.param_groups]):
+        with restored_on_failure([engine], others=[self], lists=[self.param_groups]):
             with FailTogether(engine.collectives, "add_param_group()") as together:
                 group = normalise_group(param_group, len(self.param_groups))
-                tensors, specs = plan_params([*self.param_groups, group])
+                groups = [*self.param_groups, group]
+                classes = engine.inner.classes.with_groups([group], len(self.param_groups), ZeroRedundancyOptimizer)
+                tensors, specs = plan_params(groups)
                 new_specs = specs[len(engine.params) :]
-                layout = extend(engine.layout, new_specs, self.world_size, self._shard_by, self.splittable)
+                classes.check_shapes(groups, new_specs)
+                layout = extend(engine.layout, new_specs, self.world_size, self._shard_by, classes.splittable(groups))
                 engine.inner.push_options(self.param_groups)
-                super().add_param_group(group)
-                engine.inner.add_group(group, layout, tensors, flat_views(tensors))
+                engine.inner.add_group(group, classes, layout, tensors, flat_views(tensors))
+                # With all options set, torch adds no defaults, which may be those of another class.
+                self.defaults = self.optim.defaults
+                super().add_param_group({**options_of(self.optim.param_groups[-1]), **group})
                 together.flag = bool(self.optim.state)
                 together.facts = sharding_facts(layout, self._shard_by, self.param_groups, self.optim.param_groups)
             with restored_on_failure([], tensors), FailTogether(engine.collectives, "add_param_group()"):
@@ -351,7 +357,7 @@ class ZeroRedundancyOptimizer(OwnedStateOptimizer, Joinable):
         Args:
             state_dict: an optimizer's state dict.
         """
-        load(self.engine, self, state_dict, self.splittable)
+        load(self.engine, self, state_dict)
         self._consolidated = None
 
     def join_hook(self, **kwargs: Any) -> JoinHook:

@@ -146,11 +146,10 @@ def test_the_largest_rank_is_within_a_hundredth_of_the_mean(case: tuple[list[Par
 def check_largest_first(layout: Layout) -> None:
     """Replay the rule: largest first, order kept among equals, to the lowest of the least-loaded ranks."""
     loads = [0] * layout.world_size
-    for members in groups_of(layout.params):
-        for item in sorted(members, key=lambda item: (-item.numel, item.index)):
-            least = min(loads)
-            assert one(layout, item.index).owner == loads.index(least), item.name
-            loads[loads.index(least)] += item.numel
+    for item in sorted(layout.params, key=lambda item: (-item.numel, item.index)):
+        least = min(loads)
+        assert one(layout, item.index).owner == loads.index(least), item.name
+        loads[loads.index(least)] += item.numel
     assert tuple(loads) == layout.elements_per_rank
 
 
@@ -213,7 +212,8 @@ def test_a_group_added_later_moves_nothing(specs: list[ParamSpec], world_size: i
             start = plan(before, world_size, shard_by, cut)
             grown = extend(start, after, world_size, shard_by, cut)
             assert grown.shards[: len(start.shards)] == start.shards
-            assert grown == plan(specs, world_size, shard_by, cut)
+            # Groups that are whole are assigned together if they come together.
+            assert shard_by == "parameter" or grown == plan(specs, world_size, shard_by, cut)
 
 
 @settings(max_examples=300)

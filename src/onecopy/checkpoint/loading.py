@@ -41,6 +41,8 @@ from onecopy.data_parallel.wrapper import ShardedDataParallel
 from onecopy.errors import CheckpointError, CheckpointMismatchError, CorruptCheckpointError
 from onecopy.state_dict.shards import Optimizers, OptimizerView, StateShard, optimizer_views, shown_kinds, unwrapped
 from onecopy.step import master_weights
+from onecopy.step.several_classes import KEY as CLASS_KEY
+from onecopy.step.several_classes import match_classes, short_names
 
 logger = logging.getLogger(__name__)
 
@@ -346,7 +348,7 @@ def _source_for(
 def plan_optimizer(manifest: Manifest, number: int, view: OptimizerView) -> OptimizerPlan:
     """Plan the load of one optimizer; raise if its class, names, shapes or groups do not fit."""
     saved = manifest.optimizers[number]
-    if saved.kind.rpartition(".")[2] != view.kind.rpartition(".")[2]:
+    if short_names(saved.kind) != short_names(view.kind):
         raise CheckpointMismatchError(f"optimizer {number} is a {view.kind}, but the checkpoint has a {saved.kind}")
     if saved.kind != view.kind:
         logger.warning("the checkpoint has a %s, which is taken for a %s", saved.kind, view.kind)
@@ -356,6 +358,11 @@ def plan_optimizer(manifest: Manifest, number: int, view: OptimizerView) -> Opti
     _check_params(saved, names, view)
     plan = OptimizerPlan(view, has_state=bool(saved.state))
     plan.options = [saved.groups[position].options for position in _match_groups(saved, names, view)]
+    try:
+        classes = [dict(pair for pair in tree[1] if pair[0] == CLASS_KEY) for tree in plan.options]
+        match_classes(classes, view.optimizer.param_groups, view.kind)
+    except ValueError as error:
+        raise CheckpointMismatchError(f"optimizer {number}: {error}") from None
     for shard in view.state_shards():
         _plan_param(manifest, saved, plan, names[shard.index], shard)
     return plan
@@ -481,6 +488,7 @@ def decoded_options(plan: OptimizerPlan, tensors: Mapping[str, Tensor]) -> list[
             if isinstance(value, Tensor) and isinstance(current, Tensor):
                 options[key] = value.to(current.device)  # a capturable learning rate
         found.append(options)
+    match_classes(found, plan.view.optimizer.param_groups, plan.view.kind)
     return found
 
 

@@ -118,8 +118,8 @@ def _described(engine: Engine) -> tuple[bytes, list[Tensor]]:
     for key in inner.optim.state:
         if isinstance(key, Tensor) and id(key) not in known:
             raise TypeError(
-                f"rank {inner.group_rank}: {type(inner.optim).__qualname__} keeps state under {key!r:.80}, which is "
-                "not a parameter, so it cannot be consolidated"
+                f"rank {inner.group_rank}: {inner.kind} keeps state under {key!r:.80}, which is not a parameter, so it "
+                "cannot be consolidated"
             )
     shards = owned_state(inner, [spec.name for spec in engine.layout.params])
     has_state = [each for each in shards if each.tensor in inner.optim.state or each.param_view is not None]

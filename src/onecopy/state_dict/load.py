@@ -27,13 +27,14 @@ from onecopy.step.engine import Engine
 from onecopy.step.gradients import OwnedShard
 from onecopy.step.inner_optimizer import InnerOptimizer
 from onecopy.step.parameter_groups import NOT_OPTIONS, Group, options_of
+from onecopy.step.several_classes import match_classes
 
 StateDict = dict[str, Any]
 
 CALL = "load_state_dict()"
 
 
-def load(engine: Engine, optimizer: Optimizer, given: object, elementwise: bool) -> None:
+def load(engine: Engine, optimizer: Optimizer, given: object) -> None:
     """Load a full state dict into a sharded optimizer, on all ranks together.
 
     1. Each rank runs the pre-hooks of ``optimizer``, checks the state dict ``given`` and copies its shards; nothing has
@@ -46,14 +47,15 @@ def load(engine: Engine, optimizer: Optimizer, given: object, elementwise: bool)
     local, groups = engine.inner, optimizer.param_groups
     with FailTogether(engine.collectives, CALL) as together:
         state_dict = run_load_pre_hooks(optimizer, _shallow_copy(given))
+        saved_groups = deepcopy(state_dict["param_groups"])
+        match_classes(saved_groups, groups, local.kind)
         states, others = _state_by_index(state_dict, groups)
         for index, master in state_dict.get(master_weights.STATE_DICT_KEY, {}).items():
             states.setdefault(index, {})[master_weights.STATE_KEY] = master
-        _check_shapes(states, engine.layout, elementwise)
+        _check_shapes(states, engine.layout, local.classes.splittable(groups))
         together.facts = _load_facts(state_dict, states, others, engine.layout)
         owned_states, saved_masters = _owned_states(states, engine.layout, local)
         others = nested_tensors.map_tensors(others, _clone)
-        saved_groups = deepcopy(state_dict["param_groups"])
     with restored_on_failure(engine, CALL):
         load_inner(local, owned_states, saved_groups, others)
     finish_load(engine, groups, saved_groups, saved_masters, has_state=bool(states or others))
@@ -185,11 +187,11 @@ def _state_by_index(state_dict: StateDict, groups: Sequence[Group]) -> tuple[dic
     return {index_of[key]: dict(value) for key, value in found.items()}, others
 
 
-def _check_shapes(states: Mapping[int, Mapping[Any, Any]], layout: Layout, elementwise: bool) -> None:
+def _check_shapes(states: Mapping[int, Mapping[Any, Any]], layout: Layout, elementwise: Sequence[bool]) -> None:
     for index, state in states.items():
         spec = layout.params[index]
-        for key, value in state.items():
-            if isinstance(value, Tensor) and value.dim() > 0 and tuple(value.shape) != spec.shape and elementwise:
+        for key, value in state.items() if elementwise[spec.group] else ():
+            if isinstance(value, Tensor) and value.dim() > 0 and tuple(value.shape) != spec.shape:
                 raise ValueError(
                     f"state {key!r} of parameter {spec.name!r} has shape {tuple(value.shape)}, but the parameter has "
                     f"shape {spec.shape}"

@@ -27,6 +27,7 @@ from onecopy.step import master_weights
 from onecopy.step.engine import Engine
 from onecopy.step.inner_optimizer import InnerOptimizer
 from onecopy.step.parameter_groups import Group, first_places, options_of
+from onecopy.step.several_classes import kind_of
 
 Optimizers = Optimizer | Sequence[Optimizer] | None
 
@@ -190,8 +191,8 @@ class OptimizerView:
 
     @property
     def kind(self) -> str:
-        """The full name of the class that does the updates."""
-        return f"{type(self.optim).__module__}.{type(self.optim).__qualname__}"
+        """The full names of the classes that do the updates."""
+        return kind_of(self.optim)
 
     def state_shards(self) -> list[StateShard]:
         """Return this rank's state: the owned shards of a ZeroRedundancyOptimizer, else all parameters."""

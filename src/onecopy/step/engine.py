@@ -30,7 +30,8 @@ from onecopy.step.consistency import StepFacts, StepStatus
 from onecopy.step.gradients import Gradients, gradient_range
 from onecopy.step.inner_optimizer import InnerOptimizer
 from onecopy.step.nonfinite import NonfiniteGuard
-from onecopy.step.parameter_groups import Group
+from onecopy.step.parameter_groups import Group, shown_group
+from onecopy.step.several_classes import KEY as CLASS_KEY
 from onecopy.step.storage import Storage
 
 StepSchedule = Callable[["Engine", Sequence[Group], Callable[[], Any] | None, dict[str, Any]], Any]
@@ -156,6 +157,12 @@ class Engine:
             raise RuntimeError(
                 "the parameters of param_groups were edited by hand; use add_param_group() or construct a new optimizer"
             )
+        for position, (group, name) in enumerate(zip(groups, self.inner.class_names, strict=True)):
+            if group.get(CLASS_KEY) != name:
+                raise RuntimeError(
+                    f"optimizer_class of {shown_group(group, position)} was changed by hand from {name!r} to "
+                    f"{group.get(CLASS_KEY)!r}; construct a new optimizer"
+                )
 
     @profiled("onecopy.update")
     def update(
@@ -365,9 +372,10 @@ def restored_on_failure(
     """
     tensors = [(param, param.data, param.grad) for param in params]
     inner = [engine.inner for engine in engines]
-    attributes = [(each, dict(vars(each))) for each in [*others, *engines, *inner, *(each.optim for each in inner)]]
-    of_engines = [(each.params, each.inner.params_by_group, each.inner.optim.param_groups) for each in engines]
-    contents = [(each, list(each)) for each in chain(lists, *of_engines)]
+    instances = [optimizer for each in inner for optimizer in each.instances]
+    attributes = [(each, dict(vars(each))) for each in [*others, *engines, *inner, *instances]]
+    of_engines = [(each.params, each.inner.params_by_group) for each in engines]
+    contents = [(each, list(each)) for each in chain(lists, *of_engines, (each.param_groups for each in instances))]
     try:
         yield
     except BaseException:

@@ -30,26 +30,29 @@ from onecopy.step.optimizer_classes import (
     check_options,
 )
 from onecopy.step.parameter_groups import Group, apply_changes, first_places, options_of, replace_options
+from onecopy.step.several_classes import KEY as CLASS_KEY
+from onecopy.step.several_classes import OptimizerClasses, SeveralClasses, check_options_of_others, kind_of
 
 
 class InnerOptimizer:
     """Constructs and steps the inner optimizer, and gives it options and gradients.
 
     Attributes:
-        optim: the inner optimizer.
+        classes: the optimizer class of each group.
+        optim: the inner optimizer: an instance of the class, or one made of several.
         owned: the shards of this rank.
         tensor_of: the stepped tensor of each parameter of which this rank owns a shard.
         params_by_group: the parameters of each of the user's groups, with repetitions.
         master_weights: the copies that are stepped in place of parameters.
         version: counts steps, loads and edits of the state.
         has_state: whether some rank has state.
-        updates_without_gradient: whether the class may change parameters that have no gradient.
+        class_names: the class that each group names, or None.
+        updates_without_gradient: whether a class may change parameters that have no gradient.
     """
 
     def __init__(
         self,
-        optimizer_class: type[Optimizer],
-        defaults: dict[str, Any],
+        classes: OptimizerClasses,
         groups: Sequence[Group],
         layout: Layout,
         params: Sequence[Tensor],
@@ -58,29 +61,55 @@ class InnerOptimizer:
         make_tensor: MakeSteppedTensor = param_or_view,
         master_policy: MasterWeightPolicy | None = None,
     ) -> None:
-        self.optimizer_class = optimizer_class
+        self.classes = classes
         self.group_rank = group_rank
         self.master_policy = master_policy or MasterWeightPolicy()
-        self.defaults = defaults
         self.version = 0
         self.has_state = False
         self._pushed_options: list[Group] = []
         self._make_tensor = make_tensor
         self._replaced_gradients: list[tuple[Tensor, Tensor | None]] = []
         self._set_owned([self._own(shard, params, flats) for shard in layout.shards if shard.owner == group_rank])
-        self.optim = optimizer_class(
-            [self._local_group(group, position, layout) for position, group in enumerate(groups)], **defaults
+        self.optim = classes.construct(
+            [self._local_group(group, position, layout) for position, group in enumerate(groups)]
         )
         self.params_by_group = [list(group["params"]) for group in groups]
         for group, inner in zip(groups, self.optim.param_groups, strict=True):
             self._repeat(group, inner)
-        check_options(self.optim)
-        check_dtypes(self.optim, self.master_policy.stepped_dtypes(layout.params))
-        self._run_step = bare_step(self.optim)
         self._may_get_sparse: list[OwnedShard] = []
+        self._follow_classes(layout)
+
+    def _follow_classes(self, layout: Layout) -> None:
+        """Check the classes and the options of all groups, and set the attributes that depend on the classes."""
+        groups = self.optim.param_groups
+        self.class_names = [group.get(CLASS_KEY) for group in groups]
+        self.optimizers = [self.optim] * len(groups)
+        if isinstance(self.optim, SeveralClasses):
+            self.optimizers = [self.optim.optimizers[name] for name in self.optim.names]
+        self.check_options(self.master_policy.stepped_dtypes(layout.params))
+        self._group_of = [spec.group for spec in layout.params]
+        self._run_step = bare_step(self.optim)
         self._takes_closure = "closure" in inspect.signature(type(self.optim).step).parameters
         # An unknown class may change parameters that have no gradient (weight decay alone).
-        self.updates_without_gradient = type(self.optim) not in SKIPS_MISSING_GRADIENTS
+        self.updates_without_gradient = any(type(each) not in SKIPS_MISSING_GRADIENTS for each in self.optimizers)
+
+    def check_options(self, dtypes: Sequence[tuple[int, torch.dtype]]) -> None:
+        """Raise if an option of a group makes sharding impossible, or belongs to another class."""
+        for optimizer in dict.fromkeys(self.optimizers):
+            positions = [position for position, each in enumerate(self.optimizers) if each is optimizer]
+            check_options(optimizer, positions)
+            check_dtypes(optimizer, dtypes, positions)
+        check_options_of_others(self.optimizers, self.optim.param_groups)
+
+    @property
+    def instances(self) -> list[Optimizer]:
+        """The inner optimizer, and those that it is made of."""
+        return list(dict.fromkeys([self.optim, *self.optimizers]))
+
+    @property
+    def kind(self) -> str:
+        """The full names of the classes that do the updates."""
+        return kind_of(self.optim)
 
     @property
     def uses_master_weights(self) -> bool:
@@ -97,8 +126,7 @@ class InnerOptimizer:
     ) -> InnerOptimizer:
         """A new inner optimizer for the same parameters in another layout. It steps views or copies only."""
         return InnerOptimizer(
-            self.optimizer_class,
-            self.defaults,
+            self.classes,
             groups,
             layout,
             params,
@@ -108,9 +136,17 @@ class InnerOptimizer:
             master_policy,
         )
 
-    def add_group(self, group: Group, layout: Layout, params: Sequence[Tensor], flats: Sequence[Tensor]) -> None:
+    def add_group(
+        self,
+        group: Group,
+        classes: OptimizerClasses,
+        layout: Layout,
+        params: Sequence[Tensor],
+        flats: Sequence[Tensor],
+    ) -> None:
         """Add this rank's shards of the layout's last group."""
         position = len(self.optim.param_groups)
+        self.classes = classes
         self._set_owned(
             self.owned
             + [
@@ -119,11 +155,10 @@ class InnerOptimizer:
                 if shard.owner == self.group_rank and layout.params[shard.param].group == position
             ]
         )
-        self.optim.add_param_group(self._local_group(group, position, layout))
+        self.optim = classes.add_group(self.optim, self._local_group(group, position, layout))
         self.params_by_group.append(list(group["params"]))
         self._repeat(group, self.optim.param_groups[position])
-        check_options(self.optim)
-        check_dtypes(self.optim, self.master_policy.stepped_dtypes(layout.params))
+        self._follow_classes(layout)
 
     def _own(self, shard: Shard, params: Sequence[Tensor], flats: Sequence[Tensor]) -> OwnedShard:
         param = params[shard.param]
@@ -172,8 +207,16 @@ class InnerOptimizer:
                 owned.tensor.data = separate_view(owned.shard, owned.param, flats[owned.shard.param])
         # A parameter that has moved may have other values, but it keeps its version counter.
         self.master_weights.forget_versions()
-        refuses = type(self.optim) in REFUSES_SPARSE_GRADIENTS
-        self._may_get_sparse = [] if refuses else [owned for owned in self.owned if owned.tensor.storage_offset()]
+        self._may_get_sparse = [
+            owned for owned in self.owned if owned.tensor.storage_offset() and not self._refuses_sparse(owned)
+        ]
+
+    def _refuses_sparse(self, owned: OwnedShard) -> bool:
+        return type(self._optimizer_of(owned)) in REFUSES_SPARSE_GRADIENTS
+
+    def _optimizer_of(self, owned: OwnedShard) -> Optimizer:
+        """The optimizer that steps a shard."""
+        return self.optimizers[self._group_of[owned.shard.param]]
 
     def refresh_master_weights(self) -> None:
         """Copy values that were written into the parameters into all master weights."""
@@ -253,10 +296,10 @@ class InnerOptimizer:
         gradient, name = owned.param.grad, layout.params[owned.shard.param].name
         if not owned.is_cut or gradient is None:
             return gradient
-        if gradient.layout is not torch.strided and type(self.optim) in REFUSES_SPARSE_GRADIENTS:
+        if gradient.layout is not torch.strided and self._refuses_sparse(owned):
             raise RuntimeError(
-                f"parameter {name!r} has a sparse gradient, which {type(self.optim).__qualname__} does not support: "
-                "use SparseAdam, SGD or Adagrad, or make the gradient dense"
+                f"parameter {name!r} has a sparse gradient, which {type(self._optimizer_of(owned)).__qualname__} does "
+                "not support: use SparseAdam, SGD or Adagrad, or make the gradient dense"
             )
         return gradient_range(owned.shard, owned.param, name)
 

@@ -110,6 +110,11 @@ def names_of(group: Group, position: int) -> list[str]:
     return names if len(names) == count else [f"group{position}[{index}]" for index in range(count)]
 
 
+def shown_group(group: Group, position: int) -> str:
+    """A group in an error: its position and its first parameter."""
+    return f"parameter group {position}" + "".join(f" (with {name!r})" for name in names_of(group, position)[:1])
+
+
 def first_places(params: Sequence[Tensor]) -> list[int]:
     """The first position of each parameter of a group. torch allows a parameter several times in one group."""
     places: dict[int, int] = {}

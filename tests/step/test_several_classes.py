@@ -1,0 +1,395 @@
+"""One optimizer with several classes trains as DDP with a plain optimizer of each class, and its state is theirs."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD, Adam, AdamW, Muon, Optimizer
+from torch.optim.lr_scheduler import OneCycleLR, StepLR
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+import onecopy
+from onecopy import ShardedDataParallel, ZeroRedundancyOptimizer, checkpoint, join_state_dicts, split_state_dict
+from tests.support.data_parallel import as_if_large
+from tests.support.ddp_training import TINY, Counting
+from tests.support.exact_training import allreduce
+from tests.support.failures import expect, failure_of
+from tests.support.harness import distributed, pools
+from tests.support.models import assert_equal, assert_replicas_equal, assert_same_tree, values
+
+STEPS = 7
+
+# A model whose gradients are exact with any number of ranks, so that every order of summation gives the same.
+
+
+class Model(nn.Module):
+    """Matrices for Muon in two groups, others for AdamW, and parameters that are unused on all ranks or on one.
+
+    Gradients are small integers times 12, also after the division by 2, 3 or 4 ranks. With ``bent``, they depend on the
+    parameters, too: then they are equal with two ranks only.
+    """
+
+    def __init__(self, bent: bool) -> None:
+        super().__init__()
+        self.bent = bent
+        values = torch.Generator().manual_seed(3)
+        shapes = {
+            "wide": (8, 160),  # element-wise, and cut
+            "first": (160, 16),
+            "second": (16, 16),
+            "tall": (24, 16),
+            "bias": (16,),
+            "sometimes": (16, 4),
+            "gain": (7,),
+            "never": (5, 6),
+        }
+        for name, shape in shapes.items():
+            self.register_parameter(name, nn.Parameter(0.3 * torch.randn(shape, generator=values)))
+            self.register_buffer(f"{name}_table", torch.randint(-4, 5, shape, generator=values).float(), persistent=False)
+
+    def forward(self, scale: Tensor, branch: bool) -> Tensor:
+        used = ["wide", "first", "second", "tall", "bias", "gain", *["sometimes"] * branch]
+        parts = [(getattr(self, name) * getattr(self, f"{name}_table")).sum() for name in used]
+        loss = scale * torch.stack(parts).sum()
+        if self.bent:
+            loss = loss + torch.tanh(self.wide @ self.first @ self.second + self.bias).square().mean()
+        return loss
+
+
+def loss_of(model: nn.Module, number: int) -> Tensor:
+    rank, dtype = dist.get_rank(), next(model.parameters()).dtype
+    loss: Tensor = model(torch.tensor(12.0 * (rank + number % 3 + 1), dtype=dtype), rank == 0 and number % 2 == 0)
+    return loss
+
+
+# The table, and one runner
+
+
+@dataclass(frozen=True)
+class Case:
+    """How to train.
+
+    Attributes:
+        level: where: at level 1, with a hook, or at level 3.
+        passes: backward passes in each step, all but the last under ``no_sync()``.
+        max_norm: the norm to which all gradients are clipped together.
+        masters: whether the model is in bf16, with master weights.
+        freezes: whether a matrix of Muon's is frozen half way.
+        joins: whether ranks have different numbers of inputs.
+        third: whether a third class, unknown to onecopy, has a group.
+        loop: the kind of training loop: with a closure, a GradScaler or a late group.
+        muon: the matrix class.
+        tolerance: what parameters may differ by.
+    """
+
+    level: str = "level 1"
+    passes: int = 1
+    max_norm: float = 0.0
+    masters: bool = False
+    freezes: bool = False
+    joins: bool = False
+    third: bool = False
+    loop: str = ""
+    options: tuple[tuple[str, Any], ...] = ()
+    muon: type[Optimizer] = Muon
+    tolerance: float = 0.0
+
+    def __str__(self) -> str:
+        changed = [f"{name}={value}" for name, value in vars(self).items() if value != getattr(Case(), name)]
+        return ", ".join(changed) or "level 1"
+
+
+LEVELS = ("level 1", "scatter", "hook_with_zero_step", "hook_with_zero_step_interleaved", "sharded", "overlap forward")
+STACKED = 3e-3
+"""Stacks of other matrices are rounded otherwise, in bf16: by 2^-8 of updates that are 0.02 times about 1, 7 times."""
+
+CASES = (
+    *(Case(level) for level in LEVELS),
+    *(Case(level, passes=2, freezes=True) for level in LEVELS),
+    *(Case(level, third=True) for level in LEVELS),
+    *(Case(level, max_norm=5.0) for level in ("level 1", "scatter", "sharded")),
+    *(Case(level, masters=True) for level in ("level 1", "scatter", "sharded")),
+    *(Case(level, joins=True) for level in ("level 1", "scatter")),
+    *(Case(level, muon=onecopy.optim.Muon, tolerance=STACKED) for level in ("level 1", "sharded")),
+    *(Case(level, loop=loop) for level in ("level 1", "sharded") for loop in ("closure", "scaler")),
+    Case(loop="late group"),
+    Case(options=(("parameters_as_bucket_view", True),)),
+    Case(options=(("shard_by", "parameter"), ("nonfinite", "raise"))),
+)
+
+
+class Side:
+    """A model and its optimizers: ours, or plain ones, of which those in bf16 have fp32 copies of the parameters."""
+
+    def __init__(self, case: Case, ours: bool, norms: list[Tensor]) -> None:
+        self.case, self.ours, self.norms = case, ours, norms
+        self.module = Model(bent=dist.get_world_size() == 2 and not case.joins)
+        if case.masters:
+            self.module.bfloat16()
+        params = dict(self.module.named_parameters())
+        self.copies = {name: param.detach().float() for name, param in params.items()} if case.masters else {}
+        stepped = self.copies if case.masters and not ours else params
+        classes: list[tuple[type[Optimizer], list[str], dict[str, Any]]] = [
+            (case.muon, ["first", "second"], {"lr": 0.02, "momentum": 0.9}),
+            (AdamW, ["wide", "gain"] if case.third else ["wide", "gain", "bias"], {}),
+            (case.muon, ["tall", "sometimes"], {"lr": 0.01}),
+            (AdamW, ["never"], {"weight_decay": 0.3}),
+            *([(Counting, ["bias"], {"lr": 0.2})] if case.third else []),
+        ]
+        self.late = classes.pop() if case.loop == "late group" else None
+        self.groups = [
+            (each, {"params": [(name, stepped[name]) for name in names], **options}) for each, names, options in classes
+        ]
+        self.stepped = stepped
+        if ours:
+            self._make_ours()
+        else:
+            self._make_plain()
+        self.schedulers = [StepLR(each, 2, 0.5) for each in self.optimizers]
+        self.scalers = [torch.amp.GradScaler("cpu", init_scale=64.0) for _ in range(case.loop == "scaler")]
+
+    def _make_ours(self) -> None:
+        level, options = self.case.level, dict(self.case.options)
+        given = [{**group, **({} if each is AdamW else {"optimizer_class": each})} for each, group in self.groups]
+        overlaps = level.startswith("hook")
+        zero = ZeroRedundancyOptimizer(
+            given, AdamW, lr=1e-2, master_weights=self.case.masters, overlap_with_ddp=overlaps, **options
+        )
+        assert [group["optimizer_class"].rpartition(".")[2] for group in zero.param_groups][:2] == ["Muon", "AdamW"]
+        self.optimizers: list[Any] = [zero]
+        if level in ("sharded", "overlap forward"):
+            self.model: Any = ShardedDataParallel(
+                self.module, zero, overlap_forward=level == "overlap forward", bucket_bytes=2000
+            )
+            return
+        self.model = DistributedDataParallel(self.module, find_unused_parameters=True, bucket_cap_mb=TINY)
+        if level == "scatter":
+            self.model.register_comm_hook(zero, onecopy.reduce_scatter_hook)
+        elif overlaps:
+            self.model.register_comm_hook(None, getattr(onecopy, level)(allreduce, self.model, zero))
+
+    def _make_plain(self) -> None:
+        self.model = DistributedDataParallel(self.module, find_unused_parameters=True, bucket_cap_mb=TINY)
+        members: dict[type[Optimizer], list[Any]] = {}
+        for each, group in self.groups:
+            members.setdefault(each, []).append(group)
+        self.optimizers = [each(groups, **({"lr": 1e-2} if each is AdamW else {})) for each, groups in members.items()]
+
+    @property
+    def params(self) -> list[nn.Parameter]:
+        return list(self.module.parameters())
+
+    def iterate(self, number: int) -> None:
+        if number == 4 and self.case.freezes:
+            self.module.get_parameter("second").requires_grad_(False)
+        if number == 3 and self.late is not None:
+            self._add_late_group(*self.late)
+        for optimizer in [*self.optimizers, self.module]:
+            optimizer.zero_grad()
+        if self.case.loop == "closure" and self.ours:
+            evaluated = self.optimizers[0].step(lambda: self.backward(number))
+            assert isinstance(evaluated, Tensor)
+        else:
+            self.backward(number)
+            self.step()
+        for scheduler in self.schedulers:
+            scheduler.step()
+
+    def _add_late_group(self, each: type[Optimizer], names: list[str], options: dict[str, Any]) -> None:
+        """A group of a class that is new to the optimizer, and one of a class that it has."""
+        self.schedulers.clear()
+        never = {"params": [(name, self.stepped[name]) for name in names], **options}
+        more = nn.Parameter(torch.ones(12, 12))
+        more.grad = torch.arange(144.0).view(12, 12)
+        if self.ours:
+            self.optimizers[0].add_param_group({**never, "optimizer_class": "torch.optim.AdamW"})
+            self.optimizers[0].add_param_group({"params": [("more", more)], "optimizer_class": SGD, "momentum": 0.5})
+            assert "SGD" in self.optimizers[0].param_groups[-1]["optimizer_class"]
+        else:
+            self.optimizers[1].add_param_group(never)
+            self.optimizers.append(SGD([("more", more)], momentum=0.5))
+
+    def backward(self, number: int) -> Tensor:
+        *accumulated, last = range(number * self.case.passes, (number + 1) * self.case.passes)
+        with self.model.no_sync():
+            for each in accumulated:
+                loss_of(self.model, each).backward()
+        loss = loss_of(self.model, last)
+        for scaler in self.scalers:
+            loss = scaler.scale(loss)
+        loss.backward()
+        return loss
+
+    def step(self) -> None:
+        for scaler in self.scalers:
+            for optimizer in self.optimizers:
+                scaler.unscale_(optimizer)
+        if self.case.max_norm:
+            self.clip()
+        for name, copy in self.copies.items() if not self.ours else ():
+            gradient = self.module.get_parameter(name).grad
+            copy.grad = None if gradient is None else gradient.float()
+        for optimizer in self.optimizers:
+            for scaler in self.scalers:
+                scaler.step(optimizer)
+            if not self.scalers:
+                optimizer.step()
+        for scaler in self.scalers:
+            scaler.update()
+        for name, copy in self.copies.items() if not self.ours else ():
+            self.module.get_parameter(name).data.copy_(copy)
+
+    def clip(self) -> None:
+        """Clip the gradients of all classes together; a norm that was added up in another order is the same norm."""
+        if self.ours:
+            self.norms.append(nn.utils.clip_grad_norm_(self.params, self.case.max_norm))
+            return
+        norm = nn.utils.get_total_norm([param.grad for param in self.params if param.grad is not None])
+        assert norm > self.case.max_norm
+        torch.testing.assert_close(self.norms[0], norm)
+        nn.utils.clip_grads_with_norm_(self.params, self.case.max_norm, self.norms.pop(0))
+
+    def train(self) -> list[list[Tensor]]:
+        """Train; return the parameters after each step, or after the last one if ranks have different numbers."""
+        seen = []
+        steps = STEPS - 2 * dist.get_rank() if self.case.joins else STEPS
+        members = [self.model, *self.optimizers] if self.ours else [self.model]
+        with Join(members, model=self.model) if self.case.joins else contextlib.nullcontext():
+            for number in range(steps):
+                self.iterate(number)
+                if self.ours:
+                    self.optimizers[0].wait()
+                seen.append(values(self.params))
+        return [values(self.params)] if self.case.joins else seen
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@distributed(2, 3)
+def test_training_equals_ddp_with_plain_optimizers(world_size: int, case: Case) -> None:
+    norms: list[Tensor] = []
+    ours, plain = Side(case, True, norms), Side(case, False, norms)
+    with as_if_large() if case.level in ("sharded", "overlap forward") else contextlib.nullcontext():
+        found = ours.train()
+    expected = plain.train()
+    for step, (mine, theirs) in enumerate(zip(found, expected, strict=True)):
+        assert_equal(mine, theirs, f"step {step}", case.tolerance)
+    assert not torch.equal(expected[-1][1], values(Model(False).parameters())[1]), "the reference does not train"
+    assert_replicas_equal(ours.params)
+    zero = ours.optimizers[0]
+    owners = {spec.name: {shard.owner for shard in zero.layout.shards_of(spec.index)} for spec in zero.layout.params}
+    assert all(len(owners[name]) == 1 for name in ("first", "second", "tall", "sometimes"))
+    assert len(owners["wide"]) == (1 if ("shard_by", "parameter") in case.options else world_size)
+    zero.consolidate_state_dict(to=1)
+    if dist.get_rank() == 1:
+        state_dict = zero.state_dict()
+        parts = split_state_dict(state_dict)
+        assert_same_tree(join_state_dicts(parts, state_dict["param_groups"]), state_dict, "joined")
+        if not case.joins:
+            assert_plain(parts, plain, case.tolerance)
+
+
+def assert_plain(parts: dict[str, Any], plain: Side, tolerance: float) -> None:
+    """The parts of the state dict are the state dicts of the plain optimizers."""
+    assert len(parts) == len(plain.optimizers)
+    for optimizer, part in zip(plain.optimizers, parts.values(), strict=True):
+        masters = part.pop("master_weights", {})
+        assert_same_tree(part, optimizer.state_dict(), "state dict", tolerance)
+        copies = [param for group in optimizer.param_groups for param in group["params"]] if plain.copies else []
+        assert_equal(masters.values(), copies, "masters")
+
+
+# Calls
+
+
+def matrices_and_others() -> tuple[list[Any], list[Any]]:
+    torch.manual_seed(1)
+    return (
+        [(f"matrix{number}", nn.Parameter(torch.randn(12, 8 + number))) for number in range(3)],
+        [("wide", nn.Parameter(torch.randn(40, 60))), ("bias", nn.Parameter(torch.randn(9)))],
+    )
+
+
+def two_classes(muon: Any = Muon, **options: Any) -> ZeroRedundancyOptimizer:
+    matrices, others = matrices_and_others()
+    name = "Muon" if muon is Muon else "onecopy.optim.Muon"
+    groups = [{"params": matrices[:2], "optimizer_class": muon, "lr": 0.02}, {"params": others}]
+    groups.append({"params": matrices[2:], "optimizer_class": name, "momentum": 0.5})
+    return ZeroRedundancyOptimizer(groups, AdamW, lr=1e-2, **options)
+
+
+def give_gradients(optimizer: Optimizer, seed: int = 0) -> None:
+    for group in optimizer.param_groups:
+        for place, param in enumerate(group["params"]):
+            param.grad = torch.randn(param.shape, generator=torch.Generator().manual_seed(seed + place))
+
+
+@distributed(2)
+def test_calls_with_several_classes(world_size: int) -> None:
+    optimizer = two_classes()
+    calls: list[Optimizer] = []
+    handle = register_optimizer_step_pre_hook(lambda each, *_: calls.append(each))
+    give_gradients(optimizer)
+    optimizer.step()
+    handle.remove()
+    assert calls == [optimizer], "torch's global hooks run once, for the sharded optimizer"
+    before = values(param for group in optimizer.param_groups for param in group["params"])
+    with pytest.raises(TypeError, match=r"step\(\) takes no grad_scaler with several optimizer classes"):
+        optimizer.step(grad_scaler=1)
+    with pytest.raises(ValueError, match="`cycle_momentum` option enabled"):
+        OneCycleLR(optimizer, 0.1, 10)
+    OneCycleLR(optimizer, 0.1, 10, cycle_momentum=False)
+    for group, theirs in zip(optimizer.param_groups, optimizer.optim.param_groups, strict=True):
+        assert group["optimizer_class"] == theirs["optimizer_class"]
+    assert all(key in optimizer.optim.state for key in optimizer.engine.inner.tensor_of.values())
+    optimizer.param_groups[1]["optimizer_class"] = "torch.optim.Muon"
+    with pytest.raises(RuntimeError, match=r"of parameter group 1 \(with 'wide'\) was changed by hand"):
+        optimizer.step()
+    assert_equal([param for group in optimizer.param_groups for param in group["params"]], before, "after refusals")
+    assert "optimizer_class" not in ZeroRedundancyOptimizer([before[0].requires_grad_()], AdamW).param_groups[0]
+    alone = ZeroRedundancyOptimizer([{"params": [before[0]], "optimizer_class": "Muon"}], AdamW, lr=0.5)
+    assert type(alone.optim) is Muon and alone.param_groups[0]["lr"] == Muon([before[0]]).defaults["lr"]
+
+
+@distributed(2)
+def test_state_dicts_of_plain_optimizers_and_back(world_size: int) -> None:
+    optimizer, (matrices, others) = two_classes(), matrices_and_others()
+    plain = [Muon([{"params": matrices[:2], "lr": 0.02}, {"params": matrices[2:], "momentum": 0.5}]), AdamW(others)]
+    for each in plain:
+        give_gradients(each, seed=5)
+        each.step()
+    joined = join_state_dicts(
+        {Muon: plain[0].state_dict(), "AdamW": plain[1].state_dict()}, optimizer.param_groups
+    )
+    json.dumps(joined["param_groups"])
+    file = io.BytesIO()
+    torch.save(joined, file)
+    file.seek(0)
+    optimizer.load_state_dict(torch.load(file, weights_only=True))
+    optimizer.consolidate_state_dict()
+    if dist.get_rank() == 0:
+        assert_same_tree(optimizer.state_dict(), joined, "loaded")
+        for name, each in zip(("torch.optim.Muon", "torch.optim.AdamW"), plain, strict=True):
+            assert_same_tree(split_state_dict(optimizer.state_dict())[name], each.state_dict(), name)
+    unordered = join_state_dicts({Muon: plain[0].state_dict(), AdamW: plain[1].state_dict()})
+    batched = two_classes(onecopy.optim.Muon)
+    for groups, text in (
+        (unordered["param_groups"], "parameter group 1 (with 'wide')"),
+        ([{**group, "optimizer_class": "os.Muon2"} for group in joined["param_groups"]], "of class 'os.Muon2'"),
+        ([{**group, "optimizer_class": 7} for group in joined["param_groups"]], "of class 7"),
+        ([{"params": group["params"]} for group in joined["param_groups"]], "it has no 'optimizer_class'"),
+    ):
+        with pytest.raises(ValueError, match="parameter group") as caught:
+            batched.load_state_dict({**joined, "param_groups": groups})
+        assert text in str(caught.value)

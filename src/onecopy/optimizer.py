@@ -17,7 +17,7 @@ from onecopy.common.flat_views import flat_views
 from onecopy.common.nested_tensors import copy_tree
 from onecopy.common.torch_private import in_join_context, not_compiled, register_as_torch_zero
 from onecopy.ddp_hooks.overlap import OverlappedStep, check_step_arguments
-from onecopy.layout import ShardBy, extend
+from onecopy.layout import CostFunction, ShardBy, extend
 from onecopy.state_dict.gather import Consolidated, StateElsewhere, consolidated
 from onecopy.state_dict.load import load
 from onecopy.step.consistency import optimizer_facts, sharding_facts
@@ -65,6 +65,9 @@ class ZeroRedundancyOptimizer(OwnedStateOptimizer, Joinable):
             :class:`~onecopy.ParamSpec` and the world size, and returns one owner per parameter.
         elementwise: whether the update of an element depends on that element alone. Known for torch's own classes.
             Parameters of an unknown class are not cut unless this is True.
+        cost: the cost of an update of a parameter as a function of its shape. Ranks get about equal costs of parameters
+            that stay whole. By default it is that of the Newton-Schulz iteration for Muon, and the number of elements
+            for other classes.
         master_weights: update fp32 copies of bf16 and fp16 parameters. Only the owner has a copy.
         offload: ``"cpu"`` stores the state of parameters on other devices in CPU memory, and updates them there.
         nonfinite: if a gradient has an infinity or a NaN, ``step()`` raises on all ranks (``"raise"``) or does nothing
@@ -94,6 +97,7 @@ class ZeroRedundancyOptimizer(OwnedStateOptimizer, Joinable):
         *,
         shard_by: ShardBy | None = None,
         elementwise: bool | None = None,
+        cost: CostFunction | None = None,
         master_weights: bool = False,
         offload: str | None = None,
         nonfinite: str | None = None,
@@ -110,11 +114,14 @@ class ZeroRedundancyOptimizer(OwnedStateOptimizer, Joinable):
             given.raise_if_any()
             check_class(optimizer_class, ZeroRedundancyOptimizer)
             check_guards(nonfinite, check_replicas_every, overlap_with_ddp)
+            if cost is not None and not callable(cost):
+                raise TypeError(f"cost must be a function of a shape, got {cost!r}")
             self.splittable = is_elementwise(optimizer_class, elementwise)
-            classes = OptimizerClasses(optimizer_class, defaults, elementwise)
+            classes = OptimizerClasses(optimizer_class, defaults, elementwise, cost)
             classes = classes.with_groups(groups, 0, ZeroRedundancyOptimizer)
             tensors, specs = plan_params(groups)
             classes.check_shapes(groups, specs)
+            specs = classes.with_costs(groups, specs)
             Optimizer.__init__(self, groups, {})  # the inner optimizer sets the defaults of each group's class
             Joinable.__init__(self)
             self._shard_by = shard_by
@@ -262,7 +269,7 @@ class ZeroRedundancyOptimizer(OwnedStateOptimizer, Joinable):
                 groups = [*self.param_groups, group]
                 classes = engine.inner.classes.with_groups([group], len(self.param_groups), ZeroRedundancyOptimizer)
                 tensors, specs = plan_params(groups)
-                new_specs = specs[len(engine.params) :]
+                new_specs = classes.with_costs(groups, specs[len(engine.params) :])
                 classes.check_shapes(groups, new_specs)
                 layout = extend(engine.layout, new_specs, self.world_size, self._shard_by, classes.splittable(groups))
                 engine.inner.push_options(self.param_groups)

@@ -12,7 +12,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from onecopy.layout.policies import Splittable, by_parameter, may_cut
+from onecopy.layout.policies import Splittable, by_cost, may_cut
 from onecopy.layout.shards import CUT_MULTIPLE, Layout, ParamSpec, Shard
 
 LAST_BYTES = 1 << 20
@@ -124,12 +124,14 @@ def restricted(plan: BucketPlan, specs: Sequence[ParamSpec], chosen: Collection[
 def _whole_owners(specs: Sequence[ParamSpec], world_size: int, frozen: Collection[int] = ()) -> dict[int, int]:
     """Return the owner of each parameter if parameters may not be cut; trainable ones are balanced first."""
     owners: dict[int, int] = {}
-    loads = [0] * world_size
+    loads, costs = [0] * world_size, [0.0] * world_size
     for is_frozen in (False, True):
         members = [spec for spec in specs if (spec.index in frozen) is is_frozen]
-        for shard in by_parameter(members, loads):
+        cost = {spec.index: spec.cost for spec in members}
+        for shard in by_cost(members, loads, costs):
             owners[shard.param] = shard.owner
             loads[shard.owner] += shard.numel
+            costs[shard.owner] += cost[shard.param]
     return owners
 
 

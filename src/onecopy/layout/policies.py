@@ -10,6 +10,7 @@ import heapq
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain, groupby
 
+from onecopy.layout.costs import owners_by_cost
 from onecopy.layout.shards import CUT_MULTIPLE, Layout, ParamSpec, Shard
 
 OwnerFunction = Callable[[Sequence[ParamSpec], int], Iterable["int | Sequence[Shard]"]]
@@ -65,7 +66,10 @@ def extend(
                     f"{members[0].group} (with {members[0].name!r}) is not known to work element by element; pass "
                     "elementwise=True if it does, or use shard_by='parameter'"
                 )
-        for placed in chain([by_parameter(whole, loads)], (by_element(members, loads) for members in groups)):
+        costs = [0.0] * world_size
+        for shard in layout.shards if layout is not None else ():
+            costs[shard.owner] += layout.params[shard.param].cost if layout.is_whole(shard) else 0.0
+        for placed in chain([by_cost(whole, loads, costs)], (by_element(members, loads) for members in groups)):
             for shard in placed:
                 loads[shard.owner] += shard.numel
             shards += placed
@@ -78,6 +82,17 @@ def extend(
 def may_cut(splittable: Splittable, spec: ParamSpec) -> bool:
     """Whether a parameter may be cut."""
     return splittable if isinstance(splittable, bool) else splittable[spec.group]
+
+
+def by_cost(specs: Sequence[ParamSpec], loads: Sequence[int], costs: Sequence[float]) -> list[Shard]:
+    """Assign whole parameters so that the costs are balanced, or the elements if the costs are elements.
+
+    ``loads`` and ``costs`` are the elements and the costs that each rank has already.
+    """
+    if all(spec.cost == spec.numel for spec in specs):
+        return by_parameter(specs, loads)
+    owners = owners_by_cost(specs, costs, loads)
+    return [Shard(spec.index, 0, spec.numel, owners[spec.index]) for spec in specs]
 
 
 def by_parameter(specs: Sequence[ParamSpec], loads: Sequence[int]) -> list[Shard]:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch.optim import Optimizer
 
-from onecopy.layout import ParamSpec
+from onecopy.layout import CostFunction, ParamSpec, newton_schulz_cost
 from onecopy.optim import Muon
 
 ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
@@ -66,6 +66,10 @@ DIMENSIONS = {torch.optim.Muon: (2, "two dimensions"), Muon: (math.inf, "two or 
 
 QUANTISED_STATE = re.compile(r"(8bit|4bit|Fp8)$")
 """Names of classes, or base classes, whose state is quantised in blocks (bitsandbytes, torchao)."""
+
+
+NEWTON_SCHULZ = re.compile(r"Muon$")
+"""Names of classes, or base classes, whose update is a Newton-Schulz iteration."""
 
 
 EXAMPLE = "ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3)"
@@ -167,3 +171,15 @@ def is_elementwise(optimizer_class: type[Optimizer], declared: bool | None) -> b
             "keeps small parameters in 32 bit, so that a cut would change the result; leave elementwise=True out"
         )
     return optimizer_class in ELEMENTWISE if declared is None else declared
+
+
+def cost_of(optimizer_class: type[Optimizer], shape: tuple[int, ...], cost: CostFunction | None) -> float:
+    """The cost of one update of a parameter: the user's function, or as the class is known, or the elements."""
+    if cost is not None:
+        found = cost(shape)
+        if not (isinstance(found, (int, float)) and 0 <= found < math.inf):
+            raise ValueError(f"cost must return a finite number that is at least 0, got {found!r} for shape {shape}")
+        return float(found)
+    if any(NEWTON_SCHULZ.search(base.__name__) for base in optimizer_class.__mro__):
+        return newton_schulz_cost(shape)
+    return float(math.prod(shape))

@@ -18,9 +18,9 @@ from torch.optim import Optimizer
 
 import onecopy.optim
 from onecopy.common.torch_private import bare_step, run_load_post_hooks, run_load_pre_hooks
-from onecopy.layout import ParamSpec
+from onecopy.layout import CostFunction, ParamSpec
 from onecopy.step.master_weights import STATE_DICT_KEY
-from onecopy.step.optimizer_classes import check_class, check_shape, is_elementwise
+from onecopy.step.optimizer_classes import check_class, check_shape, cost_of, is_elementwise
 from onecopy.step.parameter_groups import Group, shown_group
 
 KEY = "optimizer_class"
@@ -65,12 +65,14 @@ class OptimizerClasses:
         main: the constructor's class, which groups have that name none.
         defaults: the constructor's keyword arguments. They are defaults of ``main`` only.
         elementwise: what the user has declared of ``main``.
+        cost: the user's function for the cost of an update, of classes whose parameters stay whole.
         by_name: all classes by name, if a group names one.
     """
 
     main: type[Optimizer]
     defaults: dict[str, Any]
     elementwise: bool | None = None
+    cost: CostFunction | None = None
     by_name: Mapping[str, type[Optimizer]] = field(default_factory=dict)
 
     def with_groups(self, groups: Sequence[Group], first: int, wrapper: type) -> OptimizerClasses:
@@ -107,6 +109,16 @@ class OptimizerClasses:
         """Whether the parameters of each group may be cut."""
         classes = map(self.of, groups)
         return [is_elementwise(each, self.elementwise if each is self.main else None) for each in classes]
+
+    def with_costs(self, groups: Sequence[Group], specs: Sequence[ParamSpec]) -> list[ParamSpec]:
+        """Parameters with the cost of their update, if they stay whole."""
+        splittable = self.splittable(groups)
+        return [
+            spec
+            if splittable[spec.group]
+            else replace(spec, cost=cost_of(self.of(groups[spec.group]), spec.shape, self.cost))
+            for spec in specs
+        ]
 
     def check_shapes(self, groups: Sequence[Group], specs: Sequence[ParamSpec]) -> None:
         """Raise if a group has a parameter that its class does not take."""

@@ -84,6 +84,11 @@ def memory_report(engine: Engine) -> MemoryReport:
         "gradients": sum(param.nbytes for param in params if param.requires_grad),
         "state": None if optimizer is None else sum(numel * optimizer.state_bytes(size) for numel, size in trained),
         "master weights": sum(numel * size for param, numel, size in stepped if inner.master_policy.applies_to(param)),
+        "averages": sum(
+            numel * (size if each.rule.dtype is None else each.rule.dtype.itemsize)
+            for each in inner.averages.values()
+            for numel, size in trained
+        ),
     }
     gradients = engine.gradients
     measured = (
@@ -91,6 +96,7 @@ def memory_report(engine: Engine) -> MemoryReport:
         [param.grad for param in params if param.grad is not None],
         tensors_in(list(inner.optim.state.values())),
         [entry.tensor for entry in inner.owned if entry.param_view is not None],
+        [tensor for average in inner.averages.values() for tensor in average.tensors.values()],
     )
     way = Way.LEVEL_2 if gradients.is_reduce_scattered else Way.LEVEL_1
     way = Way.LEVEL_3 if gradients.are_sharded else way

@@ -7,6 +7,7 @@ from onecopy.ddp_hooks import (
     hook_with_zero_step_interleaved,
     reduce_scatter_hook,
 )
+from onecopy.ema import ShardedEMA
 from onecopy.errors import (
     CheckpointError,
     CheckpointMismatchError,
@@ -39,6 +40,7 @@ __all__ = [
     "ReduceScatter",
     "Shard",
     "ShardedDataParallel",
+    "ShardedEMA",
     "ZeroRedundancyOptimizer",
     "clip_grad_norm_",
     "grad_norm",

@@ -25,7 +25,7 @@ from onecopy.step.engine import Engine, StepSchedule, change_and_share, restored
 from onecopy.step.gradients import param_or_view, separate_view
 from onecopy.step.inner_optimizer import InnerOptimizer
 from onecopy.step.join import JOIN_REFUSAL, ZeROJoinHook, active_step, joined_step
-from onecopy.step.master_weights import STATE_DICT_KEY, MasterWeightPolicy
+from onecopy.step.master_weights import MasterWeightPolicy
 from onecopy.step.nonfinite import NonfiniteGuard, check_guards
 from onecopy.step.norms import clip, total_norm
 from onecopy.step.optimizer_classes import check_class, is_elementwise
@@ -306,7 +306,7 @@ class ZeroRedundancyOptimizer(OwnedStateOptimizer, Joinable):
 
         This call does not communicate: :meth:`consolidate_state_dict` has gathered the state on this rank. On the other
         ranks ``state`` raises when it is read. Before the first step the state is empty, on every rank. Master weights
-        are in an entry ``master_weights``, by position of the parameter.
+        are in an entry ``master_weights``, by position of the parameter, and averages in an entry ``averages``.
 
         Raises:
             RuntimeError: if the state was not gathered since the last step, load or edit of the state.
@@ -320,8 +320,8 @@ class ZeroRedundancyOptimizer(OwnedStateOptimizer, Joinable):
             )
         if not gathered.is_here:
             return self._plain_form({}) | {"state": StateElsewhere(self._not_gathered("was gathered on another rank"))}
-        masters = {STATE_DICT_KEY: copy_tree(gathered.masters)} if gathered.masters else {}
-        return self._plain_form(gathered.by_param) | masters
+        extras: dict[str, Any] = copy_tree(gathered.extras)
+        return self._plain_form(gathered.by_param) | extras
 
     def _not_gathered(self, reason: str) -> str:
         """The text of the error of ``state_dict()``: the line to write, and where."""

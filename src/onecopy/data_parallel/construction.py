@@ -204,6 +204,8 @@ def plan_optimizer(
     if not isinstance(bucket_bytes, int) or bucket_bytes < 1:
         raise ValueError(f"bucket_bytes must be a positive number of bytes, got {bucket_bytes!r}")
     engine = optimizer.engine
+    if engine.inner.averages:
+        raise ValueError("construct ShardedDataParallel first and ShardedEMA after it: the shards become others")
     to_convert, dtype = params_to_convert(module, mixed_precision), mixed_precision.param_dtype
     names = {id(param): name for name, param in module.named_parameters()}
     specs = [

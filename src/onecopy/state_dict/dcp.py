@@ -174,7 +174,7 @@ def sharded_state_dict(engine: Engine, groups: Sequence[Group], names: Sequence[
         if not shard.state and to_load and shard.param.requires_grad:
             group = groups[engine.layout.params[shard.index].group]
             shard = replace(shard, state=_first_state(engine.inner, shard.tensor, group))
-        values = shard.state_with_master()
+        values = shard.whole_state()
         if values:
             _check_types(values, shard.name)
             state[shard.name] = nested_tensors.map_tensors(values, functools.partial(_as_sharded, shard))

@@ -227,10 +227,17 @@ class Engine:
     def confirm_and_share(
         self, groups: Sequence[Group], has_gradient: Sequence[bool] | None, failure: Exception | None
     ) -> None:
-        """Confirm, share, and take over options that the inner optimizer wrote. Ends most step schedules.
+        """Confirm, share, and end the step. Ends most step schedules.
 
         ``has_gradient`` is None if all parameters may have changed; ``failure`` is this rank's exception in the update.
         """
+        self.confirm_and_send(groups, has_gradient, failure)
+        self.inner.end_step()
+
+    def confirm_and_send(
+        self, groups: Sequence[Group], has_gradient: Sequence[bool] | None, failure: Exception | None
+    ) -> None:
+        """Confirm, share, and take over options that the inner optimizer wrote, in a step or outside of one."""
         self.confirm(groups, [True] * len(self.params) if has_gradient is None else has_gradient, failure)
         self.share(has_gradient)
         if failure is not None:
@@ -355,7 +362,7 @@ def change_and_share(engine: Engine, groups: Sequence[Group], change: Callable[[
         with torch.no_grad():
             change()
         engine.inner.master_weights.write_to_params(everything=True)
-    engine.confirm_and_share(groups, None, failure.error)
+    engine.confirm_and_send(groups, None, failure.error)
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from onecopy.common.torch_private import bare_step
 from onecopy.layout import Layout, Shard
+from onecopy.step.averages import Averages
 from onecopy.step.gradients import (
     MakeSteppedTensor,
     OwnedShard,
@@ -44,6 +45,7 @@ class InnerOptimizer:
         tensor_of: the stepped tensor of each parameter of which this rank owns a shard.
         params_by_group: the parameters of each of the user's groups, with repetitions.
         master_weights: the copies that are stepped in place of parameters.
+        averages: running averages of the stepped tensors, by name.
         version: counts steps, loads and edits of the state.
         has_state: whether some rank has state.
         class_names: the class that each group names, or None.
@@ -64,6 +66,7 @@ class InnerOptimizer:
         self.classes = classes
         self.group_rank = group_rank
         self.master_policy = master_policy or MasterWeightPolicy()
+        self.averages = Averages()
         self.version = 0
         self.has_state = False
         self._pushed_options: list[Group] = []
@@ -305,15 +308,23 @@ class InnerOptimizer:
 
     def step_on(self, gradient_shards: Mapping[int, Tensor]) -> None:
         """Step only the shards for which there is a flat gradient, by parameter."""
-        self.step_part(self.owned, gradient_shards, {})
+        averaged = [owned for owned in self.owned if owned.shard.param in gradient_shards]
+        self.step_part(self.owned, gradient_shards, {}, averaged)
 
     def step_part(
-        self, part: Sequence[OwnedShard], gradient_shards: Mapping[int, Tensor], kwargs: dict[str, Any]
+        self,
+        part: Sequence[OwnedShard],
+        gradient_shards: Mapping[int, Tensor],
+        kwargs: dict[str, Any],
+        averaged: Sequence[OwnedShard] | None = None,
     ) -> None:
-        """Step some owned shards. No other stepped tensor has a gradient then, so torch's optimizers skip them."""
+        """Step some owned shards. No other stepped tensor has a gradient then, so torch's optimizers skip them.
+
+        By default all of the part are averaged, because no other call of this step updates them.
+        """
         try:
             set_flat_gradients(part, gradient_shards)
-            self.step(None, kwargs)
+            self.step(None, kwargs, part if averaged is None else averaged)
         finally:
             for owned in part:
                 owned.tensor.grad = None
@@ -326,10 +337,20 @@ class InnerOptimizer:
             tensor.grad = gradient
         self._replaced_gradients = []
 
-    def step(self, closure: Callable[[], Any] | None, kwargs: dict[str, Any]) -> Any:
-        """Step the inner optimizer. If the class's ``step`` takes no closure, the closure is evaluated before."""
+    def step(
+        self,
+        closure: Callable[[], Any] | None,
+        kwargs: dict[str, Any],
+        averaged: Sequence[OwnedShard] | None = None,
+    ) -> Any:
+        """Step the inner optimizer, and let averages follow; by default all owned shards are averaged.
+
+        If the class's ``step`` takes no closure, the closure is evaluated before.
+        """
+        averaged = self.owned if averaged is None else averaged
         self.version += 1
         self.has_state = True
+        self.averages.before_update(averaged, self.updates_without_gradient)
         if closure is None:
             loss = self._run_step(**kwargs)
         elif self._takes_closure:
@@ -339,4 +360,9 @@ class InnerOptimizer:
                 loss = closure()
             self._run_step(**kwargs)
         self.master_weights.write_to_params(self.updates_without_gradient)
+        self.averages.after_update(averaged, self.updates_without_gradient)
         return loss
+
+    def end_step(self) -> None:
+        """After all updates of a step, let averages follow the shards that it did not update."""
+        self.averages.end_step(self.owned, self.updates_without_gradient)

@@ -90,6 +90,12 @@ def memory_report(engine: Engine) -> MemoryReport:
         "master weights": sum(
             param.numel() * size for param, _, size in stepped if inner.master_policy.applies_to(param)
         ),
+        "averages": sum(
+            param.numel() * (size if each.rule.dtype is None else each.rule.dtype.itemsize)
+            for each in inner.averages.values()
+            for param, _, size in stepped
+            if param.requires_grad
+        ),
     }
     gradients = engine.gradients
     measured = (
@@ -97,6 +103,7 @@ def memory_report(engine: Engine) -> MemoryReport:
         [param.grad for param in params if param.grad is not None],
         tensors_in(list(inner.optim.state.values())),
         [entry.tensor for entry in inner.owned if entry.param_view is not None],
+        [tensor for average in inner.averages.values() for tensor in average.tensors.values()],
     )
     way = Way.LEVEL_2 if gradients.is_reduce_scattered else Way.LEVEL_1
     way = Way.LEVEL_3 if gradients.are_sharded else way

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 import onecopy.optim
 from onecopy.common.torch_private import bare_step, run_load_post_hooks, run_load_pre_hooks
 from onecopy.layout import CostFunction, ParamSpec
+from onecopy.step.averages import STATE_DICT_KEY as AVERAGES
 from onecopy.step.master_weights import STATE_DICT_KEY
 from onecopy.step.optimizer_classes import check_class, check_shape, cost_of, is_elementwise
 from onecopy.step.parameter_groups import Group, shown_group
@@ -320,7 +321,7 @@ def split_state_dict(state_dict: Mapping[str, Any]) -> dict[str, dict[str, Any]]
         if not isinstance(group.get(KEY), str):
             raise ValueError(f"parameter group {position} has no {KEY!r}: the state dict is one of a single class")
         names.append(group[KEY])
-    others = state_dict.keys() - {"state", "param_groups", STATE_DICT_KEY}
+    others = state_dict.keys() - {"state", "param_groups", STATE_DICT_KEY, AVERAGES}
     others |= state_dict["state"].keys() - {number for group in groups for number in group["params"]}
     if others:
         raise ValueError(f"{sorted(map(repr, others))[0]} of the state dict is of no parameter, and so of no class")
@@ -363,6 +364,7 @@ def _assembled(members: Sequence[tuple[Mapping[str, Any], Group]], key: str | No
     """A state dict of groups of others, numbered as torch numbers parameters; without the class if ``key`` is None."""
     state: dict[int, Any] = {}
     masters: dict[int, Any] = {}
+    averages: dict[str, Any] = {}
     groups, start = [], 0
     for source, group in members:
         numbers: dict[Any, int] = {}
@@ -371,7 +373,11 @@ def _assembled(members: Sequence[tuple[Mapping[str, Any], Group]], key: str | No
         start += len(group["params"])
         for found, values in ((state, source["state"]), (masters, source.get(STATE_DICT_KEY, {}))):
             found.update({place: values[number] for number, place in numbers.items() if number in values})
+        for name, average in source.get(AVERAGES, {}).items():
+            found = averages.setdefault(name, {"steps": average["steps"], "values": {}})["values"]
+            values = average["values"]
+            found.update({place: values[number] for number, place in numbers.items() if number in values})
         options = {name: value for name, value in group.items() if name != KEY or key is not None}
         groups.append({**options, "params": [numbers[number] for number in group["params"]]})
     form: dict[str, Any] = {"state": state, "param_groups": groups}
-    return {**form, STATE_DICT_KEY: masters} if masters else form
+    return {**form, **{key: each for key, each in ((STATE_DICT_KEY, masters), (AVERAGES, averages)) if each}}

@@ -35,7 +35,7 @@ from variants import GPT, Sizes, loss_of
 from worker import error_of
 
 import onecopy.optim
-from onecopy import ShardedDataParallel, ZeroRedundancyOptimizer, matrix_groups, reduce_scatter_hook
+from onecopy import ShardedDataParallel, ZeroRedundancyOptimizer, reduce_scatter_hook
 
 SIZES = Sizes(vocabulary=2048, width=320, head=2048, depth=8, batch=2)
 PLAIN = "DDP, torch.optim.Muon + AdamW"
@@ -61,13 +61,13 @@ Make = Callable[[GPT], Variant]
 
 def groups_of(model: nn.Module, muon: Any) -> list[dict[str, Any]]:
     """The parameter groups of one object with two classes."""
-    return list(matrix_groups(model, matrix={"optimizer_class": muon, **MUON}, other={}))
+    return list(onecopy.optim.matrix_groups(model, matrix={"optimizer_class": muon, **MUON}, other={}))
 
 
 def divided(model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
     """The matrices that Muon updates, and the other parameters."""
-    matrices, others = groups_of(model, torch.optim.Muon)
-    return list(matrices["params"]), list(others["params"])
+    matrices, others = ([param for _, param in group["params"]] for group in groups_of(model, torch.optim.Muon))
+    return matrices, others
 
 
 def plain(model: GPT) -> Variant:

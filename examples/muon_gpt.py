@@ -81,7 +81,9 @@ def main() -> None:
             training.step()
     if dist.get_rank() == 0:
         about = f"{sizes.elements() / 1e6:.2f}M parameters, Muon and AdamW, {dist.get_world_size()} ranks"
-        print_report(Console(), about, trainings)
+        console = Console()
+        console.width = max(console.width, 100)
+        print_report(console, about, trainings)
     dist.destroy_process_group()
 
 

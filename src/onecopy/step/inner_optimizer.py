@@ -87,6 +87,7 @@ class InnerOptimizer:
         if isinstance(self.optim, SeveralClasses):
             self.optimizers = [self.optim.optimizers[name] for name in self.optim.names]
         self.check_options(self.master_policy.stepped_dtypes(layout.params))
+        check_options_of_others(self.optimizers, groups, layout.params)
         self._group_of = [spec.group for spec in layout.params]
         self._run_step = bare_step(self.optim)
         self._takes_closure = "closure" in inspect.signature(type(self.optim).step).parameters
@@ -94,12 +95,11 @@ class InnerOptimizer:
         self.updates_without_gradient = any(type(each) not in SKIPS_MISSING_GRADIENTS for each in self.optimizers)
 
     def check_options(self, dtypes: Sequence[tuple[int, torch.dtype]]) -> None:
-        """Raise if an option of a group makes sharding impossible, or belongs to another class."""
+        """Raise if an option of a group makes sharding impossible."""
         for optimizer in dict.fromkeys(self.optimizers):
             positions = [position for position, each in enumerate(self.optimizers) if each is optimizer]
             check_options(optimizer, positions)
             check_dtypes(optimizer, dtypes, positions)
-        check_options_of_others(self.optimizers, self.optim.param_groups)
 
     @property
     def instances(self) -> list[Optimizer]:

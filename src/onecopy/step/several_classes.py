@@ -21,7 +21,7 @@ from onecopy.common.torch_private import bare_step, run_load_post_hooks, run_loa
 from onecopy.layout import ParamSpec
 from onecopy.step.master_weights import STATE_DICT_KEY
 from onecopy.step.optimizer_classes import check_class, check_shape, is_elementwise
-from onecopy.step.parameter_groups import Group, shown_group
+from onecopy.step.parameter_groups import Group, names_of, shown_group
 
 KEY = "optimizer_class"
 """The entry of a parameter group that names its class."""
@@ -89,7 +89,7 @@ class OptimizerClasses:
         by_name = {**self.by_name, name_of(self.main): self.main}
         known = [*by_name.values(), *(group[KEY] for _, group in named if isinstance(group[KEY], type))]
         for position, group in named:
-            where = f"{KEY} of {shown_group(group, position)}"
+            where = f"{KEY} of {shown_group(position, names_of(group, position))}"
             found = _resolved(group[KEY], known, where)
             check_class(found, wrapper, where)
             if by_name.setdefault(name_of(found), found) is not found:
@@ -248,16 +248,20 @@ def short_names(kind: str) -> list[str]:
     return sorted(name.rpartition(".")[2] for name in kind.split(" + "))
 
 
-def check_options_of_others(optimizers: Sequence[Optimizer], groups: Sequence[Group]) -> None:
+def check_options_of_others(
+    optimizers: Sequence[Optimizer], groups: Sequence[Group], specs: Sequence[ParamSpec]
+) -> None:
     """Raise if a group has an option that the optimizer of another group knows, and its own does not.
 
-    Other options pass, as in torch: schedulers and users keep values of their own in groups.
+    Other options pass, as in torch: schedulers and users keep values of their own in groups. This rank may own nothing
+    of a group, so its first parameter is named as in ``specs``.
     """
+    names = {spec.group: [spec.name] for spec in reversed(specs)}
     for position, (optimizer, group) in enumerate(zip(optimizers, groups, strict=True)):
-        for other in optimizers:
+        for other in dict.fromkeys(optimizers):
             for key in sorted(group.keys() & (other.defaults.keys() - optimizer.defaults.keys())):
                 raise ValueError(
-                    f"{shown_group(group, position)} has {key}={group[key]!r}, but its class, "
+                    f"{shown_group(position, names.get(position, []))} has {key}={group[key]!r}, but its class, "
                     f"{name_of(type(optimizer))}, has no option {key!r}, which is one of {name_of(type(other))}: "
                     "remove it, or change the group's optimizer_class"
                 )
@@ -280,9 +284,9 @@ def match_classes(saved: Sequence[dict[str, Any]], groups: Sequence[Group], only
         if not same and (found is not None or several):
             given = f"of class {found!r}" if found is not None else f"of no class, because it has no {KEY!r},"
             raise ValueError(
-                f"{shown_group(group, position)} is {given} in what is loaded, and of class {(mine or only)!r} in the "
-                "optimizer; onecopy.join_state_dicts makes one state dict from those of plain optimizers, in the order "
-                "of given param_groups"
+                f"{shown_group(position, names_of(group, position))} is {given} in what is loaded, and of class "
+                f"{(mine or only)!r} in the optimizer; onecopy.join_state_dicts makes one state dict from those of plain "
+                "optimizers, in the order of given param_groups"
             )
         if mine is not None:
             theirs[KEY] = mine

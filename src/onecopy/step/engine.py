@@ -161,8 +161,8 @@ class Engine:
             if group.get(CLASS_KEY) != name:
                 shown = shown_group(position, names_of(group, position))
                 raise RuntimeError(
-                    f"optimizer_class of {shown} was changed by hand from {name!r} to {group.get(CLASS_KEY)!r}; construct "
-                    "a new optimizer"
+                    f"optimizer_class of {shown} was changed by hand from {name!r} to {group.get(CLASS_KEY)!r}; "
+                    "construct a new optimizer"
                 )
 
     @profiled("onecopy.update")

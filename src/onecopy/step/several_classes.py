@@ -285,8 +285,8 @@ def match_classes(saved: Sequence[dict[str, Any]], groups: Sequence[Group], only
             given = f"of class {found!r}" if found is not None else f"of no class, because it has no {KEY!r},"
             raise ValueError(
                 f"{shown_group(position, names_of(group, position))} is {given} in what is loaded, and of class "
-                f"{(mine or only)!r} in the optimizer; onecopy.join_state_dicts makes one state dict from those of plain "
-                "optimizers, in the order of given param_groups"
+                f"{(mine or only)!r} in the optimizer; onecopy.join_state_dicts makes one state dict from those of "
+                "plain optimizers, in the order of given param_groups"
             )
         if mine is not None:
             theirs[KEY] = mine

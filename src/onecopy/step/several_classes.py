@@ -127,22 +127,16 @@ class OptimizerClasses:
 
     def add_group(self, optimizer: Optimizer, group: Group) -> Optimizer:
         """Add a group to an optimizer of these classes; return the optimizer of all groups."""
-        name = name_of(self.of(group))
+        name, names = name_of(self.of(group)), [name_of(self.of(each)) for each in optimizer.param_groups]
+        made = optimizer.optimizers if isinstance(optimizer, SeveralClasses) else {names[0]: optimizer}
+        if name in made:
+            made[name].add_param_group(group)
+        else:
+            made = {**made, name: self.construct([group])}
         if isinstance(optimizer, SeveralClasses):
-            members, names = optimizer.optimizers, optimizer.names
-        else:
-            only = name_of(self.of(optimizer.param_groups[0]))
-            members, names = {only: optimizer}, [only] * len(optimizer.param_groups)
-        if name in members:
-            members[name].add_param_group(group)
-        else:
-            members = {**members, name: self.construct([group])}
-        if len(members) == 1:
+            optimizer.unite(made, [*names, name])
             return optimizer
-        if not isinstance(optimizer, SeveralClasses):
-            return SeveralClasses(members, [*names, name])
-        optimizer.unite(members, [*names, name])
-        return optimizer
+        return optimizer if len(made) == 1 else SeveralClasses(made, [*names, name])
 
 
 class SeveralClasses(Optimizer):
@@ -184,9 +178,10 @@ class SeveralClasses(Optimizer):
     @state.setter
     def state(self, value: Mapping[Any, Any]) -> None:
         """Replace the state, in all optimizers."""
-        self._state = _StateOfParameters(dict)
+        state = _StateOfParameters(dict)
         for key, each in value.items():
-            self._state[key] = each
+            state[key] = each
+        self._state = state
         for optimizer in self.optimizers.values():
             optimizer.state = self._state
 
@@ -249,15 +244,15 @@ def short_names(kind: str) -> list[str]:
 
 
 def check_options_of_others(
-    optimizers: Sequence[Optimizer], groups: Sequence[Group], specs: Sequence[ParamSpec]
+    optimizers: Sequence[Optimizer], groups: Sequence[Group], specs: Sequence[ParamSpec], first: int
 ) -> None:
-    """Raise if a group has an option that the optimizer of another group knows, and its own does not.
+    """Raise if a group from ``first`` on has an option that another class here knows, and its own class does not.
 
     Other options pass, as in torch: schedulers and users keep values of their own in groups. This rank may own nothing
     of a group, so its first parameter is named as in ``specs``.
     """
     names = {spec.group: [spec.name] for spec in reversed(specs)}
-    for position, (optimizer, group) in enumerate(zip(optimizers, groups, strict=True)):
+    for position, (optimizer, group) in enumerate(zip(optimizers[first:], groups[first:], strict=True), first):
         for other in dict.fromkeys(optimizers):
             for key in sorted(group.keys() & (other.defaults.keys() - optimizer.defaults.keys())):
                 raise ValueError(
@@ -312,10 +307,6 @@ def split_state_dict(state_dict: Mapping[str, Any]) -> dict[str, dict[str, Any]]
         if not isinstance(group.get(KEY), str):
             raise ValueError(f"parameter group {position} has no {KEY!r}: the state dict is one of a single class")
         names.append(group[KEY])
-    others = state_dict.keys() - {"state", "param_groups", STATE_DICT_KEY}
-    others |= state_dict["state"].keys() - {number for group in groups for number in group["params"]}
-    if others:
-        raise ValueError(f"{sorted(map(repr, others))[0]} of the state dict is of no parameter, and so of no class")
     return {
         name: _assembled([(state_dict, group) for group in groups if group[KEY] == name], None)
         for name in dict.fromkeys(names)
@@ -344,7 +335,7 @@ def join_state_dicts(
         parts[f"torch.optim.{name}" if hasattr(torch.optim, name) else name] = part
     names = [name for name, part in parts.items() for _ in part["param_groups"]]
     order = names if param_groups is None else [group.get(KEY) for group in param_groups]
-    if Counter(order) != Counter(names):
+    if len(parts) < len(state_dicts) or Counter(order) != Counter(names):
         raise ValueError(f"the state dicts have groups of classes {names}, and param_groups of {order}")
     left = {name: iter(part["param_groups"]) for name, part in parts.items()}
     joined = [(parts[name], {**next(left[name]), KEY: name}) for name in map(str, order)]
@@ -357,6 +348,10 @@ def _assembled(members: Sequence[tuple[Mapping[str, Any], Group]], key: str | No
     masters: dict[int, Any] = {}
     groups, start = [], 0
     for source, group in members:
+        others = source.keys() - {"state", "param_groups", STATE_DICT_KEY}
+        others |= source["state"].keys() - {number for each in source["param_groups"] for number in each["params"]}
+        if others:
+            raise ValueError(f"{min(map(repr, others))} in a state dict is of no parameter, and so of no class")
         numbers: dict[Any, int] = {}
         for place, number in enumerate(group["params"], start):
             numbers.setdefault(number, place)

@@ -92,29 +92,16 @@ def loss_of(model: nn.Module, number: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Case:
-    """How to train.
+    """How to train."""
 
-    Attributes:
-        level: where: at level 1, with a hook, or at level 3.
-        passes: backward passes in each step, all but the last under ``no_sync()``.
-        max_norm: the norm to which all gradients are clipped together.
-        masters: whether the model is in bf16, with master weights.
-        freezes: whether a matrix of Muon's is frozen half way.
-        joins: whether ranks have different numbers of inputs.
-        third: whether a third class, unknown to onecopy, has a group.
-        loop: the kind of training loop: with a closure or a GradScaler.
-        muon: the matrix class.
-        tolerance: what parameters may differ by.
-    """
-
-    level: str = "level 1"
-    passes: int = 1
-    max_norm: float = 0.0
-    masters: bool = False
-    freezes: bool = False
-    joins: bool = False
-    third: bool = False
-    loop: str = ""
+    level: str = "level 1"  # or a hook, or level 3
+    passes: int = 1  # backward passes in each step, all but the last under no_sync()
+    max_norm: float = 0.0  # to which all gradients are clipped together
+    masters: bool = False  # whether the model is in bf16, with master weights
+    freezes: bool = False  # whether a matrix of Muon's is frozen half way
+    joins: bool = False  # whether ranks have different numbers of inputs
+    third: bool = False  # whether a third class, unknown to onecopy, has a group
+    loop: str = ""  # with a closure, or a scaler
     options: tuple[tuple[str, Any], ...] = ()
     muon: type[Optimizer] = Muon
     tolerance: float = 0.0
@@ -165,7 +152,7 @@ class Side:
         ]
         self.optimizers, self.model = self._ours() if ours else self._plain()
         self.schedulers = [StepLR(each, 2, 0.5) for each in self.optimizers]
-        self.scalers = [torch.amp.GradScaler("cpu", init_scale=64.0) for _ in range(case.loop == "scaler")]
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=64.0, enabled=case.loop == "scaler")
 
     def _ours(self) -> tuple[list[Any], Any]:
         level, options = self.case.level, dict(self.case.options)
@@ -216,27 +203,20 @@ class Side:
             for each in accumulated:
                 loss_of(self.model, each).backward()
         loss = loss_of(self.model, last)
-        for scaler in self.scalers:
-            loss = scaler.scale(loss)
-        loss.backward()
+        self.scaler.scale(loss).backward()
         return loss
 
     def step(self) -> None:
-        for scaler in self.scalers:
-            for optimizer in self.optimizers:
-                scaler.unscale_(optimizer)
+        for optimizer in self.optimizers:
+            self.scaler.unscale_(optimizer)
         if self.case.max_norm:
             self.clip()
         for name, copy in self.copies.items() if not self.ours else ():
             gradient = self.module.get_parameter(name).grad
             copy.grad = None if gradient is None else gradient.float()
         for optimizer in self.optimizers:
-            for scaler in self.scalers:
-                scaler.step(optimizer)
-            if not self.scalers:
-                optimizer.step()
-        for scaler in self.scalers:
-            scaler.update()
+            self.scaler.step(optimizer)
+        self.scaler.update()
         for name, copy in self.copies.items() if not self.ours else ():
             self.module.get_parameter(name).data.copy_(copy)
 
@@ -268,9 +248,10 @@ class Side:
 @distributed(2, 3)
 def test_training_equals_ddp_with_plain_optimizers(world_size: int, case: Case) -> None:
     norms: list[Tensor] = []
-    ours, plain = Side(case, True, norms), Side(case, False, norms)
     with as_if_large() if case.level in ("sharded", "overlap forward") else contextlib.nullcontext():
+        ours = Side(case, True, norms)
         found = ours.train()
+    plain = Side(case, False, norms)
     expected = plain.train()
     for step, (mine, theirs) in enumerate(zip(found, expected, strict=True)):
         assert_equal(mine, theirs, f"step {step}", case.tolerance)
@@ -285,18 +266,12 @@ def test_training_equals_ddp_with_plain_optimizers(world_size: int, case: Case) 
         state_dict = zero.state_dict()
         parts = split_state_dict(state_dict)
         assert_same_tree(join_state_dicts(parts, state_dict["param_groups"]), state_dict, "joined")
-        if not case.joins:
-            assert_plain(parts, plain, case.tolerance)
-
-
-def assert_plain(parts: dict[str, Any], plain: Side, tolerance: float) -> None:
-    """The parts of the state dict are the state dicts of the plain optimizers."""
-    assert len(parts) == len(plain.optimizers)
-    for optimizer, part in zip(plain.optimizers, parts.values(), strict=True):
-        masters = part.pop("master_weights", {})
-        assert_same_tree(part, optimizer.state_dict(), "state dict", tolerance)
-        copies = [param for group in optimizer.param_groups for param in group["params"]] if plain.copies else []
-        assert_equal(masters.values(), copies, "masters")
+        for optimizer, part in zip(plain.optimizers, parts.values(), strict=True):
+            masters = part.pop("master_weights", {})
+            copies = [param for group in optimizer.param_groups for param in group["params"]] if plain.copies else []
+            assert_equal(masters.values(), copies, "masters")
+            if not case.joins:
+                assert_same_tree(part, optimizer.state_dict(), "state dict", case.tolerance)
 
 
 # Calls

@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from schedulefree import AdamWScheduleFree  # type: ignore[import-untyped]
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam, AdamW, Muon, Optimizer
 from torch.optim.lr_scheduler import OneCycleLR, StepLR
@@ -77,7 +78,8 @@ class Model(nn.Module):
         parts = [(getattr(self, name) * getattr(self, f"{name}_table")).sum() for name in used]
         loss = scale * torch.stack(parts).sum()
         if self.bent:
-            loss = loss + torch.tanh(self.wide @ self.first @ self.second + self.bias).square().mean()
+            wide, first, second, bias = map(self.get_parameter, ("wide", "first", "second", "bias"))
+            loss = loss + torch.tanh(wide @ first @ second + bias).square().mean()
         return loss
 
 
@@ -176,7 +178,8 @@ class Side:
         members: dict[type[Optimizer], list[Any]] = {}
         for each, group in self.groups:
             members.setdefault(each, []).append(group)
-        made = [each(groups, **({"lr": 1e-2} if each is AdamW else {})) for each, groups in members.items()]
+        options: dict[type[Optimizer], dict[str, Any]] = {AdamW: {"lr": 1e-2}}
+        made = [each(groups, **options.get(each, {})) for each, groups in members.items()]
         return made, DistributedDataParallel(self.module, find_unused_parameters=True, bucket_cap_mb=TINY)
 
     @property
@@ -347,31 +350,32 @@ def test_groups_that_are_added_and_modes(world_size: int) -> None:
     assert "optimizer_class" not in alone.param_groups[0]
     plain: list[Optimizer] = [AdamW(plain_module.named("wide"), lr=1e-2)]
     assert type(alone.optim) is AdamW
-    for each, names, options in (
-        (Muon, ["matrix0"], {"momentum": 0.5}),
-        (SGD, ["bias"], {"momentum": 0.9}),
-        (AdamW, ["matrix1"], {"weight_decay": 0.3}),
-    ):
+    added: list[tuple[Any, str, dict[str, Any]]] = [
+        (Muon, "matrix0", {"momentum": 0.5}),
+        (SGD, "bias", {"momentum": 0.9}),
+        (AdamW, "matrix1", {"weight_decay": 0.3}),
+    ]
+    for each, name, options in added:
         step(module, alone, seed=len(plain))
         step(plain_module, *plain, seed=len(plain))
-        group = {"params": module.named(*names), **options}
+        group = {"params": module.named(name), **options}
         alone.add_param_group({**group, **({} if each is AdamW else {"optimizer_class": each})})
         if each is AdamW:
-            plain[0].add_param_group({"params": plain_module.named(*names), "lr": 1e-2, **options})
+            plain[0].add_param_group({"params": plain_module.named(name), "lr": 1e-2, **options})
         else:
-            plain.append(each(plain_module.named(*names), **options))
+            plain.append(each(plain_module.named(name), **options))
     step(module, alone)
     step(plain_module, *plain)
     assert_equal(module.parameters(), plain_module.parameters(), "after groups were added")
     state_dict = state_on_rank_0(alone)
-    for part, each in zip(split_state_dict(state_dict).values() if state_dict else (), plain, strict=False):
-        assert_same_tree(part, each.state_dict(), "after groups were added")
+    for part, optimizer in zip(split_state_dict(state_dict).values() if state_dict else (), plain, strict=False):
+        assert_same_tree(part, optimizer.state_dict(), "after groups were added")
     named = ZeroRedundancyOptimizer([{"params": module.named("matrix2"), "optimizer_class": "Muon"}], AdamW, lr=0.5)
     assert type(named.optim) is Muon
     assert named.param_groups[0]["lr"] == named.optim.defaults["lr"] != 0.5
     muon = {"params": module.named("matrix1"), "optimizer_class": Muon}
     modes = ZeroRedundancyOptimizer([muon, {"params": module.named("bias")}], AdamWScheduleFree)
-    assert [hasattr(optimizer, "eval") for optimizer in (alone, named, modes)] == [False, False, True]
+    assert [hasattr(each, "eval") for each in (alone, named, modes)] == [False, False, True]
     modes.eval()
     with pytest.raises(Exception, match="train mode"):
         modes.step()
@@ -432,7 +436,7 @@ def test_what_else_is_refused(world_size: int) -> None:
     odd = world_size - 1
     with pytest.raises(ValueError, match=r"group 0 \(with 'matrix0'\) is not known to work element by element"):
         two_classes(shard_by="element")
-    groups = [{"params": Matrices().named("matrix0"), "optimizer_class": "Muon"}]
+    groups: list[dict[str, Any]] = [{"params": Matrices().named("matrix0"), "optimizer_class": "Muon"}]
     with pytest.raises(ValueError, match=r"'Muon' may be onecopy.optim.Muon or torch.optim.Muon"):
         ZeroRedundancyOptimizer(groups, onecopy.optim.Muon)
     groups[0]["optimizer_class"] = Muon if dist.get_rank() < odd else Adam
@@ -465,8 +469,8 @@ def test_state_dicts_of_plain_optimizers_and_back(world_size: int) -> None:
     batched = two_classes(onecopy.optim.Muon)
     batched.load_state_dict(joined)
     assert batched.param_groups[0]["optimizer_class"] == "onecopy.optim.Muon"
-    for each in (optimizer, batched):
-        each.consolidate_state_dict()
+    optimizer.consolidate_state_dict()
+    batched.consolidate_state_dict()
     if dist.get_rank() == 0:
         state_dict = optimizer.state_dict()
         assert_same_tree(state_dict, joined, "loaded")
@@ -513,9 +517,9 @@ def load_in_a_pool(root: Path, way: str) -> None:
         step(module, optimizer, seed=7)
         source = two_classes(module=plain_module)
         checkpoint.load(root, optimizer=source, model=plain_module)
-        dcp.save({"optimizer": checkpoint.get_optimizer_state_dict(plain_module, source)}, checkpoint_id=root / "dcp")
+        dcp_save({"optimizer": checkpoint.get_optimizer_state_dict(plain_module, source)}, checkpoint_id=root / "dcp")
         target = {"optimizer": checkpoint.get_optimizer_state_dict(module, optimizer)}
-        dcp.load(target, checkpoint_id=root / "dcp")
+        dcp_load(target, checkpoint_id=root / "dcp")
         checkpoint.set_optimizer_state_dict(module, optimizer, target["optimizer"])
         module.load_state_dict(plain_module.state_dict())
     else:
@@ -561,7 +565,9 @@ def load_what_came_back(root: Path) -> None:
     with pytest.raises(CheckpointMismatchError, match=r"but the checkpoint has a torch.optim.AdamW \+ torch"):
         checkpoint.load(root / "back", model=module, optimizer=ZeroRedundancyOptimizer(module.parameters(), AdamW))
     dist.barrier()
-    file = checkpoint.latest(root / "back") / manifest.NAME
+    newest = checkpoint.latest(root / "back")
+    assert newest is not None
+    file = newest / manifest.NAME
     if dist.get_rank() == 0:
         found = manifest.parse(file.read_bytes(), "the manifest")
         for pair in found.optimizers[0].groups[0].options[1]:

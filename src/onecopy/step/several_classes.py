@@ -185,7 +185,7 @@ class SeveralClasses(Optimizer):
         for optimizer in self.optimizers.values():
             optimizer.state = self._state
 
-    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """Step all optimizers, after one evaluation of the closure."""
         if kwargs:
             raise TypeError(
@@ -314,7 +314,7 @@ def split_state_dict(state_dict: Mapping[str, Any]) -> dict[str, dict[str, Any]]
 
 
 def join_state_dicts(
-    state_dicts: Mapping[str | type[Optimizer], Mapping[str, Any]],
+    state_dicts: Mapping[Any, Mapping[str, Any]],
     param_groups: Sequence[Mapping[str, Any]] | None = None,
 ) -> dict[str, Any]:
     """Return the state dict of an optimizer with several classes from those of plain optimizers.
@@ -325,7 +325,7 @@ def join_state_dicts(
         optimizer.load_state_dict(onecopy.join_state_dicts(parts, optimizer.param_groups))
 
     Args:
-        state_dicts: a state dict for each class, or name of a class.
+        state_dicts: state dicts by class, or by the name of a class.
         param_groups: groups in the order that the result is to have. By default all groups of the first class come
             first.
     """

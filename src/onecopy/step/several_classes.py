@@ -74,14 +74,9 @@ class OptimizerClasses:
     by_name: Mapping[str, type[Optimizer]] = field(default_factory=dict)
 
     def with_groups(self, groups: Sequence[Group], first: int, wrapper: type) -> OptimizerClasses:
-        """Replace classes in ``groups`` by their names, and return these classes and the new ones.
+        """Replace classes in new groups, from position ``first`` on, by names; return these classes and the new ones.
 
         If one group names its class, all do, so that a state dict says the class of each group.
-
-        Args:
-            groups: new groups, which are changed.
-            first: the position of the first of them.
-            wrapper: the class that cannot be an inner class.
         """
         named = [(position, group) for position, group in enumerate(groups, first) if KEY in group]
         if not named and not self.by_name:
@@ -232,15 +227,10 @@ class _StateOfParameters(defaultdict[Any, Any]):
 
 
 def kind_of(optimizer: Optimizer) -> str:
-    """The full name of an optimizer's class, or the names of several."""
+    """The full name of an optimizer's class, or the short names of several."""
     if isinstance(optimizer, SeveralClasses):
-        return " + ".join(sorted(optimizer.optimizers))
+        return " + ".join(sorted(name.rpartition(".")[2] for name in optimizer.optimizers))
     return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
-
-
-def short_names(kind: str) -> list[str]:
-    """The names of classes without their modules."""
-    return sorted(name.rpartition(".")[2] for name in kind.split(" + "))
 
 
 def check_options_of_others(
@@ -265,12 +255,8 @@ def check_options_of_others(
 def match_classes(saved: Sequence[dict[str, Any]], groups: Sequence[Group], only: str) -> None:
     """Raise unless saved groups are of the classes of ``groups``; let them name the class as ``groups`` do.
 
-    Only the last part of a name counts: the state of ``torch.optim.Muon`` is that of ``onecopy.optim.Muon``.
-
-    Args:
-        saved: the options of saved groups, which are changed.
-        groups: the groups of the optimizer.
-        only: the name of the class of groups that name none.
+    Only the last part of a name counts: the state of ``torch.optim.Muon`` is that of ``onecopy.optim.Muon``. Groups
+    that name no class are of the one called ``only``.
     """
     several = len({group.get(KEY) for group in groups}) > 1
     for position, (theirs, group) in enumerate(zip(saved, groups, strict=False)):  # the caller compares the numbers
@@ -307,10 +293,10 @@ def split_state_dict(state_dict: Mapping[str, Any]) -> dict[str, dict[str, Any]]
         if not isinstance(group.get(KEY), str):
             raise ValueError(f"parameter group {position} has no {KEY!r}: the state dict is one of a single class")
         names.append(group[KEY])
-    return {
-        name: _assembled([(state_dict, group) for group in groups if group[KEY] == name], None)
-        for name in dict.fromkeys(names)
-    }
+    members: dict[str, list[tuple[Mapping[str, Any], Group]]] = {name: [] for name in names}
+    for name, group in zip(names, groups, strict=True):
+        members[name].append((state_dict, {key: value for key, value in group.items() if key != KEY}))
+    return {name: _assembled(mine) for name, mine in members.items()}
 
 
 def join_state_dicts(
@@ -338,12 +324,11 @@ def join_state_dicts(
     if len(parts) < len(state_dicts) or Counter(order) != Counter(names):
         raise ValueError(f"the state dicts have groups of classes {names}, and param_groups of {order}")
     left = {name: iter(part["param_groups"]) for name, part in parts.items()}
-    joined = [(parts[name], {**next(left[name]), KEY: name}) for name in map(str, order)]
-    return _assembled(joined, KEY)
+    return _assembled([(parts[name], {**next(left[name]), KEY: name}) for name in map(str, order)])
 
 
-def _assembled(members: Sequence[tuple[Mapping[str, Any], Group]], key: str | None) -> dict[str, Any]:
-    """A state dict of groups of others, numbered as torch numbers parameters; without the class if ``key`` is None."""
+def _assembled(members: Sequence[tuple[Mapping[str, Any], Group]]) -> dict[str, Any]:
+    """A state dict of groups of other state dicts, numbered as torch numbers parameters."""
     state: dict[int, Any] = {}
     masters: dict[int, Any] = {}
     groups, start = [], 0
@@ -358,7 +343,6 @@ def _assembled(members: Sequence[tuple[Mapping[str, Any], Group]], key: str | No
         start += len(group["params"])
         for found, values in ((state, source["state"]), (masters, source.get(STATE_DICT_KEY, {}))):
             found.update({place: values[number] for number, place in numbers.items() if number in values})
-        options = {name: value for name, value in group.items() if name != KEY or key is not None}
-        groups.append({**options, "params": [numbers[number] for number in group["params"]]})
+        groups.append({**group, "params": [numbers[number] for number in group["params"]]})
     form: dict[str, Any] = {"state": state, "param_groups": groups}
     return {**form, STATE_DICT_KEY: masters} if masters else form

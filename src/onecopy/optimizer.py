@@ -52,6 +52,14 @@ class ZeroRedundancyOptimizer(OwnedStateOptimizer, Joinable):
         model = DistributedDataParallel(model)
         optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=3e-4)
 
+    A parameter group may name a class of its own under ``optimizer_class``; the others are of the constructor's class::
+
+        matrices = {"params": hidden_weights, "optimizer_class": torch.optim.Muon, "lr": 0.02}
+        optimizer = ZeroRedundancyOptimizer([matrices, {"params": others}], torch.optim.AdamW, lr=3e-4)
+
+    Then all groups have the name of their class, also in the state dict. :func:`onecopy.split_state_dict` and
+    :func:`onecopy.join_state_dicts` convert it to the state dicts of plain optimizers and back.
+
     Args:
         params: tensors, ``(name, tensor)`` pairs, or dicts of parameter groups, as every torch optimizer takes.
         optimizer_class: the class to shard. It must not combine several parameters in one update (LBFGS, Prodigy).
@@ -60,11 +68,11 @@ class ZeroRedundancyOptimizer(OwnedStateOptimizer, Joinable):
             ``param.data`` is not moved, and small parameters are packed into buffers to be sent.
         overlap_with_ddp: update inside the backward pass, through a DDP communication hook.
         shard_by: how parameters are divided among ranks. ``"element"`` cuts every parameter evenly, and is the default
-            for optimizers that are known to work element by element. ``"parameter"``, the default for others, gives
+            for groups whose class is known to work element by element. ``"parameter"``, the default for others, gives
             whole parameters, largest first, to the least-loaded rank. A function takes a list of
             :class:`~onecopy.ParamSpec` and the world size, and returns one owner per parameter.
-        elementwise: whether the update of an element depends on that element alone. Known for torch's own classes.
-            Parameters of an unknown class are not cut unless this is True.
+        elementwise: whether the update of an element depends on that element alone, in ``optimizer_class``. Known for
+            torch's own classes. Parameters of an unknown class are not cut unless this is True.
         cost: the cost of an update of a parameter as a function of its shape. Ranks get about equal costs of parameters
             that stay whole. By default it is that of the Newton-Schulz iteration for Muon, and the number of elements
             for other classes.
@@ -73,15 +81,17 @@ class ZeroRedundancyOptimizer(OwnedStateOptimizer, Joinable):
         nonfinite: if a gradient has an infinity or a NaN, ``step()`` raises on all ranks (``"raise"``) or does nothing
             on any (``"skip"``). By default it updates.
         check_replicas_every: compare the parameters of all ranks bit by bit before every so many steps.
-        **defaults: the options of ``optimizer_class``.
+        **defaults: the options of ``optimizer_class``. Groups of another class have the defaults of that class.
 
     Attributes:
-        optim: this rank's instance of ``optimizer_class``.
+        optim: this rank's instance of ``optimizer_class``; with several classes, one optimizer made of theirs, with the
+            ``param_groups`` and the ``state`` of all.
         process_group: the ranks that share the state.
         world_size: the number of ranks in the group.
         rank, global_rank: this rank's number in the group, and among all ranks.
         parameters_as_bucket_view, overlap_with_ddp: as given.
-        splittable: whether parameters may be cut, because the class works element by element.
+        splittable: whether parameters of the groups of ``optimizer_class`` may be cut, because it works element by
+            element.
         overlap: runs the update inside the backward pass; None before an overlap hook has been made.
         step_schedule: the function that ``step()`` calls outside a join context.
         wait_for_transfers: waits for parameters in flight; None without ShardedDataParallel.

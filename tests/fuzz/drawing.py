@@ -76,6 +76,9 @@ def _draw(random: Random, seed: int) -> Program:
     )
     if program.has_unused or random.random() < 0.2:
         program = replace(program, ddp=(("find_unused_parameters", "True"), *program.ddp))
+    if program.exact and len(levels) == 1 and random.random() < 0.15:
+        simple = tuple(each for each in operations if isinstance(each, (Train, Freeze, EditParams, LateHook)))
+        program = replace(program, matrices=True, operations=simple, named=False, groups=((),))
     return replace(program, options=draw_options(random, optimizer, smooth=not program.exact))
 
 

@@ -38,6 +38,7 @@ class Program:
     ddp: Options
     levels: tuple[Level, ...]  # where training begins, and where it may move to
     operations: tuple[Operation, ...]
+    matrices: bool = False  # whether a group of the matrices is Muon's
 
     @property
     def added(self) -> tuple[str, ...]:

@@ -60,6 +60,9 @@ def _class_fits(program: Program) -> bool:
         return False  # torch takes the eps of the first parameter's type for all of them: onecopy refuses it
     if program.optimizer == "SGD" and program.narrow and ("fused", "True") in program.options:
         return False  # torch's kernel for bf16 reads momentum that it has not written
+    cuts = ("shard_by", '"element"') in program.levels[0].arguments
+    if program.matrices and (cuts or chosen.matrices or not program.exact):
+        return False
     return not chosen.matrices or all(part.is_like.matrices for part in program.parts)
 
 

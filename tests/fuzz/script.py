@@ -87,7 +87,25 @@ def whole_state(optimizer):
         optimizer.consolidate_state_dict(to=to)
         if to == RANK:
             state = optimizer.state_dict()
-    return state
+    return state if "optimizer_class" not in state["param_groups"][0] else [*onecopy.split_state_dict(state).values()]
+"""
+
+PLAIN_CLASSES = """\
+class PlainClasses(torch.optim.Optimizer):
+    def __init__(self, groups, options):
+        matrices = {key: value for key, value in groups[0].items() if key != "optimizer_class"}
+        self.parts = [torch.optim.Muon([matrices]), CLASS([groups[1]], **options)]
+        super().__init__([{"params": []}], {})
+        self.param_groups = [part.param_groups[0] for part in self.parts]
+
+    def step(self, closure=None):
+        result = None if closure is None else closure()
+        for part in self.parts:
+            part.step()
+        return result
+
+    def state_dict(self):
+        return [part.state_dict() for part in self.parts]
 """
 
 FAIL = """\
@@ -144,6 +162,7 @@ def script(program: Program, name: str = "script.py", title: str = "") -> str:
     train = "\n".join(indented(_train(program)))
     build = "\n".join(indented(_build(program)))
     helpers = [PARAMS_OF] if "params_of(" in train + build else []
+    helpers += [PLAIN_CLASSES] if program.matrices else []
     helpers += [FAIL] if "fail" in train else []
     helpers += [VALUES.substitute(which=_which(program)), WHOLE_STATE]
     helpers += [] if program.exact else [CHECK_REPLICAS]
@@ -210,7 +229,8 @@ def _model(program: Program) -> list[str]:
 def _build(program: Program) -> list[str]:
     ddp = f", {_arguments(program.ddp)}" if program.ddp else ""
     lines = _groups(program)
-    lines += ["if not sharded:", "    optimizer = CLASS(groups, **options())", f"    model = DDP(module{ddp})"]
+    plain = "PlainClasses(groups, options())" if program.matrices else "CLASS(groups, **options())"
+    lines += ["if not sharded:", f"    optimizer = {plain}", f"    model = DDP(module{ddp})"]
     lines += ["    other = CLASS(others, **options())"] if program.of_other else []
     if program.world_size > 2 and program.levels[0].kind == "overlap":
         # It divides by three where DDP itself multiplies by a third.
@@ -229,6 +249,10 @@ def _groups(program: Program) -> list[str]:
         source = f"[{pair} for name, p in module.named_parameters() if name.split('.')[0] not in {late}]"
     if program.of_other:
         others = [f"others = {source.replace(f'not in {late}', f'in {program.of_other}')}"]
+    if program.matrices:
+        matrices = "{'params': [p for p in params if p.dim() == 2], 'optimizer_class': torch.optim.Muon, 'lr': 0.01}"
+        rest = "{'params': [p for p in params if p.dim() != 2]}"
+        return [f"params = list({source})", f"groups = [{matrices}, {rest}]", *others]
     if len(program.groups) == 1:
         return [f"groups = {source}" if late else f"groups = list({source})", *others]
     count = len(program.groups)

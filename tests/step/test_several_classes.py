@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-from collections.abc import Callable, Iterator
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,19 +13,31 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from schedulefree import AdamWScheduleFree  # type: ignore[import-untyped]
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam, AdamW, Muon, Optimizer
 from torch.optim.lr_scheduler import OneCycleLR, StepLR
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import onecopy
-from onecopy import ShardedDataParallel, ZeroRedundancyOptimizer, checkpoint, join_state_dicts, split_state_dict
+from onecopy import (
+    CheckpointMismatchError,
+    ShardedDataParallel,
+    ZeroRedundancyOptimizer,
+    checkpoint,
+    join_state_dicts,
+    split_state_dict,
+)
+from onecopy.checkpoint import manifest
+from onecopy.checkpoint.convert import to_torch
 from tests.support.data_parallel import as_if_large
 from tests.support.ddp_training import TINY, Counting
 from tests.support.exact_training import allreduce
-from tests.support.failures import expect, failure_of
+from tests.support.failures import expect, expect_disagreement, expect_failure_of, failure_of
 from tests.support.harness import distributed, pools
 from tests.support.models import assert_equal, assert_replicas_equal, assert_same_tree, values
 
@@ -57,14 +69,17 @@ class Model(nn.Module):
         }
         for name, shape in shapes.items():
             self.register_parameter(name, nn.Parameter(0.3 * torch.randn(shape, generator=values)))
-            self.register_buffer(f"{name}_table", torch.randint(-4, 5, shape, generator=values).float(), persistent=False)
+            self.register_buffer(
+                f"{name}_table", torch.randint(-4, 5, shape, generator=values).float(), persistent=False
+            )
 
     def forward(self, scale: Tensor, branch: bool) -> Tensor:
         used = ["wide", "first", "second", "tall", "bias", "gain", *["sometimes"] * branch]
         parts = [(getattr(self, name) * getattr(self, f"{name}_table")).sum() for name in used]
         loss = scale * torch.stack(parts).sum()
         if self.bent:
-            loss = loss + torch.tanh(self.wide @ self.first @ self.second + self.bias).square().mean()
+            wide, first, second, bias = map(self.get_parameter, ("wide", "first", "second", "bias"))
+            loss = loss + torch.tanh(wide @ first @ second + bias).square().mean()
         return loss
 
 
@@ -79,29 +94,16 @@ def loss_of(model: nn.Module, number: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Case:
-    """How to train.
+    """How to train."""
 
-    Attributes:
-        level: where: at level 1, with a hook, or at level 3.
-        passes: backward passes in each step, all but the last under ``no_sync()``.
-        max_norm: the norm to which all gradients are clipped together.
-        masters: whether the model is in bf16, with master weights.
-        freezes: whether a matrix of Muon's is frozen half way.
-        joins: whether ranks have different numbers of inputs.
-        third: whether a third class, unknown to onecopy, has a group.
-        loop: the kind of training loop: with a closure, a GradScaler or a late group.
-        muon: the matrix class.
-        tolerance: what parameters may differ by.
-    """
-
-    level: str = "level 1"
-    passes: int = 1
-    max_norm: float = 0.0
-    masters: bool = False
-    freezes: bool = False
-    joins: bool = False
-    third: bool = False
-    loop: str = ""
+    level: str = "level 1"  # or a hook, or level 3
+    passes: int = 1  # backward passes in each step, all but the last under no_sync()
+    max_norm: float = 0.0  # to which all gradients are clipped together
+    masters: bool = False  # whether the model is in bf16, with master weights
+    freezes: bool = False  # whether a matrix of Muon's is frozen half way
+    joins: bool = False  # whether ranks have different numbers of inputs
+    third: bool = False  # whether a third class, unknown to onecopy, has a group
+    loop: str = ""  # with a closure, or a scaler
     options: tuple[tuple[str, Any], ...] = ()
     muon: type[Optimizer] = Muon
     tolerance: float = 0.0
@@ -124,7 +126,6 @@ CASES = (
     *(Case(level, joins=True) for level in ("level 1", "scatter")),
     *(Case(level, muon=onecopy.optim.Muon, tolerance=STACKED) for level in ("level 1", "sharded")),
     *(Case(level, loop=loop) for level in ("level 1", "sharded") for loop in ("closure", "scaler")),
-    Case(loop="late group"),
     Case(options=(("parameters_as_bucket_view", True),)),
     Case(options=(("shard_by", "parameter"), ("nonfinite", "raise"))),
 )
@@ -148,19 +149,14 @@ class Side:
             (AdamW, ["never"], {"weight_decay": 0.3}),
             *([(Counting, ["bias"], {"lr": 0.2})] if case.third else []),
         ]
-        self.late = classes.pop() if case.loop == "late group" else None
         self.groups = [
             (each, {"params": [(name, stepped[name]) for name in names], **options}) for each, names, options in classes
         ]
-        self.stepped = stepped
-        if ours:
-            self._make_ours()
-        else:
-            self._make_plain()
+        self.optimizers, self.model = self._ours() if ours else self._plain()
         self.schedulers = [StepLR(each, 2, 0.5) for each in self.optimizers]
-        self.scalers = [torch.amp.GradScaler("cpu", init_scale=64.0) for _ in range(case.loop == "scaler")]
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=64.0, enabled=case.loop == "scaler")
 
-    def _make_ours(self) -> None:
+    def _ours(self) -> tuple[list[Any], Any]:
         level, options = self.case.level, dict(self.case.options)
         given = [{**group, **({} if each is AdamW else {"optimizer_class": each})} for each, group in self.groups]
         overlaps = level.startswith("hook")
@@ -168,24 +164,23 @@ class Side:
             given, AdamW, lr=1e-2, master_weights=self.case.masters, overlap_with_ddp=overlaps, **options
         )
         assert [group["optimizer_class"].rpartition(".")[2] for group in zero.param_groups][:2] == ["Muon", "AdamW"]
-        self.optimizers: list[Any] = [zero]
         if level in ("sharded", "overlap forward"):
-            self.model: Any = ShardedDataParallel(
-                self.module, zero, overlap_forward=level == "overlap forward", bucket_bytes=2000
-            )
-            return
-        self.model = DistributedDataParallel(self.module, find_unused_parameters=True, bucket_cap_mb=TINY)
+            overlaps = level == "overlap forward"
+            return [zero], ShardedDataParallel(self.module, zero, overlap_forward=overlaps, bucket_bytes=2000)
+        ddp = DistributedDataParallel(self.module, find_unused_parameters=True, bucket_cap_mb=TINY)
         if level == "scatter":
-            self.model.register_comm_hook(zero, onecopy.reduce_scatter_hook)
+            ddp.register_comm_hook(zero, onecopy.reduce_scatter_hook)
         elif overlaps:
-            self.model.register_comm_hook(None, getattr(onecopy, level)(allreduce, self.model, zero))
+            ddp.register_comm_hook(None, getattr(onecopy, level)(allreduce, ddp, zero))
+        return [zero], ddp
 
-    def _make_plain(self) -> None:
-        self.model = DistributedDataParallel(self.module, find_unused_parameters=True, bucket_cap_mb=TINY)
+    def _plain(self) -> tuple[list[Any], Any]:
         members: dict[type[Optimizer], list[Any]] = {}
         for each, group in self.groups:
             members.setdefault(each, []).append(group)
-        self.optimizers = [each(groups, **({"lr": 1e-2} if each is AdamW else {})) for each, groups in members.items()]
+        options: dict[type[Optimizer], dict[str, Any]] = {AdamW: {"lr": 1e-2}}
+        made = [each(groups, **options.get(each, {})) for each, groups in members.items()]
+        return made, DistributedDataParallel(self.module, find_unused_parameters=True, bucket_cap_mb=TINY)
 
     @property
     def params(self) -> list[nn.Parameter]:
@@ -194,8 +189,6 @@ class Side:
     def iterate(self, number: int) -> None:
         if number == 4 and self.case.freezes:
             self.module.get_parameter("second").requires_grad_(False)
-        if number == 3 and self.late is not None:
-            self._add_late_group(*self.late)
         for optimizer in [*self.optimizers, self.module]:
             optimizer.zero_grad()
         if self.case.loop == "closure" and self.ours:
@@ -207,47 +200,26 @@ class Side:
         for scheduler in self.schedulers:
             scheduler.step()
 
-    def _add_late_group(self, each: type[Optimizer], names: list[str], options: dict[str, Any]) -> None:
-        """A group of a class that is new to the optimizer, and one of a class that it has."""
-        self.schedulers.clear()
-        never = {"params": [(name, self.stepped[name]) for name in names], **options}
-        more = nn.Parameter(torch.ones(12, 12))
-        more.grad = torch.arange(144.0).view(12, 12)
-        if self.ours:
-            self.optimizers[0].add_param_group({**never, "optimizer_class": "torch.optim.AdamW"})
-            self.optimizers[0].add_param_group({"params": [("more", more)], "optimizer_class": SGD, "momentum": 0.5})
-            assert "SGD" in self.optimizers[0].param_groups[-1]["optimizer_class"]
-        else:
-            self.optimizers[1].add_param_group(never)
-            self.optimizers.append(SGD([("more", more)], momentum=0.5))
-
     def backward(self, number: int) -> Tensor:
         *accumulated, last = range(number * self.case.passes, (number + 1) * self.case.passes)
         with self.model.no_sync():
             for each in accumulated:
                 loss_of(self.model, each).backward()
         loss = loss_of(self.model, last)
-        for scaler in self.scalers:
-            loss = scaler.scale(loss)
-        loss.backward()
+        self.scaler.scale(loss).backward()
         return loss
 
     def step(self) -> None:
-        for scaler in self.scalers:
-            for optimizer in self.optimizers:
-                scaler.unscale_(optimizer)
+        for optimizer in self.optimizers:
+            self.scaler.unscale_(optimizer)
         if self.case.max_norm:
             self.clip()
         for name, copy in self.copies.items() if not self.ours else ():
             gradient = self.module.get_parameter(name).grad
             copy.grad = None if gradient is None else gradient.float()
         for optimizer in self.optimizers:
-            for scaler in self.scalers:
-                scaler.step(optimizer)
-            if not self.scalers:
-                optimizer.step()
-        for scaler in self.scalers:
-            scaler.update()
+            self.scaler.step(optimizer)
+        self.scaler.update()
         for name, copy in self.copies.items() if not self.ours else ():
             self.module.get_parameter(name).data.copy_(copy)
 
@@ -279,9 +251,10 @@ class Side:
 @distributed(2, 3)
 def test_training_equals_ddp_with_plain_optimizers(world_size: int, case: Case) -> None:
     norms: list[Tensor] = []
-    ours, plain = Side(case, True, norms), Side(case, False, norms)
     with as_if_large() if case.level in ("sharded", "overlap forward") else contextlib.nullcontext():
+        ours = Side(case, True, norms)
         found = ours.train()
+    plain = Side(case, False, norms)
     expected = plain.train()
     for step, (mine, theirs) in enumerate(zip(found, expected, strict=True)):
         assert_equal(mine, theirs, f"step {step}", case.tolerance)
@@ -296,100 +269,323 @@ def test_training_equals_ddp_with_plain_optimizers(world_size: int, case: Case) 
         state_dict = zero.state_dict()
         parts = split_state_dict(state_dict)
         assert_same_tree(join_state_dicts(parts, state_dict["param_groups"]), state_dict, "joined")
-        if not case.joins:
-            assert_plain(parts, plain, case.tolerance)
-
-
-def assert_plain(parts: dict[str, Any], plain: Side, tolerance: float) -> None:
-    """The parts of the state dict are the state dicts of the plain optimizers."""
-    assert len(parts) == len(plain.optimizers)
-    for optimizer, part in zip(plain.optimizers, parts.values(), strict=True):
-        masters = part.pop("master_weights", {})
-        assert_same_tree(part, optimizer.state_dict(), "state dict", tolerance)
-        copies = [param for group in optimizer.param_groups for param in group["params"]] if plain.copies else []
-        assert_equal(masters.values(), copies, "masters")
+        for optimizer, part in zip(plain.optimizers, parts.values(), strict=True):
+            masters = part.pop("master_weights", {})
+            copies = [param for group in optimizer.param_groups for param in group["params"]] if plain.copies else []
+            assert_equal(masters.values(), copies, "masters")
+            if not case.joins:
+                assert_same_tree(part, optimizer.state_dict(), "state dict", case.tolerance)
 
 
 # Calls
 
-
-def matrices_and_others() -> tuple[list[Any], list[Any]]:
-    torch.manual_seed(1)
-    return (
-        [(f"matrix{number}", nn.Parameter(torch.randn(12, 8 + number))) for number in range(3)],
-        [("wide", nn.Parameter(torch.randn(40, 60))), ("bias", nn.Parameter(torch.randn(9)))],
-    )
+OTHERS = {"wide": (40, 60), "bias": (9,)}
 
 
-def two_classes(muon: Any = Muon, **options: Any) -> ZeroRedundancyOptimizer:
-    matrices, others = matrices_and_others()
-    name = "Muon" if muon is Muon else "onecopy.optim.Muon"
-    groups = [{"params": matrices[:2], "optimizer_class": muon, "lr": 0.02}, {"params": others}]
-    groups.append({"params": matrices[2:], "optimizer_class": name, "momentum": 0.5})
+class Matrices(nn.Module):
+    """Three matrices, and two other parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(1)
+        for name, shape in {**{f"matrix{number}": (12, 8 + number) for number in range(3)}, **OTHERS}.items():
+            self.register_parameter(name, nn.Parameter(torch.randn(shape, generator=generator)))
+
+    def named(self, *names: str) -> list[tuple[str, nn.Parameter]]:
+        return [(name, self.get_parameter(name)) for name in names]
+
+
+def two_classes(muon: Any = Muon, module: Matrices | None = None, **options: Any) -> ZeroRedundancyOptimizer:
+    module = Matrices() if module is None else module
+    name = muon if isinstance(muon, str) else {Muon: "Muon"}.get(muon, f"onecopy.optim.{muon.__name__}")
+    groups: list[dict[str, Any]] = [
+        {"params": module.named("matrix0", "matrix1"), "optimizer_class": muon, "lr": 0.02},
+        {"params": module.named(*OTHERS)},
+        {"params": module.named("matrix2"), "optimizer_class": name, "momentum": 0.5},
+    ]
     return ZeroRedundancyOptimizer(groups, AdamW, lr=1e-2, **options)
 
 
-def give_gradients(optimizer: Optimizer, seed: int = 0) -> None:
-    for group in optimizer.param_groups:
-        for place, param in enumerate(group["params"]):
-            param.grad = torch.randn(param.shape, generator=torch.Generator().manual_seed(seed + place))
+def two_plain(module: Matrices) -> list[Optimizer]:
+    first, last = ({"params": module.named("matrix0", "matrix1"), "lr": 0.02}, {"params": module.named("matrix2")})
+    return [Muon([first, {**last, "momentum": 0.5}]), AdamW(module.named(*OTHERS), lr=1e-2)]
+
+
+def step(module: Matrices, *optimizers: Optimizer, seed: int = 0) -> None:
+    for place, param in enumerate(module.parameters()):
+        param.grad = torch.randn(param.shape, generator=torch.Generator().manual_seed(10 * seed + place))
+    for optimizer in optimizers:
+        optimizer.step()
 
 
 @distributed(2)
 def test_calls_with_several_classes(world_size: int) -> None:
-    optimizer = two_classes()
+    module = Matrices()
+    optimizer = two_classes(module=module)
     calls: list[Optimizer] = []
     handle = register_optimizer_step_pre_hook(lambda each, *_: calls.append(each))
-    give_gradients(optimizer)
-    optimizer.step()
+    step(module, optimizer)
     handle.remove()
     assert calls == [optimizer], "torch's global hooks run once, for the sharded optimizer"
-    before = values(param for group in optimizer.param_groups for param in group["params"])
+    before = values(module.parameters())
     with pytest.raises(TypeError, match=r"step\(\) takes no grad_scaler with several optimizer classes"):
         optimizer.step(grad_scaler=1)
     with pytest.raises(ValueError, match="`cycle_momentum` option enabled"):
         OneCycleLR(optimizer, 0.1, 10)
     OneCycleLR(optimizer, 0.1, 10, cycle_momentum=False)
-    for group, theirs in zip(optimizer.param_groups, optimizer.optim.param_groups, strict=True):
-        assert group["optimizer_class"] == theirs["optimizer_class"]
-    assert all(key in optimizer.optim.state for key in optimizer.engine.inner.tensor_of.values())
+    report = optimizer.memory_report()
+    assert report.ddp["state"] == 4 * (12 * (8 + 9 + 10) + 2 * (40 * 60 + 9))
+    with pytest.raises(TypeError, match="state under 'count', which is no parameter"):
+        optimizer.state["count"] = 1
     optimizer.param_groups[1]["optimizer_class"] = "torch.optim.Muon"
     with pytest.raises(RuntimeError, match=r"of parameter group 1 \(with 'wide'\) was changed by hand"):
         optimizer.step()
-    assert_equal([param for group in optimizer.param_groups for param in group["params"]], before, "after refusals")
-    assert "optimizer_class" not in ZeroRedundancyOptimizer([before[0].requires_grad_()], AdamW).param_groups[0]
-    alone = ZeroRedundancyOptimizer([{"params": [before[0]], "optimizer_class": "Muon"}], AdamW, lr=0.5)
-    assert type(alone.optim) is Muon and alone.param_groups[0]["lr"] == Muon([before[0]]).defaults["lr"]
+    assert_equal(module.parameters(), before, "after refusals")
+
+
+@distributed(2)
+def test_groups_that_are_added_and_modes(world_size: int) -> None:
+    module, plain_module = Matrices(), Matrices()
+    alone = ZeroRedundancyOptimizer(module.named("wide"), AdamW, lr=1e-2)
+    assert "optimizer_class" not in alone.param_groups[0]
+    plain: list[Optimizer] = [AdamW(plain_module.named("wide"), lr=1e-2)]
+    assert type(alone.optim) is AdamW
+    added: list[tuple[Any, str, dict[str, Any]]] = [
+        (Muon, "matrix0", {"momentum": 0.5}),
+        (SGD, "bias", {"momentum": 0.9}),
+        (AdamW, "matrix1", {"weight_decay": 0.3}),
+    ]
+    for each, name, options in added:
+        step(module, alone, seed=len(plain))
+        step(plain_module, *plain, seed=len(plain))
+        group = {"params": module.named(name), **options}
+        alone.add_param_group({**group, **({} if each is AdamW else {"optimizer_class": each})})
+        if each is AdamW:
+            plain[0].add_param_group({"params": plain_module.named(name), "lr": 1e-2, **options})
+        else:
+            plain.append(each(plain_module.named(name), **options))
+    step(module, alone)
+    step(plain_module, *plain)
+    assert_equal(module.parameters(), plain_module.parameters(), "after groups were added")
+    state_dict = state_on_rank_0(alone)
+    for part, optimizer in zip(split_state_dict(state_dict).values() if state_dict else (), plain, strict=False):
+        assert_same_tree(part, optimizer.state_dict(), "after groups were added")
+    named = ZeroRedundancyOptimizer([{"params": module.named("matrix2"), "optimizer_class": "Muon"}], AdamW, lr=0.5)
+    assert type(named.optim) is Muon
+    assert named.param_groups[0]["lr"] == named.optim.defaults["lr"] != 0.5
+    muon = {"params": module.named("matrix1"), "optimizer_class": Muon}
+    modes = ZeroRedundancyOptimizer([muon, {"params": module.named("bias")}], AdamWScheduleFree)
+    assert [hasattr(each, "eval") for each in (alone, named, modes)] == [False, False, True]
+    modes.eval()
+    with pytest.raises(Exception, match="train mode"):
+        modes.step()
+
+
+BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "a vector for Muon": ({"names": ["bias"]}, ValueError, r"parameter 'bias' of group \d has shape \(9,\), and Muon"),
+    "an option of another class": ({"betas": (0.8, 0.9)}, ValueError, "has betas=.*torch.optim.Muon, has no option"),
+    "an instance": ({"optimizer_class": "instance"}, TypeError, "must be a class, got an instance of Muon"),
+    "None": (
+        {"optimizer_class": None},
+        TypeError,
+        "must be a subclass of torch.optim.Optimizer, got an instance of No",
+    ),
+    "an unknown name": ({"optimizer_class": "Moun"}, ValueError, "'Moun' is not known"),
+    "a name elsewhere": ({"optimizer_class": "os.path.Muon"}, ValueError, "'os.path.Muon' is not known"),
+    "the base class": ({"optimizer_class": "torch.optim.Optimizer"}, TypeError, "must be the class to shard"),
+    "a class that is refused": ({"optimizer_class": torch.optim.LBFGS}, ValueError, "cannot be sharded exactly"),
+    "our class": ({"optimizer_class": ZeroRedundancyOptimizer}, TypeError, "must be the class to shard"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD)
+@distributed(2)
+def test_bad_groups_are_refused_on_every_rank(world_size: int, kind: str) -> None:
+    """In the constructor and in ``add_param_group``, on all ranks or on one; an optimizer goes on as it was."""
+    changes, error, text = BAD[kind]
+    module = Matrices()
+
+    def group(good: bool = False) -> dict[str, Any]:
+        changed = {} if good else dict(changes)
+        given = {"params": module.named(*changed.pop("names", ["matrix2"])), "optimizer_class": Muon, **changed}
+        if given["optimizer_class"] == "instance":
+            given["optimizer_class"] = Muon([torch.ones(2, 2)])
+        return given
+
+    if "of group" not in text:
+        text = rf"parameter group 1 \(with 'matrix2'\).*{text}"
+    first = {"params": module.named("wide")}
+    expect(failure_of(lambda: ZeroRedundancyOptimizer([first, group()], AdamW)), error, text)
+    good = dist.get_rank() == 0
+    expect_failure_of([1], lambda: ZeroRedundancyOptimizer([first, group(good)], AdamW), error, text)
+    optimizer = ZeroRedundancyOptimizer([first], AdamW)
+    step(module, optimizer)
+    before, inner = repr(optimizer), optimizer.optim
+    expect_failure_of([1], lambda: optimizer.add_param_group(group(good)), error, text)
+    assert repr(optimizer) == before
+    assert optimizer.optim is inner
+    step(module, optimizer)
+    optimizer.add_param_group(group(good=True))
+    step(module, optimizer)
+    optimizer.add_param_group({"params": module.named("bias")})
+    assert optimizer.param_groups[2]["optimizer_class"] == "torch.optim.AdamW"
+
+
+@distributed(2, 3)
+def test_what_else_is_refused(world_size: int) -> None:
+    odd = world_size - 1
+    with pytest.raises(ValueError, match=r"group 0 \(with 'matrix0'\) is not known to work element by element"):
+        two_classes(shard_by="element")
+    groups: list[dict[str, Any]] = [{"params": Matrices().named("matrix0"), "optimizer_class": "Muon"}]
+    with pytest.raises(ValueError, match=r"'Muon' may be onecopy.optim.Muon or torch.optim.Muon"):
+        ZeroRedundancyOptimizer(groups, onecopy.optim.Muon)
+    groups[0]["optimizer_class"] = Muon if dist.get_rank() < odd else Adam
+    expect_disagreement(
+        odd,
+        lambda: ZeroRedundancyOptimizer([*groups, {"params": Matrices().named("wide")}], AdamW),
+        r"optimizer_class of parameter group 0 \(with 'matrix0'\): torch.optim.Muon",
+        r"optimizer_class of parameter group 0 \(with 'matrix0'\): torch.optim.Adam",
+    )
+    with pytest.raises(ValueError, match="parameter group 0 has no 'optimizer_class'"):
+        split_state_dict(AdamW([torch.ones(2)]).state_dict())
+    with pytest.raises(ValueError, match="groups of classes"):
+        join_state_dicts({Muon: {"state": {}, "param_groups": [{"params": [0]}]}}, [{"optimizer_class": "AdamW"}])
+
+
+# State dicts and checkpoints
 
 
 @distributed(2)
 def test_state_dicts_of_plain_optimizers_and_back(world_size: int) -> None:
-    optimizer, (matrices, others) = two_classes(), matrices_and_others()
-    plain = [Muon([{"params": matrices[:2], "lr": 0.02}, {"params": matrices[2:], "momentum": 0.5}]), AdamW(others)]
-    for each in plain:
-        give_gradients(each, seed=5)
-        each.step()
-    joined = join_state_dicts(
-        {Muon: plain[0].state_dict(), "AdamW": plain[1].state_dict()}, optimizer.param_groups
-    )
+    module, other = Matrices(), Matrices()
+    optimizer, plain = two_classes(module=module), two_plain(other)
+    step(other, *plain, seed=5)
+    joined = join_state_dicts({Muon: plain[0].state_dict(), "AdamW": plain[1].state_dict()}, optimizer.param_groups)
     json.dumps(joined["param_groups"])
     file = io.BytesIO()
     torch.save(joined, file)
     file.seek(0)
     optimizer.load_state_dict(torch.load(file, weights_only=True))
-    optimizer.consolidate_state_dict()
-    if dist.get_rank() == 0:
-        assert_same_tree(optimizer.state_dict(), joined, "loaded")
-        for name, each in zip(("torch.optim.Muon", "torch.optim.AdamW"), plain, strict=True):
-            assert_same_tree(split_state_dict(optimizer.state_dict())[name], each.state_dict(), name)
-    unordered = join_state_dicts({Muon: plain[0].state_dict(), AdamW: plain[1].state_dict()})
     batched = two_classes(onecopy.optim.Muon)
+    batched.load_state_dict(joined)
+    assert batched.param_groups[0]["optimizer_class"] == "onecopy.optim.Muon"
+    optimizer.consolidate_state_dict()
+    batched.consolidate_state_dict()
+    if dist.get_rank() == 0:
+        state_dict = optimizer.state_dict()
+        assert_same_tree(state_dict, joined, "loaded")
+        assert_same_tree(join_state_dicts(split_state_dict(state_dict), joined["param_groups"]), joined, "inverse")
+        for part, each in zip(split_state_dict(state_dict).values(), plain, strict=True):
+            assert_same_tree(part, each.state_dict(), "part")
+        plain[0].load_state_dict(split_state_dict(batched.state_dict())["onecopy.optim.Muon"])
+    unordered = join_state_dicts({Muon: plain[0].state_dict(), AdamW: plain[1].state_dict()})
     for groups, text in (
-        (unordered["param_groups"], "parameter group 1 (with 'wide')"),
-        ([{**group, "optimizer_class": "os.Muon2"} for group in joined["param_groups"]], "of class 'os.Muon2'"),
+        (unordered["param_groups"], "parameter group 1 (with 'wide') is of class 'torch.optim.Muon'"),
+        ([{**group, "optimizer_class": "os.Evil"} for group in joined["param_groups"]], "of class 'os.Evil'"),
         ([{**group, "optimizer_class": 7} for group in joined["param_groups"]], "of class 7"),
         ([{"params": group["params"]} for group in joined["param_groups"]], "it has no 'optimizer_class'"),
     ):
-        with pytest.raises(ValueError, match="parameter group") as caught:
-            batched.load_state_dict({**joined, "param_groups": groups})
-        assert text in str(caught.value)
+        with pytest.raises(ValueError, match=re.escape(text)):
+            optimizer.load_state_dict({**joined, "param_groups": groups})
+
+
+def state_on_rank_0(optimizer: ZeroRedundancyOptimizer) -> dict[str, Any]:
+    optimizer.consolidate_state_dict()
+    return optimizer.state_dict() if dist.get_rank() == 0 else {}
+
+
+def save_in_a_pool(root: Path) -> None:
+    module = Matrices()
+    optimizer = two_classes(module=module)
+    for seed in range(2):
+        step(module, optimizer, seed=seed)
+    checkpoint.save(root, model=module, optimizer=optimizer, step=2)
+
+
+def load_in_a_pool(root: Path, way: str) -> None:
+    """Load into other parameters, and go on as plain optimizers that never stopped."""
+    plain_module, module = Matrices(), Matrices()
+    plain = two_plain(plain_module)
+    for seed in range(2):
+        step(plain_module, *plain, seed=seed)
+    for param in module.parameters():
+        nn.init.zeros_(param)
+    optimizer = two_classes(module=module)
+    if way == "wrapped":
+        ShardedDataParallel(module, optimizer, bucket_bytes=1000)
+    if way == "dcp":
+        step(module, optimizer, seed=7)
+        source = two_classes(module=plain_module)
+        checkpoint.load(root, optimizer=source, model=plain_module)
+        dcp_save({"optimizer": checkpoint.get_optimizer_state_dict(plain_module, source)}, checkpoint_id=root / "dcp")
+        target = {"optimizer": checkpoint.get_optimizer_state_dict(module, optimizer)}
+        dcp_load(target, checkpoint_id=root / "dcp")
+        checkpoint.set_optimizer_state_dict(module, optimizer, target["optimizer"])
+        module.load_state_dict(plain_module.state_dict())
+    else:
+        checkpoint.load(root, model=module, optimizer=optimizer)
+    state_dict = state_on_rank_0(optimizer)
+    if state_dict:
+        for part, each in zip(split_state_dict(state_dict).values(), plain, strict=True):
+            assert_same_tree(part, each.state_dict(), way)
+    if way == "plain":  # one rank: into plain optimizers, a step there, and back
+        for part, each in zip(split_state_dict(state_dict).values(), plain, strict=True):
+            each.load_state_dict(part)
+        plain_module.load_state_dict(module.state_dict())
+        step(plain_module, *plain, seed=2)
+        parts = {Muon: plain[0].state_dict(), AdamW: plain[1].state_dict()}
+        optimizer.load_state_dict(join_state_dicts(parts, optimizer.param_groups))
+        module.load_state_dict(plain_module.state_dict())
+        checkpoint.save(root / "back", model=module, optimizer=optimizer, step=3)
+        return
+    if way != "wrapped":
+        step(module, optimizer, seed=2)
+        step(plain_module, *plain, seed=2)
+    assert_equal(module.parameters(), plain_module.parameters(), way)
+
+
+def load_what_came_back(root: Path) -> None:
+    module, plain_module = Matrices(), Matrices()
+    optimizer, plain = two_classes(module=module), two_plain(plain_module)
+    for seed in range(3):
+        step(plain_module, *plain, seed=seed)
+    checkpoint.load(root / "back", model=module, optimizer=optimizer)
+    assert_equal(module.parameters(), plain_module.parameters(), "back")
+    state_dict = state_on_rank_0(optimizer)
+    if state_dict:
+        for part, each in zip(split_state_dict(state_dict).values(), plain, strict=True):
+            assert_same_tree(part, each.state_dict(), "back")
+    swapped = [
+        {"params": module.named("matrix0", "matrix1")},
+        {"params": module.named(*OTHERS)},
+        {"params": module.named("matrix2"), "optimizer_class": Muon},
+    ]
+    with pytest.raises(CheckpointMismatchError, match=r"group 0 \(with 'matrix0'\) is of class 'torch.optim.Muon'"):
+        checkpoint.load(root / "back", model=module, optimizer=ZeroRedundancyOptimizer(swapped, AdamW))
+    with pytest.raises(CheckpointMismatchError, match=r"but the checkpoint has a AdamW \+ Muon"):
+        checkpoint.load(root / "back", model=module, optimizer=ZeroRedundancyOptimizer(module.parameters(), AdamW))
+    dist.barrier()
+    newest = checkpoint.latest(root / "back")
+    assert newest is not None
+    file = newest / manifest.NAME
+    if dist.get_rank() == 0:
+        found = manifest.parse(file.read_bytes(), "the manifest")
+        for pair in found.optimizers[0].groups[0].options[1]:
+            pair[1] = "os.Evil" if pair[0] == "optimizer_class" else pair[1]
+        file.write_bytes(manifest.dump(found))
+    dist.barrier()
+    with pytest.raises(CheckpointMismatchError, match=r"group 0 \(with 'matrix0'\) is of class 'os.Evil'"):
+        checkpoint.load(root / "back", model=module, optimizer=optimizer)
+
+
+def test_saved_by_3_ranks_loaded_by_2_and_by_plain_optimizers_and_back(tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    pools.run(3, __name__, "save_in_a_pool", {"root": root})
+    for ranks, way in ((2, "as it was"), (3, "wrapped"), (2, "dcp"), (1, "plain")):
+        pools.run(ranks, __name__, "load_in_a_pool", {"root": root, "way": way})
+    pools.run(2, __name__, "load_what_came_back", {"root": root})
+    to_torch(root, tmp_path / "file.pt")
+    content = torch.load(tmp_path / "file.pt", weights_only=True)
+    for part, each in zip(split_state_dict(content["optimizer"]).values(), two_plain(Matrices()), strict=True):
+        each.load_state_dict(part)
+        assert each.state_dict()["state"].keys() == part["state"].keys()

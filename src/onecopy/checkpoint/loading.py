@@ -42,7 +42,7 @@ from onecopy.errors import CheckpointError, CheckpointMismatchError, CorruptChec
 from onecopy.state_dict.shards import Optimizers, OptimizerView, StateShard, optimizer_views, shown_kinds, unwrapped
 from onecopy.step import master_weights
 from onecopy.step.several_classes import KEY as CLASS_KEY
-from onecopy.step.several_classes import match_classes, short_names
+from onecopy.step.several_classes import match_classes
 
 logger = logging.getLogger(__name__)
 
@@ -348,7 +348,7 @@ def _source_for(
 def plan_optimizer(manifest: Manifest, number: int, view: OptimizerView) -> OptimizerPlan:
     """Plan the load of one optimizer; raise if its class, names, shapes or groups do not fit."""
     saved = manifest.optimizers[number]
-    if short_names(saved.kind) != short_names(view.kind):
+    if saved.kind.rpartition(".")[2] != view.kind.rpartition(".")[2]:
         raise CheckpointMismatchError(f"optimizer {number} is a {view.kind}, but the checkpoint has a {saved.kind}")
     if saved.kind != view.kind:
         logger.warning("the checkpoint has a %s, which is taken for a %s", saved.kind, view.kind)

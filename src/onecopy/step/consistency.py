@@ -14,7 +14,7 @@ from onecopy.common.digests import flag_digest
 from onecopy.layout import Layout, ShardBy
 from onecopy.step.checks import GradientProbe
 from onecopy.step.nonfinite import NonfiniteGuard
-from onecopy.step.parameter_groups import Group, first_places, options_of, shown_group
+from onecopy.step.parameter_groups import Group, first_places, names_of, options_of, shown_group
 from onecopy.step.several_classes import KEY as CLASS_KEY
 
 CALL = "step()"
@@ -157,8 +157,9 @@ def sharding_facts(
 ) -> list[Fact]:
     """The layout, the positions of repeated parameters in each group, and the options of the inner optimizer."""
     classes = [
-        Fact(f"{CLASS_KEY} of {shown_group(group, position)}", str(inner.get(CLASS_KEY)))
+        Fact(f"{CLASS_KEY} of {shown_group(position, names_of(group, position))}", inner[CLASS_KEY])
         for position, (group, inner) in enumerate(zip(groups, inner_groups, strict=True))
+        if CLASS_KEY in inner
     ]
     facts = layout_facts(layout, shard_by, classes)
     for position, group in enumerate(groups):

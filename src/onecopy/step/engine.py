@@ -30,7 +30,7 @@ from onecopy.step.consistency import StepFacts, StepStatus
 from onecopy.step.gradients import Gradients, gradient_range
 from onecopy.step.inner_optimizer import InnerOptimizer
 from onecopy.step.nonfinite import NonfiniteGuard
-from onecopy.step.parameter_groups import Group, shown_group
+from onecopy.step.parameter_groups import Group, names_of, shown_group
 from onecopy.step.several_classes import KEY as CLASS_KEY
 from onecopy.step.storage import Storage
 
@@ -159,9 +159,10 @@ class Engine:
             )
         for position, (group, name) in enumerate(zip(groups, self.inner.class_names, strict=True)):
             if group.get(CLASS_KEY) != name:
+                shown = shown_group(position, names_of(group, position))
                 raise RuntimeError(
-                    f"optimizer_class of {shown_group(group, position)} was changed by hand from {name!r} to "
-                    f"{group.get(CLASS_KEY)!r}; construct a new optimizer"
+                    f"optimizer_class of {shown} was changed by hand from {name!r} to {group.get(CLASS_KEY)!r}; "
+                    "construct a new optimizer"
                 )
 
     @profiled("onecopy.update")

@@ -82,14 +82,15 @@ class InnerOptimizer:
         self._may_get_sparse: list[OwnedShard] = []
         self._follow_classes(layout)
 
-    def _follow_classes(self, layout: Layout) -> None:
-        """Check the classes and the options of all groups, and set the attributes that depend on the classes."""
+    def _follow_classes(self, layout: Layout, first: int = 0) -> None:
+        """Check the options of groups, and set the attributes that depend on the classes; ``first`` is a new group."""
         groups = self.optim.param_groups
         self.class_names = [group.get(CLASS_KEY) for group in groups]
         self.optimizers = [self.optim] * len(groups)
         if isinstance(self.optim, SeveralClasses):
             self.optimizers = [self.optim.optimizers[name] for name in self.optim.names]
         self.check_options(self.master_policy.stepped_dtypes(layout.params))
+        check_options_of_others(self.optimizers, groups, layout.params, first)
         self._group_of = [spec.group for spec in layout.params]
         self._run_step = bare_step(self.optim)
         self._takes_closure = "closure" in inspect.signature(type(self.optim).step).parameters
@@ -97,12 +98,11 @@ class InnerOptimizer:
         self.updates_without_gradient = any(type(each) not in SKIPS_MISSING_GRADIENTS for each in self.optimizers)
 
     def check_options(self, dtypes: Sequence[tuple[int, torch.dtype]]) -> None:
-        """Raise if an option of a group makes sharding impossible, or belongs to another class."""
+        """Raise if an option of a group makes sharding impossible."""
         for optimizer in dict.fromkeys(self.optimizers):
             positions = [position for position, each in enumerate(self.optimizers) if each is optimizer]
             check_options(optimizer, positions)
             check_dtypes(optimizer, dtypes, positions)
-        check_options_of_others(self.optimizers, self.optim.param_groups)
 
     @property
     def instances(self) -> list[Optimizer]:
@@ -161,7 +161,7 @@ class InnerOptimizer:
         self.optim = classes.add_group(self.optim, self._local_group(group, position, layout))
         self.params_by_group.append(list(group["params"]))
         self._repeat(group, self.optim.param_groups[position])
-        self._follow_classes(layout)
+        self._follow_classes(layout, position)
 
     def _own(self, shard: Shard, params: Sequence[Tensor], flats: Sequence[Tensor]) -> OwnedShard:
         param = params[shard.param]

@@ -95,10 +95,11 @@ def check_class(optimizer_class: object, wrapper: type, where: str = "optimizer_
         raise TypeError(
             f"{where} must be the class to shard, such as torch.optim.AdamW, got {optimizer_class.__qualname__}"
         )
+    of_group = "" if where == "optimizer_class" else f"{where}: "
     for base in optimizer_class.__mro__:
         if base.__name__ in COMBINING:
             raise ValueError(
-                f"{where}: {optimizer_class.__qualname__} cannot be sharded exactly: {COMBINING[base.__name__]}, "
+                f"{of_group}{optimizer_class.__qualname__} cannot be sharded exactly: {COMBINING[base.__name__]}, "
                 "and a rank sees only its own; use the class itself, unsharded, under DDP"
             )
 

@@ -110,9 +110,9 @@ def names_of(group: Group, position: int) -> list[str]:
     return names if len(names) == count else [f"group{position}[{index}]" for index in range(count)]
 
 
-def shown_group(group: Group, position: int) -> str:
-    """A group in an error: its position and its first parameter."""
-    return f"parameter group {position}" + "".join(f" (with {name!r})" for name in names_of(group, position)[:1])
+def shown_group(position: int, names: Sequence[str]) -> str:
+    """A group in an error: its position and the first of its parameters' names."""
+    return f"parameter group {position}" + (f" (with {names[0]!r})" if names else "")
 
 
 def first_places(params: Sequence[Tensor]) -> list[int]:

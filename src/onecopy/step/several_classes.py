@@ -22,7 +22,7 @@ from onecopy.layout import CostFunction, ParamSpec
 from onecopy.step.averages import STATE_DICT_KEY as AVERAGES
 from onecopy.step.master_weights import STATE_DICT_KEY
 from onecopy.step.optimizer_classes import check_class, check_shape, cost_of, is_elementwise
-from onecopy.step.parameter_groups import Group, shown_group
+from onecopy.step.parameter_groups import Group, names_of, shown_group
 
 KEY = "optimizer_class"
 """The entry of a parameter group that names its class."""
@@ -77,14 +77,9 @@ class OptimizerClasses:
     by_name: Mapping[str, type[Optimizer]] = field(default_factory=dict)
 
     def with_groups(self, groups: Sequence[Group], first: int, wrapper: type) -> OptimizerClasses:
-        """Replace classes in ``groups`` by their names, and return these classes and the new ones.
+        """Replace classes in new groups, from position ``first`` on, by names; return these classes and the new ones.
 
         If one group names its class, all do, so that a state dict says the class of each group.
-
-        Args:
-            groups: new groups, which are changed.
-            first: the position of the first of them.
-            wrapper: the class that cannot be an inner class.
         """
         named = [(position, group) for position, group in enumerate(groups, first) if KEY in group]
         if not named and not self.by_name:
@@ -92,7 +87,7 @@ class OptimizerClasses:
         by_name = {**self.by_name, name_of(self.main): self.main}
         known = [*by_name.values(), *(group[KEY] for _, group in named if isinstance(group[KEY], type))]
         for position, group in named:
-            where = f"{KEY} of {shown_group(group, position)}"
+            where = f"{KEY} of {shown_group(position, names_of(group, position))}"
             found = _resolved(group[KEY], known, where)
             check_class(found, wrapper, where)
             if by_name.setdefault(name_of(found), found) is not found:
@@ -140,22 +135,16 @@ class OptimizerClasses:
 
     def add_group(self, optimizer: Optimizer, group: Group) -> Optimizer:
         """Add a group to an optimizer of these classes; return the optimizer of all groups."""
-        name = name_of(self.of(group))
+        name, names = name_of(self.of(group)), [name_of(self.of(each)) for each in optimizer.param_groups]
+        made = optimizer.optimizers if isinstance(optimizer, SeveralClasses) else {names[0]: optimizer}
+        if name in made:
+            made[name].add_param_group(group)
+        else:
+            made = {**made, name: self.construct([group])}
         if isinstance(optimizer, SeveralClasses):
-            members, names = optimizer.optimizers, optimizer.names
-        else:
-            only = name_of(self.of(optimizer.param_groups[0]))
-            members, names = {only: optimizer}, [only] * len(optimizer.param_groups)
-        if name in members:
-            members[name].add_param_group(group)
-        else:
-            members = {**members, name: self.construct([group])}
-        if len(members) == 1:
+            optimizer.unite(made, [*names, name])
             return optimizer
-        if not isinstance(optimizer, SeveralClasses):
-            return SeveralClasses(members, [*names, name])
-        optimizer.unite(members, [*names, name])
-        return optimizer
+        return optimizer if len(made) == 1 else SeveralClasses(made, [*names, name])
 
 
 class SeveralClasses(Optimizer):
@@ -197,13 +186,14 @@ class SeveralClasses(Optimizer):
     @state.setter
     def state(self, value: Mapping[Any, Any]) -> None:
         """Replace the state, in all optimizers."""
-        self._state = _StateOfParameters(dict)
+        state = _StateOfParameters(dict)
         for key, each in value.items():
-            self._state[key] = each
+            state[key] = each
+        self._state = state
         for optimizer in self.optimizers.values():
             optimizer.state = self._state
 
-    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """Step all optimizers, after one evaluation of the closure."""
         if kwargs:
             raise TypeError(
@@ -250,27 +240,26 @@ class _StateOfParameters(defaultdict[Any, Any]):
 
 
 def kind_of(optimizer: Optimizer) -> str:
-    """The full name of an optimizer's class, or the names of several."""
+    """The full name of an optimizer's class, or the short names of several."""
     if isinstance(optimizer, SeveralClasses):
-        return " + ".join(sorted(optimizer.optimizers))
+        return " + ".join(sorted(name.rpartition(".")[2] for name in optimizer.optimizers))
     return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
 
 
-def short_names(kind: str) -> list[str]:
-    """The names of classes without their modules."""
-    return sorted(name.rpartition(".")[2] for name in kind.split(" + "))
+def check_options_of_others(
+    optimizers: Sequence[Optimizer], groups: Sequence[Group], specs: Sequence[ParamSpec], first: int
+) -> None:
+    """Raise if a group from ``first`` on has an option that another class here knows, and its own class does not.
 
-
-def check_options_of_others(optimizers: Sequence[Optimizer], groups: Sequence[Group]) -> None:
-    """Raise if a group has an option that the optimizer of another group knows, and its own does not.
-
-    Other options pass, as in torch: schedulers and users keep values of their own in groups.
+    Other options pass, as in torch: schedulers and users keep values of their own in groups. This rank may own nothing
+    of a group, so its first parameter is named as in ``specs``.
     """
-    for position, (optimizer, group) in enumerate(zip(optimizers, groups, strict=True)):
-        for other in optimizers:
+    names = {spec.group: [spec.name] for spec in reversed(specs)}
+    for position, (optimizer, group) in enumerate(zip(optimizers[first:], groups[first:], strict=True), first):
+        for other in dict.fromkeys(optimizers):
             for key in sorted(group.keys() & (other.defaults.keys() - optimizer.defaults.keys())):
                 raise ValueError(
-                    f"{shown_group(group, position)} has {key}={group[key]!r}, but its class, "
+                    f"{shown_group(position, names.get(position, []))} has {key}={group[key]!r}, but its class, "
                     f"{name_of(type(optimizer))}, has no option {key!r}, which is one of {name_of(type(other))}: "
                     "remove it, or change the group's optimizer_class"
                 )
@@ -279,12 +268,8 @@ def check_options_of_others(optimizers: Sequence[Optimizer], groups: Sequence[Gr
 def match_classes(saved: Sequence[dict[str, Any]], groups: Sequence[Group], only: str) -> None:
     """Raise unless saved groups are of the classes of ``groups``; let them name the class as ``groups`` do.
 
-    Only the last part of a name counts: the state of ``torch.optim.Muon`` is that of ``onecopy.optim.Muon``.
-
-    Args:
-        saved: the options of saved groups, which are changed.
-        groups: the groups of the optimizer.
-        only: the name of the class of groups that name none.
+    Only the last part of a name counts: the state of ``torch.optim.Muon`` is that of ``onecopy.optim.Muon``. Groups
+    that name no class are of the one called ``only``.
     """
     several = len({group.get(KEY) for group in groups}) > 1
     for position, (theirs, group) in enumerate(zip(saved, groups, strict=False)):  # the caller compares the numbers
@@ -293,9 +278,9 @@ def match_classes(saved: Sequence[dict[str, Any]], groups: Sequence[Group], only
         if not same and (found is not None or several):
             given = f"of class {found!r}" if found is not None else f"of no class, because it has no {KEY!r},"
             raise ValueError(
-                f"{shown_group(group, position)} is {given} in what is loaded, and of class {(mine or only)!r} in the "
-                "optimizer; onecopy.join_state_dicts makes one state dict from those of plain optimizers, in the order "
-                "of given param_groups"
+                f"{shown_group(position, names_of(group, position))} is {given} in what is loaded, and of class "
+                f"{(mine or only)!r} in the optimizer; onecopy.join_state_dicts makes one state dict from those of "
+                "plain optimizers, in the order of given param_groups"
             )
         if mine is not None:
             theirs[KEY] = mine
@@ -321,18 +306,14 @@ def split_state_dict(state_dict: Mapping[str, Any]) -> dict[str, dict[str, Any]]
         if not isinstance(group.get(KEY), str):
             raise ValueError(f"parameter group {position} has no {KEY!r}: the state dict is one of a single class")
         names.append(group[KEY])
-    others = state_dict.keys() - {"state", "param_groups", STATE_DICT_KEY, AVERAGES}
-    others |= state_dict["state"].keys() - {number for group in groups for number in group["params"]}
-    if others:
-        raise ValueError(f"{sorted(map(repr, others))[0]} of the state dict is of no parameter, and so of no class")
-    return {
-        name: _assembled([(state_dict, group) for group in groups if group[KEY] == name], None)
-        for name in dict.fromkeys(names)
-    }
+    members: dict[str, list[tuple[Mapping[str, Any], Group]]] = {name: [] for name in names}
+    for name, group in zip(names, groups, strict=True):
+        members[name].append((state_dict, {key: value for key, value in group.items() if key != KEY}))
+    return {name: _assembled(mine) for name, mine in members.items()}
 
 
 def join_state_dicts(
-    state_dicts: Mapping[str | type[Optimizer], Mapping[str, Any]],
+    state_dicts: Mapping[Any, Mapping[str, Any]],
     param_groups: Sequence[Mapping[str, Any]] | None = None,
 ) -> dict[str, Any]:
     """Return the state dict of an optimizer with several classes from those of plain optimizers.
@@ -343,7 +324,7 @@ def join_state_dicts(
         optimizer.load_state_dict(onecopy.join_state_dicts(parts, optimizer.param_groups))
 
     Args:
-        state_dicts: a state dict for each class, or name of a class.
+        state_dicts: state dicts by class, or by the name of a class.
         param_groups: groups in the order that the result is to have. By default all groups of the first class come
             first.
     """
@@ -353,20 +334,23 @@ def join_state_dicts(
         parts[f"torch.optim.{name}" if hasattr(torch.optim, name) else name] = part
     names = [name for name, part in parts.items() for _ in part["param_groups"]]
     order = names if param_groups is None else [group.get(KEY) for group in param_groups]
-    if Counter(order) != Counter(names):
+    if len(parts) < len(state_dicts) or Counter(order) != Counter(names):
         raise ValueError(f"the state dicts have groups of classes {names}, and param_groups of {order}")
     left = {name: iter(part["param_groups"]) for name, part in parts.items()}
-    joined = [(parts[name], {**next(left[name]), KEY: name}) for name in map(str, order)]
-    return _assembled(joined, KEY)
+    return _assembled([(parts[name], {**next(left[name]), KEY: name}) for name in map(str, order)])
 
 
-def _assembled(members: Sequence[tuple[Mapping[str, Any], Group]], key: str | None) -> dict[str, Any]:
-    """A state dict of groups of others, numbered as torch numbers parameters; without the class if ``key`` is None."""
+def _assembled(members: Sequence[tuple[Mapping[str, Any], Group]]) -> dict[str, Any]:
+    """A state dict of groups of other state dicts, numbered as torch numbers parameters."""
     state: dict[int, Any] = {}
     masters: dict[int, Any] = {}
     averages: dict[str, Any] = {}
     groups, start = [], 0
     for source, group in members:
+        others = source.keys() - {"state", "param_groups", STATE_DICT_KEY, AVERAGES}
+        others |= source["state"].keys() - {number for each in source["param_groups"] for number in each["params"]}
+        if others:
+            raise ValueError(f"{min(map(repr, others))} in a state dict is of no parameter, and so of no class")
         numbers: dict[Any, int] = {}
         for place, number in enumerate(group["params"], start):
             numbers.setdefault(number, place)
@@ -377,7 +361,6 @@ def _assembled(members: Sequence[tuple[Mapping[str, Any], Group]], key: str | No
             found = averages.setdefault(name, {"steps": average["steps"], "values": {}})["values"]
             values = average["values"]
             found.update({place: values[number] for number, place in numbers.items() if number in values})
-        options = {name: value for name, value in group.items() if name != KEY or key is not None}
-        groups.append({**options, "params": [numbers[number] for number in group["params"]]})
+        groups.append({**group, "params": [numbers[number] for number in group["params"]]})
     form: dict[str, Any] = {"state": state, "param_groups": groups}
     return {**form, **{key: each for key, each in ((STATE_DICT_KEY, masters), (AVERAGES, averages)) if each}}

@@ -3,6 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 NEWEST := .venv-newest
+OLDEST := .venv-oldest
+NIGHTLY := .venv-nightly
+WHEEL := .venv-wheel
 CLIENTS := .venv-clients
 CLUSTERS := .venv-clusters
 STAMP := $(VENV)/.installed
@@ -10,6 +13,7 @@ DEMO_STAMP := $(VENV)/.installed-demo
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 # Before a command that trains: torch's bf16 matmul dies on some processors if a variable is not set.
 SAFELY := $(BIN)/python tests/support/bf16_probe.py
+OLDEST_TORCH := 2.13.0
 RANKS ?= 2
 ROUNDS ?= 20
 COUNT ?= 500
@@ -23,7 +27,7 @@ ONLY ?=
 OUT ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test accelerator test-all test-newest bench bench-setup bench-check bench-checkpoints clients clusters soak flat elastic namespaces faults remote fuzz fuzz-manifests size walk docs docs-check pictures notebook lint types clean
+.PHONY: help setup demo test accelerator test-all test-oldest test-newest test-nightly wheel release-check workflows bench bench-setup bench-check bench-checkpoints clients clusters soak flat elastic namespaces faults remote fuzz fuzz-manifests size walk docs docs-check pictures notebook lint types clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -78,12 +82,48 @@ walk: setup ## count the files of the package that a step, a backward pass and a
 test-all: setup ## the test suite with every case of its tables on every number of ranks; those of the simulated accelerator are in make accelerator
 	ONECOPY_ALL_CASES=1 $(BIN)/python -m pytest --ignore tests/accelerator
 
-test-newest: ## the test suite with the newest torch that the package allows, in .venv-newest (a download of several GB; not part of make test): TESTS=
-	$(PYTHON) -m venv $(NEWEST)
-	grep -v '^torch==' constraints.txt > $(NEWEST)/constraints.txt
-	$(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade -c $(NEWEST)/constraints.txt torch -e '.[dev]'
-	$(NEWEST)/bin/python -c 'import torch; print("torch", torch.__version__)'
-	$(NEWEST)/bin/python -m pytest $(TESTS)
+# The suite with another torch, in an environment of its own. The constraints of the other packages stay.
+define test_with
+	$(PYTHON) -m venv $(1)
+	grep -v '^torch==' constraints.txt > $(1)/constraints.txt
+	$(1)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade -c $(1)/constraints.txt $(2) -e '.[dev]'
+	$(1)/bin/python -c 'import torch; print("torch", torch.__version__)'
+	$(1)/bin/python tests/support/bf16_probe.py $(1)/bin/python -m pytest $(TESTS)
+endef
+
+test-oldest: ## the test suite with the oldest torch that the package allows, in .venv-oldest (a download of several GB): TESTS=
+	$(call test_with,$(OLDEST),torch==$(OLDEST_TORCH))
+
+test-newest: ## the test suite with the newest torch that the package allows, in .venv-newest (a download of several GB): TESTS=
+	$(call test_with,$(NEWEST),torch)
+
+test-nightly: ## the test suite with tonight's build of torch, in .venv-nightly: TESTS=
+	$(call test_with,$(NIGHTLY),--pre --extra-index-url https://download.pytorch.org/whl/nightly/cpu torch)
+
+wheel: ## build the package in dist/, check it, and try it in an empty environment
+	rm -rf dist $(WHEEL)
+	$(PYTHON) -m venv $(WHEEL)
+	$(WHEEL)/bin/python -m pip install --quiet --disable-pip-version-check build twine
+	$(WHEEL)/bin/python -m build --outdir dist .
+	$(WHEEL)/bin/python -m twine check --strict dist/*
+	rm -rf $(WHEEL)
+	$(PYTHON) -m venv $(WHEEL)
+	$(WHEEL)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(WHEEL)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt dist/*.whl
+	cd $(WHEEL) && OMP_NUM_THREADS=1 bin/torchrun --standalone --nproc-per-node 2 ../examples/level_1.py
+	cd $(WHEEL) && bin/python -m pip install --quiet --disable-pip-version-check -c ../constraints.txt "$$(echo ../dist/*.whl)[cli]"
+	cd $(WHEEL) && bin/onecopy plan --params 7B --ranks 64
+
+release-check: ## compare TAG with the versions in pyproject.toml, the package, CITATION.cff and CHANGELOG.md: TAG=v0.1.0
+	@version=$$(sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml); test "$(TAG)" = "v$$version" || { echo "the tag is $(TAG) and the version $$version"; exit 1; }
+	@grep -q "^__version__ = \"$(TAG:v%=%)\"" src/onecopy/__init__.py || { echo "src/onecopy/__init__.py has another version"; exit 1; }
+	@grep -q "^version: $(TAG:v%=%)$$" CITATION.cff || { echo "CITATION.cff has another version"; exit 1; }
+	@grep -q "^## \[$(TAG:v%=%)\]" CHANGELOG.md || { echo "CHANGELOG.md has no entry for $(TAG)"; exit 1; }
+
+workflows: setup ## check the workflows of GitHub and dependabot.yml against their schemas
+	$(INSTALL) check-jsonschema
+	$(BIN)/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	$(BIN)/check-jsonschema --builtin-schema vendor.dependabot .github/dependabot.yml
 
 $(CLIENTS)/.installed: pyproject.toml constraints-clients.txt
 	$(PYTHON) -m venv $(CLIENTS)
@@ -156,4 +196,4 @@ types: setup ## check types, strictly
 	$(BIN)/mypy
 
 clean: ## remove the environments and caches
-	rm -rf $(VENV) $(NEWEST) $(CLIENTS) $(CLUSTERS) .mypy_cache .pytest_cache .ruff_cache .hypothesis docs/_build docs/reference
+	rm -rf $(VENV) $(NEWEST) $(OLDEST) $(NIGHTLY) $(WHEEL) $(CLIENTS) $(CLUSTERS) .mypy_cache .pytest_cache .ruff_cache .hypothesis docs/_build docs/reference

@@ -16,8 +16,9 @@ import itertools
 import random
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -111,7 +112,7 @@ class Training:
         memory: the bytes of parameters, gradients and optimizer state on the rank with the most.
     """
 
-    def __init__(self, level: str, sizes: Sizes) -> None:
+    def __init__(self, level: str, sizes: Sizes, make: Callable[[str, GPT], tuple[nn.Module, Any]]) -> None:
         self.level, self.sizes = level, sizes
         self.losses: list[float] = []
         self.seconds: list[float] = []
@@ -161,7 +162,7 @@ def make(level: str, module: GPT) -> tuple[nn.Module, Optimizer]:
     return model, optimizer
 
 
-def memory_of(module: GPT, optimizer: Optimizer) -> list[float]:
+def memory_of(module: GPT, optimizer: Any) -> list[float]:
     """Return the bytes of this rank's parameters, gradients and optimizer state."""
     if isinstance(optimizer, ZeroRedundancyOptimizer):
         measured = optimizer.memory_report().measured
@@ -311,7 +312,7 @@ def main() -> None:
     console = Console(quiet=dist.get_rank() != 0)
     console.width = max(console.width, 100)
     about = f"{sizes.elements() / 1e6:.2f}M parameters, AdamW, {dist.get_world_size()} ranks"
-    trainings = [Training(level, sizes) for level in options.levels.split(",")]
+    trainings = [Training(level, sizes, make) for level in options.levels.split(",")]
     display = Display(console, about, options.steps)
     with display.live or contextlib.nullcontext():
         for _ in range(options.steps):

@@ -1,4 +1,4 @@
-"""Two optimizers for one model: Muon for the matrices, AdamW for the rest. Both are sharded.
+"""Muon for the matrices and AdamW for the rest, in one optimizer object, which is sharded.
 
 Start it with one process per device, or on the CPU::
 
@@ -11,24 +11,24 @@ import torch
 from shared_parts import loss_of, make_model, run
 
 from onecopy import ShardedDataParallel, ZeroRedundancyOptimizer
+from onecopy.optim import Muon, matrix_groups
 
 
 def train(device: torch.device, steps: int = 30) -> list[float]:
     """Train and return the losses of this rank."""
     module = make_model(device)
-    matrices = [param for param in module.parameters() if param.dim() == 2]
-    others = [param for param in module.parameters() if param.dim() != 2]
-    muon = ZeroRedundancyOptimizer(matrices, torch.optim.Muon, lr=2e-2)  # keeps each matrix whole on one rank
-    adamw = ZeroRedundancyOptimizer(others, torch.optim.AdamW, lr=1e-3)
-    model = ShardedDataParallel(module, [muon, adamw])  # or DistributedDataParallel(module)
+    groups = matrix_groups(module, matrix={"optimizer_class": Muon, "lr": 2e-2}, other={"lr": 1e-3}, head=None)
+    optimizer = ZeroRedundancyOptimizer(groups, torch.optim.AdamW)
+    model = ShardedDataParallel(module, optimizer)  # or DistributedDataParallel(module)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)  # for the groups of both classes
     losses = []
     for step in range(steps):
-        model.zero_grad()
+        optimizer.zero_grad()
         loss = loss_of(model, step, device)
         loss.backward()
-        model.clip_grad_norm_(1.0)  # one norm over both optimizers
-        muon.step()
-        adamw.step()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # one norm over all
+        optimizer.step()
+        scheduler.step()
         losses.append(loss.item())
     return losses
 

@@ -7,6 +7,7 @@ from onecopy.ddp_hooks import (
     hook_with_zero_step_interleaved,
     reduce_scatter_hook,
 )
+from onecopy.ema import ShardedEMA
 from onecopy.errors import (
     CheckpointError,
     CheckpointMismatchError,
@@ -20,6 +21,7 @@ from onecopy.errors import (
 from onecopy.layout import Layout, ParamSpec, Shard
 from onecopy.optimizer import ZeroRedundancyOptimizer
 from onecopy.step.norms import clip_grad_norm_, grad_norm
+from onecopy.step.several_classes import join_state_dicts, split_state_dict
 
 __version__ = "0.1.0"
 
@@ -38,10 +40,13 @@ __all__ = [
     "ReduceScatter",
     "Shard",
     "ShardedDataParallel",
+    "ShardedEMA",
     "ZeroRedundancyOptimizer",
     "clip_grad_norm_",
     "grad_norm",
     "hook_with_zero_step",
     "hook_with_zero_step_interleaved",
+    "join_state_dicts",
     "reduce_scatter_hook",
+    "split_state_dict",
 ]

@@ -17,7 +17,7 @@ from onecopy.common.flat_views import flat_views
 from onecopy.common.nested_tensors import copy_tree
 from onecopy.common.torch_private import in_join_context, not_compiled, register_as_torch_zero
 from onecopy.ddp_hooks.overlap import OverlappedStep, check_step_arguments
-from onecopy.layout import ShardBy, default_shard_by, extend
+from onecopy.layout import CostFunction, ShardBy, extend
 from onecopy.state_dict.gather import Consolidated, StateElsewhere, consolidated
 from onecopy.state_dict.load import load
 from onecopy.step.consistency import optimizer_facts, sharding_facts
@@ -25,12 +25,13 @@ from onecopy.step.engine import Engine, StepSchedule, change_and_share, restored
 from onecopy.step.gradients import param_or_view, separate_view
 from onecopy.step.inner_optimizer import InnerOptimizer
 from onecopy.step.join import JOIN_REFUSAL, ZeROJoinHook, active_step, joined_step
-from onecopy.step.master_weights import STATE_DICT_KEY, MasterWeightPolicy
+from onecopy.step.master_weights import MasterWeightPolicy
 from onecopy.step.nonfinite import NonfiniteGuard, check_guards
 from onecopy.step.norms import clip, total_norm
 from onecopy.step.optimizer_classes import check_class, is_elementwise
 from onecopy.step.owned_state import OwnedState, OwnedStateOptimizer
-from onecopy.step.parameter_groups import Group, device_of, normalise, normalise_group, plan_params
+from onecopy.step.parameter_groups import Group, device_of, normalise, normalise_group, options_of, plan_params
+from onecopy.step.several_classes import OptimizerClasses
 from onecopy.step.storage import storage_class_for
 
 
@@ -51,6 +52,14 @@ class ZeroRedundancyOptimizer(OwnedStateOptimizer, Joinable):
         model = DistributedDataParallel(model)
         optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=3e-4)
 
+    A parameter group may name a class of its own under ``optimizer_class``; the others are of the constructor's class::
+
+        matrices = {"params": hidden_weights, "optimizer_class": torch.optim.Muon, "lr": 0.02}
+        optimizer = ZeroRedundancyOptimizer([matrices, {"params": others}], torch.optim.AdamW, lr=3e-4)
+
+    Then all groups have the name of their class, also in the state dict. :func:`onecopy.split_state_dict` and
+    :func:`onecopy.join_state_dicts` convert it to the state dicts of plain optimizers and back.
+
     Args:
         params: tensors, ``(name, tensor)`` pairs, or dicts of parameter groups, as every torch optimizer takes.
         optimizer_class: the class to shard. It must not combine several parameters in one update (LBFGS, Prodigy).
@@ -59,25 +68,30 @@ class ZeroRedundancyOptimizer(OwnedStateOptimizer, Joinable):
             ``param.data`` is not moved, and small parameters are packed into buffers to be sent.
         overlap_with_ddp: update inside the backward pass, through a DDP communication hook.
         shard_by: how parameters are divided among ranks. ``"element"`` cuts every parameter evenly, and is the default
-            for optimizers that are known to work element by element. ``"parameter"``, the default for others, gives
+            for groups whose class is known to work element by element. ``"parameter"``, the default for others, gives
             whole parameters, largest first, to the least-loaded rank. A function takes a list of
             :class:`~onecopy.ParamSpec` and the world size, and returns one owner per parameter.
-        elementwise: whether the update of an element depends on that element alone. Known for torch's own classes.
-            Parameters of an unknown class are not cut unless this is True.
+        elementwise: whether the update of an element depends on that element alone, in ``optimizer_class``. Known for
+            torch's own classes. Parameters of an unknown class are not cut unless this is True.
+        cost: the cost of an update of a parameter as a function of its shape. Ranks get about equal costs of parameters
+            that stay whole. By default it is that of the Newton-Schulz iteration for Muon, and the number of elements
+            for other classes.
         master_weights: update fp32 copies of bf16 and fp16 parameters. Only the owner has a copy.
         offload: ``"cpu"`` stores the state of parameters on other devices in CPU memory, and updates them there.
         nonfinite: if a gradient has an infinity or a NaN, ``step()`` raises on all ranks (``"raise"``) or does nothing
             on any (``"skip"``). By default it updates.
         check_replicas_every: compare the parameters of all ranks bit by bit before every so many steps.
-        **defaults: the options of ``optimizer_class``.
+        **defaults: the options of ``optimizer_class``. Groups of another class have the defaults of that class.
 
     Attributes:
-        optim: this rank's instance of ``optimizer_class``.
+        optim: this rank's instance of ``optimizer_class``; with several classes, one optimizer made of theirs, with the
+            ``param_groups`` and the ``state`` of all.
         process_group: the ranks that share the state.
         world_size: the number of ranks in the group.
         rank, global_rank: this rank's number in the group, and among all ranks.
         parameters_as_bucket_view, overlap_with_ddp: as given.
-        splittable: whether parameters may be cut, because the class works element by element.
+        splittable: whether parameters of the groups of ``optimizer_class`` may be cut, because it works element by
+            element.
         overlap: runs the update inside the backward pass; None before an overlap hook has been made.
         step_schedule: the function that ``step()`` calls outside a join context.
         wait_for_transfers: waits for parameters in flight; None without ShardedDataParallel.
@@ -93,6 +107,7 @@ class ZeroRedundancyOptimizer(OwnedStateOptimizer, Joinable):
         *,
         shard_by: ShardBy | None = None,
         elementwise: bool | None = None,
+        cost: CostFunction | None = None,
         master_weights: bool = False,
         offload: str | None = None,
         nonfinite: str | None = None,
@@ -109,19 +124,22 @@ class ZeroRedundancyOptimizer(OwnedStateOptimizer, Joinable):
             given.raise_if_any()
             check_class(optimizer_class, ZeroRedundancyOptimizer)
             check_guards(nonfinite, check_replicas_every, overlap_with_ddp)
-            tensors, specs = plan_params(groups)
-            Optimizer.__init__(self, groups, defaults)
-            Joinable.__init__(self)
+            if cost is not None and not callable(cost):
+                raise TypeError(f"cost must be a function of a shape, got {cost!r}")
             self.splittable = is_elementwise(optimizer_class, elementwise)
-            shard_by = default_shard_by(self.splittable) if shard_by is None else shard_by
+            classes = OptimizerClasses(optimizer_class, defaults, elementwise, cost)
+            classes = classes.with_groups(groups, 0, ZeroRedundancyOptimizer)
+            tensors, specs = plan_params(groups)
+            classes.check_shapes(groups, specs)
+            specs = classes.with_costs(groups, specs)
+            Optimizer.__init__(self, groups, {})  # the inner optimizer sets the defaults of each group's class
+            Joinable.__init__(self)
             self._shard_by = shard_by
-            layout = extend(None, specs, collectives.world_size, shard_by, self.splittable)
+            layout = extend(None, specs, collectives.world_size, shard_by, classes.splittable(groups))
             flats, group_rank = flat_views(tensors), collectives.group_rank
             stepped = separate_view if overlap_with_ddp else param_or_view
             masters = MasterWeightPolicy.of_arguments(master_weights, offload)
-            inner = InnerOptimizer(
-                optimizer_class, defaults, self.param_groups, layout, tensors, flats, group_rank, stepped, masters
-            )
+            inner = InnerOptimizer(classes, self.param_groups, layout, tensors, flats, group_rank, stepped, masters)
             inner.pull_all_options(self.param_groups)
             together.flag = bool(inner.optim.state)
             together.facts = optimizer_facts(
@@ -247,7 +265,7 @@ class ZeroRedundancyOptimizer(OwnedStateOptimizer, Joinable):
         All ranks make this call together. If it fails on one rank, it raises on all ranks and nothing has changed.
 
         Args:
-            param_group: a dict with ``params`` and the group's options.
+            param_group: a dict with ``params`` and the group's options, among them ``optimizer_class``.
         """
         if not self.initialized:
             super().add_param_group(param_group)  # torch's constructor adds the first groups through this method
@@ -255,15 +273,20 @@ class ZeroRedundancyOptimizer(OwnedStateOptimizer, Joinable):
         if self.wait_for_transfers is not None:
             raise RuntimeError("a group cannot be added to an optimizer that ShardedDataParallel has taken over")
         engine = self.engine
-        with restored_on_failure([engine], lists=[self.param_groups]):
+        with restored_on_failure([engine], others=[self], lists=[self.param_groups]):
             with FailTogether(engine.collectives, "add_param_group()") as together:
                 group = normalise_group(param_group, len(self.param_groups))
-                tensors, specs = plan_params([*self.param_groups, group])
-                new_specs = specs[len(engine.params) :]
-                layout = extend(engine.layout, new_specs, self.world_size, self._shard_by, self.splittable)
+                groups = [*self.param_groups, group]
+                classes = engine.inner.classes.with_groups([group], len(self.param_groups), ZeroRedundancyOptimizer)
+                tensors, specs = plan_params(groups)
+                new_specs = classes.with_costs(groups, specs[len(engine.params) :])
+                classes.check_shapes(groups, new_specs)
+                layout = extend(engine.layout, new_specs, self.world_size, self._shard_by, classes.splittable(groups))
                 engine.inner.push_options(self.param_groups)
-                super().add_param_group(group)
-                engine.inner.add_group(group, layout, tensors, flat_views(tensors))
+                engine.inner.add_group(group, classes, layout, tensors, flat_views(tensors))
+                # With all options set, torch adds no defaults, which may be those of another class.
+                self.defaults = self.optim.defaults
+                super().add_param_group({**options_of(self.optim.param_groups[-1]), **group})
                 together.flag = bool(self.optim.state)
                 together.facts = sharding_facts(layout, self._shard_by, self.param_groups, self.optim.param_groups)
             with restored_on_failure([], tensors), FailTogether(engine.collectives, "add_param_group()"):
@@ -293,7 +316,7 @@ class ZeroRedundancyOptimizer(OwnedStateOptimizer, Joinable):
 
         This call does not communicate: :meth:`consolidate_state_dict` has gathered the state on this rank. On the other
         ranks ``state`` raises when it is read. Before the first step the state is empty, on every rank. Master weights
-        are in an entry ``master_weights``, by position of the parameter.
+        are in an entry ``master_weights``, by position of the parameter, and averages in an entry ``averages``.
 
         Raises:
             RuntimeError: if the state was not gathered since the last step, load or edit of the state.
@@ -307,8 +330,8 @@ class ZeroRedundancyOptimizer(OwnedStateOptimizer, Joinable):
             )
         if not gathered.is_here:
             return self._plain_form({}) | {"state": StateElsewhere(self._not_gathered("was gathered on another rank"))}
-        masters = {STATE_DICT_KEY: copy_tree(gathered.masters)} if gathered.masters else {}
-        return self._plain_form(gathered.by_param) | masters
+        extras: dict[str, Any] = copy_tree(gathered.extras)
+        return self._plain_form(gathered.by_param) | extras
 
     def _not_gathered(self, reason: str) -> str:
         """The text of the error of ``state_dict()``: the line to write, and where."""
@@ -351,7 +374,7 @@ class ZeroRedundancyOptimizer(OwnedStateOptimizer, Joinable):
         Args:
             state_dict: an optimizer's state dict.
         """
-        load(self.engine, self, state_dict, self.splittable)
+        load(self.engine, self, state_dict)
         self._consolidated = None
 
     def join_hook(self, **kwargs: Any) -> JoinHook:

@@ -139,11 +139,10 @@ def test_whole_parameters_go_largest_first_to_the_lowest_least_loaded_rank(
 ) -> None:
     layout = plan(specs, world_size, cut=cut)
     loads = [0] * world_size
-    for members in groups_of(specs):
-        for item in sorted(members, key=lambda item: (-item.numel, item.index)):
-            least = loads.index(min(loads))
-            assert [shard.owner for shard in layout.shards_of(item.index)] == [least], item.name
-            loads[least] += item.numel
+    for item in sorted(specs, key=lambda item: (-item.numel, item.index)):
+        least = loads.index(min(loads))
+        assert [shard.owner for shard in layout.shards_of(item.index)] == [least], item.name
+        loads[least] += item.numel
     assert tuple(loads) == layout.elements_per_rank
 
 
@@ -159,7 +158,8 @@ def test_a_group_added_later_moves_nothing(specs: list[ParamSpec], world_size: i
         start = plan(before, world_size, shard_by, cut)
         grown = extend(start, after, world_size, shard_by, cut)
         assert grown.shards[: len(start.shards)] == start.shards
-        assert grown == plan(specs, world_size, shard_by, cut)
+        # Groups that are whole are assigned together if they come together.
+        assert shard_by == "parameter" or grown == plan(specs, world_size, shard_by, cut)
 
 
 @settings(max_examples=200)

@@ -41,6 +41,8 @@ from onecopy.data_parallel.wrapper import ShardedDataParallel
 from onecopy.errors import CheckpointError, CheckpointMismatchError, CorruptCheckpointError
 from onecopy.state_dict.shards import Optimizers, OptimizerView, StateShard, optimizer_views, shown_kinds, unwrapped
 from onecopy.step import master_weights
+from onecopy.step.several_classes import KEY as CLASS_KEY
+from onecopy.step.several_classes import match_classes
 
 logger = logging.getLogger(__name__)
 
@@ -341,6 +343,11 @@ def plan_optimizer(manifest: Manifest, number: int, view: OptimizerView) -> Opti
     _check_params(saved, names, view)
     plan = OptimizerPlan(view, has_state=bool(saved.state))
     plan.options = [saved.groups[position].options for position in _match_groups(saved, names, view)]
+    try:
+        classes = [dict(pair for pair in tree[1] if pair[0] == CLASS_KEY) for tree in plan.options]
+        match_classes(classes, view.optimizer.param_groups, view.kind)
+    except ValueError as error:
+        raise CheckpointMismatchError(f"optimizer {number}: {error}") from None
     for shard in view.state_shards():
         _plan_param(manifest, saved, plan, names[shard.index], shard)
     return plan
@@ -466,6 +473,7 @@ def decoded_options(plan: OptimizerPlan, tensors: Mapping[str, Tensor]) -> list[
             if isinstance(value, Tensor) and isinstance(current, Tensor):
                 options[key] = value.to(current.device)  # a capturable learning rate
         found.append(options)
+    match_classes(found, plan.view.optimizer.param_groups, plan.view.kind)
     return found
 
 

@@ -172,7 +172,11 @@ def _describe_optimizer(
         replicated += zip(keys, tensors, strict=True)
     state: dict[str, Any] = {}
     shards = view.state_shards() if writes else []
-    has_values = [each for each in shards if each.state or (each.param_view is not None and each.name not in frozen)]
+    has_values = [
+        each
+        for each in shards
+        if each.state or each.averages or (each.param_view is not None and each.name not in frozen)
+    ]
     for written in written_states(has_values):
         name = written.shard.name
         tree, keys = keyed(written.tree, f"optimizer.{number}/{name}")

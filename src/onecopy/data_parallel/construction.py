@@ -28,7 +28,6 @@ from onecopy.optimizer import ZeroRedundancyOptimizer
 from onecopy.step.consistency import layout_facts
 from onecopy.step.gradients import Gradients
 from onecopy.step.master_weights import MasterWeightPolicy
-from onecopy.step.optimizer_classes import check_dtypes
 
 # Mixed precision
 
@@ -205,6 +204,8 @@ def plan_optimizer(
     if not isinstance(bucket_bytes, int) or bucket_bytes < 1:
         raise ValueError(f"bucket_bytes must be a positive number of bytes, got {bucket_bytes!r}")
     engine = optimizer.engine
+    if engine.inner.averages:
+        raise ValueError("construct ShardedDataParallel first and ShardedEMA after it: the shards become others")
     to_convert, dtype = params_to_convert(module, mixed_precision), mixed_precision.param_dtype
     names = {id(param): name for name, param in module.named_parameters()}
     specs = [
@@ -216,13 +217,12 @@ def plan_optimizer(
     place = {id(param): number for number, param in enumerate(module.parameters())}
     order = sorted(range(len(specs)), key=lambda index: -place[id(engine.params[index])])
     frozen = {index for index in order if not engine.params[index].requires_grad}
-    layout, plans = plan_buckets(
-        specs, order, engine.collectives.world_size, optimizer.splittable, bucket_bytes, frozen
-    )
+    splittable = engine.inner.classes.splittable(optimizer.param_groups)
+    layout, plans = plan_buckets(specs, order, engine.collectives.world_size, splittable, bucket_bytes, frozen)
     current = engine.inner.master_policy
     fp32_copies = current.fp32_copies or (mixed_precision.param_dtype is not None and mixed_precision.master_weights)
     master_policy = MasterWeightPolicy(fp32_copies, current.offload)
-    check_dtypes(optimizer.optim, master_policy.stepped_dtypes(specs))
+    engine.inner.check_options(master_policy.stepped_dtypes(specs))
     buckets, of_frozen = (
         tuple(plan for plan in plans if (plan.params[0] in frozen) is is_frozen) for is_frozen in (False, True)
     )

@@ -146,6 +146,7 @@ class PipelinedStep:
         # 3. Vote and wait.
         self._finish_step(groups, has_gradient, failure.error)
         inner.pull_options(groups)
+        inner.end_step()
         return loss
 
     def _start_sending(self, number: int, segment: _UpdateSegment, has_gradient: Sequence[bool]) -> None:

@@ -27,7 +27,7 @@ def optimizer_facts(engines: Sequence[Engine]) -> list[Fact]:
     """Describe the optimizers, their order and their layouts, which must be equal on all ranks."""
     facts = [Fact("number of optimizers", str(len(engines)))]
     for position, engine in enumerate(engines):
-        name, count = type(engine.inner.optim).__qualname__, len(engine.params)
+        name, count = engine.inner.kind.rpartition(".")[2], len(engine.params)
         description = f"{name} of {count} parameters, number {engine.number} constructed on its process group"
         facts += [
             Fact(f"optimizer {position}", description),

@@ -210,6 +210,7 @@ class OverlappedStep:
             self._check_options_unchanged(groups)
         if len(iteration.params) == len(engine.params):
             failure.raise_if_any()
+            engine.inner.end_step()
             return True
         has_gradient = [
             index not in iteration.params and has for index, has in enumerate(engine.gradients.has_gradient())

@@ -1,8 +1,8 @@
 """The ``bucket`` policy: parameters lie in flat buckets, and every bucket is divided among all ranks.
 
 A rank owns one contiguous range of each bucket, so that a bucket's gradients can be reduce-scattered and its parameters
-shared in place. If parameters may be cut, the ranges are equally long. Otherwise every parameter has one owner, and
-the parameters of a bucket are ordered by owner.
+shared in place. If its parameters may be cut, the ranges are equally long. Otherwise every parameter has one owner, and
+the parameters of the bucket are ordered by owner.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from onecopy.layout.policies import by_parameter
+from onecopy.layout.policies import Splittable, by_cost, may_cut
 from onecopy.layout.shards import CUT_MULTIPLE, Layout, ParamSpec, Shard
 
 LAST_BYTES = 1 << 20
@@ -72,21 +72,22 @@ def bucket_plans(
     specs: Sequence[ParamSpec],
     order: Sequence[int],
     world_size: int,
-    splittable: bool,
+    splittable: Splittable,
     bucket_bytes: int,
     frozen: Collection[int] = (),
 ) -> tuple[BucketPlan, ...]:
     """Put parameters into buckets in the given order, and divide every bucket among the ranks.
 
-    All parameters of a bucket have the same data type and device, and all or none of them are frozen. A bucket is
-    closed at ``bucket_bytes``, the last ones earlier. A single parameter may be larger. The buckets are returned in the
-    order in which their gradients are complete, those of frozen parameters last.
+    All parameters of a bucket have the same data type and device, all or none of them are frozen, and all or none may
+    be cut. A bucket is closed at ``bucket_bytes``, the last ones earlier. A single parameter may be larger. The buckets
+    are returned in the order in which their gradients are complete, those of frozen parameters last.
     """
     kinds = [[index for index in order if (index in frozen) is is_frozen] for is_frozen in (False, True)]
-    members = [params for kind in kinds for params in _fill(specs, kind, bucket_bytes)]
-    owners = {} if splittable else _whole_owners(specs, world_size, frozen)
+    whole = {spec.index for spec in specs if not may_cut(splittable, spec)}
+    members = [params for kind in kinds for params in _fill(specs, kind, bucket_bytes, whole)]
+    owners = _whole_owners([specs[index] for index in sorted(whole)], world_size, frozen)
     return tuple(
-        _even_plan(specs, params, world_size) if splittable else _whole_plan(specs, params, owners, world_size)
+        _whole_plan(specs, params, owners, world_size) if params[0] in whole else _even_plan(specs, params, world_size)
         for params in members
     )
 
@@ -95,7 +96,7 @@ def plan_buckets(
     specs: Sequence[ParamSpec],
     order: Sequence[int],
     world_size: int,
-    splittable: bool,
+    splittable: Splittable,
     bucket_bytes: int,
     frozen: Collection[int] = (),
 ) -> tuple[Layout, tuple[BucketPlan, ...]]:
@@ -123,12 +124,14 @@ def restricted(plan: BucketPlan, specs: Sequence[ParamSpec], chosen: Collection[
 def _whole_owners(specs: Sequence[ParamSpec], world_size: int, frozen: Collection[int] = ()) -> dict[int, int]:
     """Return the owner of each parameter if parameters may not be cut; trainable ones are balanced first."""
     owners: dict[int, int] = {}
-    loads = [0] * world_size
+    loads, costs = [0] * world_size, [0.0] * world_size
     for is_frozen in (False, True):
         members = [spec for spec in specs if (spec.index in frozen) is is_frozen]
-        for shard in by_parameter(members, loads):
+        cost = {spec.index: spec.cost for spec in members}
+        for shard in by_cost(members, loads, costs):
             owners[shard.param] = shard.owner
             loads[shard.owner] += shard.numel
+            costs[shard.owner] += cost[shard.param]
     return owners
 
 
@@ -137,19 +140,21 @@ def _part(end: int, world_size: int) -> int:
     return -(-end // (CUT_MULTIPLE * world_size)) * CUT_MULTIPLE
 
 
-def _fill(specs: Sequence[ParamSpec], order: Sequence[int], bucket_bytes: int) -> list[list[int]]:
-    """Return the parameters of each bucket.
+def _fill(
+    specs: Sequence[ParamSpec], order: Sequence[int], bucket_bytes: int, whole: Collection[int]
+) -> list[list[int]]:
+    """Return the parameters of each bucket; those in ``whole`` are in buckets of their own.
 
     A bucket is closed at ``bucket_bytes``, or at half of the bytes that are in no closed bucket yet if that is less. A
     parameter of that size gets its own bucket.
     """
     full: list[list[int]] = []
-    open_: dict[tuple[object, int], list[int]] = {}
-    sizes: dict[tuple[object, int], int] = {}
+    open_: dict[tuple[object, int, bool], list[int]] = {}
+    sizes: dict[tuple[object, int, bool], int] = {}
     left = sum(specs[index].nbytes for index in order)
     for index in order:
         spec = specs[index]
-        kind = (spec.dtype, spec.device_ordinal)
+        kind = (spec.dtype, spec.device_ordinal, index in whole)
         enough = min(bucket_bytes, max(left // 2, LAST_BYTES))
         if spec.nbytes >= enough:
             full.append([index])

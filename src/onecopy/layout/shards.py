@@ -33,6 +33,8 @@ class ParamSpec:
         dtype: its data type.
         group: the index of its parameter group.
         device_ordinal: the index of its device among the rank's devices, in order of appearance.
+        cost: the cost of its update, in any unit, by which parameters that stay whole are balanced; by default the
+            number of elements.
     """
 
     index: int
@@ -42,10 +44,13 @@ class ParamSpec:
     dtype: torch.dtype
     group: int = 0
     device_ordinal: int = 0
+    cost: float = -1.0
     numel: int = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "numel", prod(self.shape))
+        if self.cost < 0:
+            object.__setattr__(self, "cost", float(self.numel))
 
     @property
     def nbytes(self) -> int:

@@ -10,7 +10,7 @@ from onecopy.comm import limits
 from onecopy.planning.collectives import Way, ddp_buckets, owned_bytes
 from onecopy.planning.models import Model
 
-KINDS = ("parameters", "gradients", "state", "master weights")
+KINDS = ("parameters", "gradients", "state", "master weights", "averages")
 """The kinds of memory that a rank has between two steps."""
 
 

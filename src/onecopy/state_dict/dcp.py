@@ -43,6 +43,7 @@ from onecopy.step import master_weights
 from onecopy.step.engine import Engine, sharded_collectives
 from onecopy.step.inner_optimizer import InnerOptimizer
 from onecopy.step.parameter_groups import Group, options_of
+from onecopy.step.several_classes import match_classes
 
 StateDict = dict[str, Any]
 
@@ -173,7 +174,7 @@ def sharded_state_dict(engine: Engine, groups: Sequence[Group], names: Sequence[
         if not shard.state and to_load and shard.param.requires_grad:
             group = groups[engine.layout.params[shard.index].group]
             shard = replace(shard, state=_first_state(engine.inner, shard.tensor, group))
-        values = shard.state_with_master()
+        values = shard.whole_state()
         if values:
             _check_types(values, shard.name)
             state[shard.name] = nested_tensors.map_tensors(values, functools.partial(_as_sharded, shard))
@@ -202,7 +203,7 @@ def _first_state(local: InnerOptimizer, tensor: Tensor, group: Group) -> dict[An
     """Return the state that the class makes for a tensor, by a step of a second instance on zeros."""
     scratch = torch.zeros_like(tensor).requires_grad_()
     options = nested_tensors.map_tensors(options_of(group), torch.clone)
-    inner = local.optimizer_class([{**options, "params": [scratch]}], **local.defaults)
+    inner = local.classes.construct([{**options, "params": [scratch]}])
     scratch.grad = torch.zeros_like(scratch)
     bare_step(inner)()
     state = dict(inner.state.get(scratch, {}))
@@ -383,6 +384,7 @@ def _options_for(view: OptimizerView, groups: Sequence[Mapping[str, Any]]) -> li
                 f"{names[0]!r} and {misplaced[0]!r} are in different groups of the state dict"
             )
         found.append(options_of(dict(saved)))
+    match_classes(found, view.optimizer.param_groups, view.kind)
     return nested_tensors.copy_tree(found)  # type: ignore[no-any-return]
 
 

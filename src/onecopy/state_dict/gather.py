@@ -27,8 +27,7 @@ from onecopy.common import nested_tensors, tagged_json
 from onecopy.common.flat_views import as_bytes, dense_copy, flat_view, to_bytes
 from onecopy.common.tensor_subclasses import map_parts
 from onecopy.layout import Layout
-from onecopy.state_dict.shards import owned_state, owners_differ, written_states
-from onecopy.step import master_weights
+from onecopy.state_dict.shards import owned_state, owners_differ, split_extras, written_states
 from onecopy.step.consistency import group_facts
 from onecopy.step.engine import Engine
 from onecopy.step.inner_optimizer import InnerOptimizer
@@ -44,7 +43,7 @@ class Consolidated:
     """The full optimizer state of all ranks."""
 
     by_param: dict[Any, Any]  # and state under keys that are not parameters under the same keys
-    masters: dict[int, Tensor]  # the master weights by parameter index
+    extras: dict[str, Any]  # entries of the state dict beside the state: master weights, averages
     version: int  # of the inner optimizer's state from which they were gathered
     is_here: bool = True  # whether this rank received them; if not, both are empty
 
@@ -69,12 +68,12 @@ def consolidated(engine: Engine, groups: Sequence[Group], to: int) -> Consolidat
     state = consolidate(engine, groups, to)
     if state is None:
         return Consolidated({}, {}, engine.inner.version, False)
-    state, masters = master_weights.split_master_weights(state)
+    state, extras = split_extras(state)
     by_param: dict[Any, Any] = {engine.params[index]: value for index, value in state.items()}
     by_param |= nested_tensors.map_tensors(
         engine.inner.other_state(), lambda tensor: map_parts(tensor, lambda part: part.detach().to("cpu", copy=True))
     )
-    return Consolidated(by_param, masters, engine.inner.version)
+    return Consolidated(by_param, extras, engine.inner.version)
 
 
 def consolidate(engine: Engine, groups: Sequence[Group], to: int) -> dict[int, State] | None:
@@ -118,11 +117,11 @@ def _described(engine: Engine) -> tuple[bytes, list[Tensor]]:
     for key in inner.optim.state:
         if isinstance(key, Tensor) and id(key) not in known:
             raise TypeError(
-                f"rank {inner.group_rank}: {type(inner.optim).__qualname__} keeps state under {key!r:.80}, which is "
-                "not a parameter, so it cannot be consolidated"
+                f"rank {inner.group_rank}: {inner.kind} keeps state under {key!r:.80}, which is not a parameter, so it "
+                "cannot be consolidated"
             )
     shards = owned_state(inner, [spec.name for spec in engine.layout.params])
-    has_state = [each for each in shards if each.tensor in inner.optim.state or each.param_view is not None]
+    has_state = [each for each in shards if each.tensor in inner.optim.state or each.whole_state()]
     rows, sent = [], []
     for written in written_states(has_state):
         param = written.shard.param

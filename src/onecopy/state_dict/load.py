@@ -20,20 +20,21 @@ from onecopy.common.flat_views import flat_like
 from onecopy.common.tensor_subclasses import check_not_cut, map_parts
 from onecopy.common.torch_private import run_load_post_hooks, run_load_pre_hooks
 from onecopy.layout import Layout, ParamSpec
+from onecopy.step import averages, master_weights
 from onecopy.step import engine as step_engine
-from onecopy.step import master_weights
 from onecopy.step.consistency import group_facts
 from onecopy.step.engine import Engine
 from onecopy.step.gradients import OwnedShard
 from onecopy.step.inner_optimizer import InnerOptimizer
 from onecopy.step.parameter_groups import NOT_OPTIONS, Group, options_of
+from onecopy.step.several_classes import match_classes
 
 StateDict = dict[str, Any]
 
 CALL = "load_state_dict()"
 
 
-def load(engine: Engine, optimizer: Optimizer, given: object, elementwise: bool) -> None:
+def load(engine: Engine, optimizer: Optimizer, given: object) -> None:
     """Load a full state dict into a sharded optimizer, on all ranks together.
 
     1. Each rank runs the pre-hooks of ``optimizer``, checks the state dict ``given`` and copies its shards; nothing has
@@ -46,17 +47,24 @@ def load(engine: Engine, optimizer: Optimizer, given: object, elementwise: bool)
     local, groups = engine.inner, optimizer.param_groups
     with FailTogether(engine.collectives, CALL) as together:
         state_dict = run_load_pre_hooks(optimizer, _shallow_copy(given))
+        saved_groups = deepcopy(state_dict["param_groups"])
+        match_classes(saved_groups, groups, local.kind)
         states, others = _state_by_index(state_dict, groups)
         for index, master in state_dict.get(master_weights.STATE_DICT_KEY, {}).items():
             states.setdefault(index, {})[master_weights.STATE_KEY] = master
-        _check_shapes(states, engine.layout, elementwise)
+        has_state = bool(states or others)
+        for name, average in state_dict.get(averages.STATE_DICT_KEY, {}).items():
+            for index in range(len(engine.params)):
+                states.setdefault(index, {})[averages.PREFIX + name + averages.STEPS] = average["steps"]
+            for index, values in average["values"].items():
+                states[index][averages.PREFIX + name] = values
+        _check_shapes(states, engine.layout, local.classes.splittable(groups))
         together.facts = _load_facts(state_dict, states, others, engine.layout)
         owned_states, saved_masters = _owned_states(states, engine.layout, local)
         others = nested_tensors.map_tensors(others, _clone)
-        saved_groups = deepcopy(state_dict["param_groups"])
     with restored_on_failure(engine, CALL):
         load_inner(local, owned_states, saved_groups, others)
-    finish_load(engine, groups, saved_groups, saved_masters, has_state=bool(states or others))
+    finish_load(engine, groups, saved_groups, saved_masters, has_state=has_state)
     engine.allow_steps()
     with FailTogether(engine.collectives, CALL):
         run_load_post_hooks(optimizer)
@@ -86,6 +94,8 @@ def load_inner(
         as_saved: whether tensors keep their dtypes; torch's ``load_state_dict`` rounds them to the parameter's.
     """
     inner = local.optim
+    split = {index: averages.split_averages(state) for index, state in states.items()}
+    states = {index: state for index, (state, _) in split.items() if state}
     tensors = list(chain.from_iterable(group["params"] for group in inner.param_groups))
     positions = {id(tensor): position for position, tensor in enumerate(tensors)}
     owned_states = [(owned.tensor, states[owned.shard.param]) for owned in local.owned if owned.shard.param in states]
@@ -95,6 +105,7 @@ def load_inner(
     ]
     state = {positions[id(tensor)]: values for tensor, values in owned_states}
     inner.load_state_dict({"state": {**state, **(others or {})}, "param_groups": param_groups})
+    local.averages = local.averages.loaded({index: found for index, (_, found) in split.items()}, local.owned)
     for tensor, values in owned_states:
         if as_saved:
             keep_as_saved(inner.state[tensor], values)
@@ -187,11 +198,11 @@ def _state_by_index(state_dict: StateDict, groups: Sequence[Group]) -> tuple[dic
     return {index_of[key]: dict(value) for key, value in found.items()}, others
 
 
-def _check_shapes(states: Mapping[int, Mapping[Any, Any]], layout: Layout, elementwise: bool) -> None:
+def _check_shapes(states: Mapping[int, Mapping[Any, Any]], layout: Layout, elementwise: Sequence[bool]) -> None:
     for index, state in states.items():
         spec = layout.params[index]
-        for key, value in state.items():
-            if isinstance(value, Tensor) and value.dim() > 0 and tuple(value.shape) != spec.shape and elementwise:
+        for key, value in state.items() if elementwise[spec.group] else ():
+            if isinstance(value, Tensor) and value.dim() > 0 and tuple(value.shape) != spec.shape:
                 raise ValueError(
                     f"state {key!r} of parameter {spec.name!r} has shape {tuple(value.shape)}, but the parameter has "
                     f"shape {spec.shape}"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain, islice
 from typing import Any, TypeVar
 
@@ -24,9 +24,14 @@ from onecopy.common.tensor_subclasses import check_not_cut
 from onecopy.common.torch_private import uncompiled
 from onecopy.state_dict.load import finish_load, keep_as_saved, load_inner
 from onecopy.step import master_weights
+from onecopy.step.averages import PREFIX as AVERAGE_PREFIX
+from onecopy.step.averages import STATE_DICT_KEY as AVERAGES
+from onecopy.step.averages import STEPS as AVERAGE_STEPS
+from onecopy.step.averages import split_averages
 from onecopy.step.engine import Engine
 from onecopy.step.inner_optimizer import InnerOptimizer
 from onecopy.step.parameter_groups import Group, first_places, options_of
+from onecopy.step.several_classes import kind_of
 
 Optimizers = Optimizer | Sequence[Optimizer] | None
 
@@ -63,6 +68,7 @@ class StateShard:
     tensor: Tensor  # what the optimizer steps: the parameter, a range of it, or a master weight
     param_view: Tensor | None  # the parameter's own memory of the range if ``tensor`` is a master weight
     state: Mapping[Any, Any]  # of ``tensor`` in the optimizer, without its master weight
+    averages: Mapping[str, Any] = field(default_factory=dict)  # the entries of running averages of ``tensor``
 
     @property
     def numel(self) -> int:
@@ -74,10 +80,10 @@ class StateShard:
         """Whether this rank has only a range of the parameter."""
         return self.numel != self.param.numel()
 
-    def state_with_master(self) -> dict[Any, Any]:
-        """Return the state, with the master weight as one more entry if there is one."""
+    def whole_state(self) -> dict[Any, Any]:
+        """Return the state, with the master weight and the averages as more entries if there are any."""
         master = {master_weights.STATE_KEY: self.tensor.detach()} if self.param_view is not None else {}
-        return {**self.state, **master}
+        return {**self.state, **master, **self.averages}
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +120,8 @@ def owned_state(inner: InnerOptimizer, names: Sequence[str]) -> list[StateShard]
     for owned in inner.owned:
         shard, tensor = owned.shard, owned.tensor
         position = (shard.param, names[shard.param], owned.param, shard.start, shard.stop)
-        found.append(StateShard(*position, tensor, owned.param_view, inner.optim.state.get(tensor, {})))
+        state, averages = inner.optim.state.get(tensor, {}), inner.averages.state_of(owned)
+        found.append(StateShard(*position, tensor, owned.param_view, state, averages))
     return found
 
 
@@ -122,7 +129,7 @@ def written_states(shards: Sequence[StateShard]) -> list[WrittenState]:
     """Return the state of each shard; raise ``TypeError`` if it cannot be written."""
     found = []
     for shard in shards:
-        values = shard.state_with_master()
+        values = shard.whole_state()
         is_cut, shape = shard.is_cut, shard.tensor.shape
         if is_cut and any(type(value) is not Tensor for value in values.values()):
             check_not_cut(values, shard.name)
@@ -190,8 +197,8 @@ class OptimizerView:
 
     @property
     def kind(self) -> str:
-        """The full name of the class that does the updates."""
-        return f"{type(self.optim).__module__}.{type(self.optim).__qualname__}"
+        """The full names of the classes that do the updates."""
+        return kind_of(self.optim)
 
     def state_shards(self) -> list[StateShard]:
         """Return this rank's state: the owned shards of a ZeroRedundancyOptimizer, else all parameters."""
@@ -241,6 +248,7 @@ class OptimizerView:
             groups = self.optimizer.param_groups
             finish_load(self.engine, groups, options, {}, has_state, loaded_masters)
             return
+        states = {index: split_averages(state)[0] for index, state in states.items()}
         positions = self.split_by_group(range(len(self.params)))
         groups = [{**values, "params": members} for values, members in zip(options, positions, strict=True)]
         self.optimizer.load_state_dict({"state": states, "param_groups": groups})
@@ -302,7 +310,27 @@ def plain_state_dict(state: Mapping[str, Mapping[Any, Any]], groups: Sequence[Gr
     names = chain.from_iterable(group["params"] for group in groups)
     position_of = {name: position for position, name in enumerate(names)}
     by_position = dict(sorted((position_of[name], dict(values)) for name, values in state.items()))
-    by_position, masters = master_weights.split_master_weights(by_position)
+    by_position, extras = split_extras(by_position)
     numbered = [{**group, "params": [position_of[name] for name in group["params"]]} for group in groups]
-    form: dict[str, Any] = {"state": by_position, "param_groups": numbered}
-    return {**form, master_weights.STATE_DICT_KEY: masters} if masters else form
+    return {"state": by_position, "param_groups": numbered, **extras}
+
+
+def split_extras(state: dict[int, dict[Any, Any]]) -> tuple[dict[int, dict[Any, Any]], dict[str, Any]]:
+    """Return state by parameter as a plain optimizer knows it, and the entries of a state dict beside it.
+
+    These have the master weights by parameter, and the number of steps and the values of each average.
+    """
+    state, masters = master_weights.split_master_weights(state)
+    split = {index: split_averages(values) for index, values in state.items()}
+    plain = {index: values for index, (values, averages) in split.items() if values or not averages}
+    found: dict[str, dict[str, Any]] = {}
+    for index, (_, averages) in split.items():
+        for key, value in averages.items():
+            name = key.removeprefix(AVERAGE_PREFIX).removesuffix(AVERAGE_STEPS)
+            entry = found.setdefault(name, {"steps": 0, "values": {}})
+            if key.endswith(AVERAGE_STEPS):
+                entry["steps"] = value
+            else:
+                entry["values"][index] = value
+    extras = {master_weights.STATE_DICT_KEY: masters, AVERAGES: found}
+    return plain, {key: value for key, value in extras.items() if value}

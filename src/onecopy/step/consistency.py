@@ -14,7 +14,8 @@ from onecopy.common.digests import flag_digest
 from onecopy.layout import Layout, ShardBy
 from onecopy.step.checks import GradientProbe
 from onecopy.step.nonfinite import NonfiniteGuard
-from onecopy.step.parameter_groups import Group, first_places, options_of
+from onecopy.step.parameter_groups import Group, first_places, names_of, options_of, shown_group
+from onecopy.step.several_classes import KEY as CLASS_KEY
 
 CALL = "step()"
 """The name of the call in which the ranks vote on a step, except inside a backward pass."""
@@ -125,22 +126,23 @@ class StepStatus:
             self._last = self.queue.put(row, start_vote(collectives, row, call, self.replicas), check)
 
 
-def layout_facts(layout: Layout, shard_by: ShardBy) -> list[Fact]:
-    """The parameters of a layout and the owners of their shards."""
-    policy = shard_by if isinstance(shard_by, str) else f"function {getattr(shard_by, '__qualname__', '')}"
+def layout_facts(layout: Layout, shard_by: ShardBy | None, classes: Sequence[Fact] = ()) -> list[Fact]:
+    """The parameters of a layout, the classes of their groups, and the owners of their shards."""
+    policy = f"function {getattr(shard_by, '__qualname__', '')}" if callable(shard_by) else str(shard_by)
     owners: dict[int, list[str]] = {}
     for shard in layout.shards:
         owners.setdefault(shard.param, []).append(f"[{shard.start}:{shard.stop}) on rank {shard.owner}")
     return [
         Fact("number of ranks", str(layout.world_size)),
         *(Fact(f"parameter {spec.index} ({spec.name!r})", spec.describe()) for spec in layout.params),
+        *classes,
         Fact("shard_by", policy),
         *(Fact(f"owners of {spec.name!r}", ", ".join(owners[spec.index])) for spec in layout.params),
     ]
 
 
 def optimizer_facts(
-    optimizer_class: type, layout: Layout, shard_by: ShardBy, groups: Sequence[Group], **options: object
+    optimizer_class: type, layout: Layout, shard_by: ShardBy | None, groups: Sequence[Group], **options: object
 ) -> list[Fact]:
     """The arguments that must be equal on all ranks that construct an optimizer."""
     return [
@@ -151,10 +153,15 @@ def optimizer_facts(
 
 
 def sharding_facts(
-    layout: Layout, shard_by: ShardBy, groups: Sequence[Group], inner_groups: Sequence[Group]
+    layout: Layout, shard_by: ShardBy | None, groups: Sequence[Group], inner_groups: Sequence[Group]
 ) -> list[Fact]:
     """The layout, the positions of repeated parameters in each group, and the options of the inner optimizer."""
-    facts = layout_facts(layout, shard_by)
+    classes = [
+        Fact(f"{CLASS_KEY} of {shown_group(position, names_of(group, position))}", inner[CLASS_KEY])
+        for position, (group, inner) in enumerate(zip(groups, inner_groups, strict=True))
+        if CLASS_KEY in inner
+    ]
+    facts = layout_facts(layout, shard_by, classes)
     for position, group in enumerate(groups):
         again = sorted(set(range(len(group["params"]))) - set(first_places(group["params"])))
         facts += [Fact(f"repeated parameters of group {position}", str(again))] if again else []

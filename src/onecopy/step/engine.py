@@ -30,7 +30,8 @@ from onecopy.step.consistency import StepFacts, StepStatus
 from onecopy.step.gradients import Gradients, gradient_range
 from onecopy.step.inner_optimizer import InnerOptimizer
 from onecopy.step.nonfinite import NonfiniteGuard
-from onecopy.step.parameter_groups import Group
+from onecopy.step.parameter_groups import Group, names_of, shown_group
+from onecopy.step.several_classes import KEY as CLASS_KEY
 from onecopy.step.storage import Storage
 
 StepSchedule = Callable[["Engine", Sequence[Group], Callable[[], Any] | None, dict[str, Any]], Any]
@@ -156,6 +157,13 @@ class Engine:
             raise RuntimeError(
                 "the parameters of param_groups were edited by hand; use add_param_group() or construct a new optimizer"
             )
+        for position, (group, name) in enumerate(zip(groups, self.inner.class_names, strict=True)):
+            if group.get(CLASS_KEY) != name:
+                shown = shown_group(position, names_of(group, position))
+                raise RuntimeError(
+                    f"optimizer_class of {shown} was changed by hand from {name!r} to {group.get(CLASS_KEY)!r}; "
+                    "construct a new optimizer"
+                )
 
     @profiled("onecopy.update")
     def update(
@@ -220,10 +228,17 @@ class Engine:
     def confirm_and_share(
         self, groups: Sequence[Group], has_gradient: Sequence[bool] | None, failure: Exception | None
     ) -> None:
-        """Confirm, share, and take over options that the inner optimizer wrote. Ends most step schedules.
+        """Confirm, share, and end the step. Ends most step schedules.
 
         ``has_gradient`` is None if all parameters may have changed; ``failure`` is this rank's exception in the update.
         """
+        self.confirm_and_send(groups, has_gradient, failure)
+        self.inner.end_step()
+
+    def confirm_and_send(
+        self, groups: Sequence[Group], has_gradient: Sequence[bool] | None, failure: Exception | None
+    ) -> None:
+        """Confirm, share, and take over options that the inner optimizer wrote, in a step or outside of one."""
         self.confirm(groups, [True] * len(self.params) if has_gradient is None else has_gradient, failure)
         self.share(has_gradient)
         if failure is not None:
@@ -348,7 +363,7 @@ def change_and_share(engine: Engine, groups: Sequence[Group], change: Callable[[
         with torch.no_grad():
             change()
         engine.inner.master_weights.write_to_params(everything=True)
-    engine.confirm_and_share(groups, None, failure.error)
+    engine.confirm_and_send(groups, None, failure.error)
 
 
 @contextlib.contextmanager
@@ -365,9 +380,10 @@ def restored_on_failure(
     """
     tensors = [(param, param.data, param.grad) for param in params]
     inner = [engine.inner for engine in engines]
-    attributes = [(each, dict(vars(each))) for each in [*others, *engines, *inner, *(each.optim for each in inner)]]
-    of_engines = [(each.params, each.inner.params_by_group, each.inner.optim.param_groups) for each in engines]
-    contents = [(each, list(each)) for each in chain(lists, *of_engines)]
+    instances = [optimizer for each in inner for optimizer in each.instances]
+    attributes = [(each, dict(vars(each))) for each in [*others, *engines, *inner, *instances]]
+    of_engines = [(each.params, each.inner.params_by_group) for each in engines]
+    contents = [(each, list(each)) for each in chain(lists, *of_engines, (each.param_groups for each in instances))]
     try:
         yield
     except BaseException:

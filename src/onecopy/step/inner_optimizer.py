@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from onecopy.common.torch_private import bare_step
 from onecopy.layout import Layout, Shard
+from onecopy.step.averages import Averages
 from onecopy.step.gradients import (
     MakeSteppedTensor,
     OwnedShard,
@@ -30,26 +31,30 @@ from onecopy.step.optimizer_classes import (
     check_options,
 )
 from onecopy.step.parameter_groups import Group, apply_changes, first_places, options_of, replace_options
+from onecopy.step.several_classes import KEY as CLASS_KEY
+from onecopy.step.several_classes import OptimizerClasses, SeveralClasses, check_options_of_others, kind_of
 
 
 class InnerOptimizer:
     """Constructs and steps the inner optimizer, and gives it options and gradients.
 
     Attributes:
-        optim: the inner optimizer.
+        classes: the optimizer class of each group.
+        optim: the inner optimizer: an instance of the class, or one made of several.
         owned: the shards of this rank.
         tensor_of: the stepped tensor of each parameter of which this rank owns a shard.
         params_by_group: the parameters of each of the user's groups, with repetitions.
         master_weights: the copies that are stepped in place of parameters.
+        averages: running averages of the stepped tensors, by name.
         version: counts steps, loads and edits of the state.
         has_state: whether some rank has state.
-        updates_without_gradient: whether the class may change parameters that have no gradient.
+        class_names: the class that each group names, or None.
+        updates_without_gradient: whether a class may change parameters that have no gradient.
     """
 
     def __init__(
         self,
-        optimizer_class: type[Optimizer],
-        defaults: dict[str, Any],
+        classes: OptimizerClasses,
         groups: Sequence[Group],
         layout: Layout,
         params: Sequence[Tensor],
@@ -58,29 +63,56 @@ class InnerOptimizer:
         make_tensor: MakeSteppedTensor = param_or_view,
         master_policy: MasterWeightPolicy | None = None,
     ) -> None:
-        self.optimizer_class = optimizer_class
+        self.classes = classes
         self.group_rank = group_rank
         self.master_policy = master_policy or MasterWeightPolicy()
-        self.defaults = defaults
+        self.averages = Averages()
         self.version = 0
         self.has_state = False
         self._pushed_options: list[Group] = []
         self._make_tensor = make_tensor
         self._replaced_gradients: list[tuple[Tensor, Tensor | None]] = []
         self._set_owned([self._own(shard, params, flats) for shard in layout.shards if shard.owner == group_rank])
-        self.optim = optimizer_class(
-            [self._local_group(group, position, layout) for position, group in enumerate(groups)], **defaults
+        self.optim = classes.construct(
+            [self._local_group(group, position, layout) for position, group in enumerate(groups)]
         )
         self.params_by_group = [list(group["params"]) for group in groups]
         for group, inner in zip(groups, self.optim.param_groups, strict=True):
             self._repeat(group, inner)
-        check_options(self.optim)
-        check_dtypes(self.optim, self.master_policy.stepped_dtypes(layout.params))
-        self._run_step = bare_step(self.optim)
         self._may_get_sparse: list[OwnedShard] = []
+        self._follow_classes(layout)
+
+    def _follow_classes(self, layout: Layout, first: int = 0) -> None:
+        """Check the options of groups, and set the attributes that depend on the classes; ``first`` is a new group."""
+        groups = self.optim.param_groups
+        self.class_names = [group.get(CLASS_KEY) for group in groups]
+        self.optimizers = [self.optim] * len(groups)
+        if isinstance(self.optim, SeveralClasses):
+            self.optimizers = [self.optim.optimizers[name] for name in self.optim.names]
+        self.check_options(self.master_policy.stepped_dtypes(layout.params))
+        check_options_of_others(self.optimizers, groups, layout.params, first)
+        self._group_of = [spec.group for spec in layout.params]
+        self._run_step = bare_step(self.optim)
         self._takes_closure = "closure" in inspect.signature(type(self.optim).step).parameters
         # An unknown class may change parameters that have no gradient (weight decay alone).
-        self.updates_without_gradient = type(self.optim) not in SKIPS_MISSING_GRADIENTS
+        self.updates_without_gradient = any(type(each) not in SKIPS_MISSING_GRADIENTS for each in self.optimizers)
+
+    def check_options(self, dtypes: Sequence[tuple[int, torch.dtype]]) -> None:
+        """Raise if an option of a group makes sharding impossible."""
+        for optimizer in dict.fromkeys(self.optimizers):
+            positions = [position for position, each in enumerate(self.optimizers) if each is optimizer]
+            check_options(optimizer, positions)
+            check_dtypes(optimizer, dtypes, positions)
+
+    @property
+    def instances(self) -> list[Optimizer]:
+        """The inner optimizer, and those that it is made of."""
+        return list(dict.fromkeys([self.optim, *self.optimizers]))
+
+    @property
+    def kind(self) -> str:
+        """The full names of the classes that do the updates."""
+        return kind_of(self.optim)
 
     @property
     def uses_master_weights(self) -> bool:
@@ -97,8 +129,7 @@ class InnerOptimizer:
     ) -> InnerOptimizer:
         """A new inner optimizer for the same parameters in another layout. It steps views or copies only."""
         return InnerOptimizer(
-            self.optimizer_class,
-            self.defaults,
+            self.classes,
             groups,
             layout,
             params,
@@ -108,9 +139,17 @@ class InnerOptimizer:
             master_policy,
         )
 
-    def add_group(self, group: Group, layout: Layout, params: Sequence[Tensor], flats: Sequence[Tensor]) -> None:
+    def add_group(
+        self,
+        group: Group,
+        classes: OptimizerClasses,
+        layout: Layout,
+        params: Sequence[Tensor],
+        flats: Sequence[Tensor],
+    ) -> None:
         """Add this rank's shards of the layout's last group."""
         position = len(self.optim.param_groups)
+        self.classes = classes
         self._set_owned(
             self.owned
             + [
@@ -119,11 +158,10 @@ class InnerOptimizer:
                 if shard.owner == self.group_rank and layout.params[shard.param].group == position
             ]
         )
-        self.optim.add_param_group(self._local_group(group, position, layout))
+        self.optim = classes.add_group(self.optim, self._local_group(group, position, layout))
         self.params_by_group.append(list(group["params"]))
         self._repeat(group, self.optim.param_groups[position])
-        check_options(self.optim)
-        check_dtypes(self.optim, self.master_policy.stepped_dtypes(layout.params))
+        self._follow_classes(layout, position)
 
     def _own(self, shard: Shard, params: Sequence[Tensor], flats: Sequence[Tensor]) -> OwnedShard:
         param = params[shard.param]
@@ -172,8 +210,16 @@ class InnerOptimizer:
                 owned.tensor.data = separate_view(owned.shard, owned.param, flats[owned.shard.param])
         # A parameter that has moved may have other values, but it keeps its version counter.
         self.master_weights.forget_versions()
-        refuses = type(self.optim) in REFUSES_SPARSE_GRADIENTS
-        self._may_get_sparse = [] if refuses else [owned for owned in self.owned if owned.tensor.storage_offset()]
+        self._may_get_sparse = [
+            owned for owned in self.owned if owned.tensor.storage_offset() and not self._refuses_sparse(owned)
+        ]
+
+    def _refuses_sparse(self, owned: OwnedShard) -> bool:
+        return type(self._optimizer_of(owned)) in REFUSES_SPARSE_GRADIENTS
+
+    def _optimizer_of(self, owned: OwnedShard) -> Optimizer:
+        """The optimizer that steps a shard."""
+        return self.optimizers[self._group_of[owned.shard.param]]
 
     def refresh_master_weights(self) -> None:
         """Copy values that were written into the parameters into all master weights."""
@@ -253,24 +299,32 @@ class InnerOptimizer:
         gradient, name = owned.param.grad, layout.params[owned.shard.param].name
         if not owned.is_cut or gradient is None:
             return gradient
-        if gradient.layout is not torch.strided and type(self.optim) in REFUSES_SPARSE_GRADIENTS:
+        if gradient.layout is not torch.strided and self._refuses_sparse(owned):
             raise RuntimeError(
-                f"parameter {name!r} has a sparse gradient, which {type(self.optim).__qualname__} does not support: "
-                "use SparseAdam, SGD or Adagrad, or make the gradient dense"
+                f"parameter {name!r} has a sparse gradient, which {type(self._optimizer_of(owned)).__qualname__} does "
+                "not support: use SparseAdam, SGD or Adagrad, or make the gradient dense"
             )
         return gradient_range(owned.shard, owned.param, name)
 
     def step_on(self, gradient_shards: Mapping[int, Tensor]) -> None:
         """Step only the shards for which there is a flat gradient, by parameter."""
-        self.step_part(self.owned, gradient_shards, {})
+        averaged = [owned for owned in self.owned if owned.shard.param in gradient_shards]
+        self.step_part(self.owned, gradient_shards, {}, averaged)
 
     def step_part(
-        self, part: Sequence[OwnedShard], gradient_shards: Mapping[int, Tensor], kwargs: dict[str, Any]
+        self,
+        part: Sequence[OwnedShard],
+        gradient_shards: Mapping[int, Tensor],
+        kwargs: dict[str, Any],
+        averaged: Sequence[OwnedShard] | None = None,
     ) -> None:
-        """Step some owned shards. No other stepped tensor has a gradient then, so torch's optimizers skip them."""
+        """Step some owned shards. No other stepped tensor has a gradient then, so torch's optimizers skip them.
+
+        By default all of the part are averaged, because no other call of this step updates them.
+        """
         try:
             set_flat_gradients(part, gradient_shards)
-            self.step(None, kwargs)
+            self.step(None, kwargs, part if averaged is None else averaged)
         finally:
             for owned in part:
                 owned.tensor.grad = None
@@ -283,10 +337,20 @@ class InnerOptimizer:
             tensor.grad = gradient
         self._replaced_gradients = []
 
-    def step(self, closure: Callable[[], Any] | None, kwargs: dict[str, Any]) -> Any:
-        """Step the inner optimizer. If the class's ``step`` takes no closure, the closure is evaluated before."""
+    def step(
+        self,
+        closure: Callable[[], Any] | None,
+        kwargs: dict[str, Any],
+        averaged: Sequence[OwnedShard] | None = None,
+    ) -> Any:
+        """Step the inner optimizer, and let averages follow; by default all owned shards are averaged.
+
+        If the class's ``step`` takes no closure, the closure is evaluated before.
+        """
+        averaged = self.owned if averaged is None else averaged
         self.version += 1
         self.has_state = True
+        self.averages.before_update(averaged, self.updates_without_gradient)
         if closure is None:
             loss = self._run_step(**kwargs)
         elif self._takes_closure:
@@ -296,4 +360,9 @@ class InnerOptimizer:
                 loss = closure()
             self._run_step(**kwargs)
         self.master_weights.write_to_params(self.updates_without_gradient)
+        self.averages.after_update(averaged, self.updates_without_gradient)
         return loss
+
+    def end_step(self) -> None:
+        """After all updates of a step, let averages follow the shards that it did not update."""
+        self.averages.end_step(self.owned, self.updates_without_gradient)

@@ -72,18 +72,30 @@ def storage_bytes(tensors: Iterable[Tensor]) -> int:
 def memory_report(engine: Engine) -> MemoryReport:
     """Return the bytes of an optimizer's tensors on this rank, without communication."""
     layout, inner, collectives, params = engine.layout, engine.inner, engine.collectives, engine.params
-    planned = [optimizer_of(inner.optimizer_class, group) for group in inner.optim.param_groups]
-    optimizer = planned[0] if all(each == planned[0] for each in planned) else None
+    planned = [optimizer_of(inner.classes.of(group), group) for group in inner.optim.param_groups]
     stepped = [
-        (param, param.numel(), dtype.itemsize)
-        for param, (_, dtype) in zip(params, inner.master_policy.stepped_dtypes(layout.params), strict=True)
+        (param, planned[group], dtype.itemsize)
+        for param, (group, dtype) in zip(params, inner.master_policy.stepped_dtypes(layout.params), strict=True)
     ]
-    trained = [(numel, size) for param, numel, size in stepped if param.requires_grad]
+    state = [
+        None if optimizer is None else param.numel() * optimizer.state_bytes(size)
+        for param, optimizer, size in stepped
+        if param.requires_grad
+    ]
+    known = [each for each in state if each is not None]
     ddp = {
         "parameters": sum(param.nbytes for param in params),
         "gradients": sum(param.nbytes for param in params if param.requires_grad),
-        "state": None if optimizer is None else sum(numel * optimizer.state_bytes(size) for numel, size in trained),
-        "master weights": sum(numel * size for param, numel, size in stepped if inner.master_policy.applies_to(param)),
+        "state": sum(known) if len(known) == len(state) else None,
+        "master weights": sum(
+            param.numel() * size for param, _, size in stepped if inner.master_policy.applies_to(param)
+        ),
+        "averages": sum(
+            param.numel() * (size if each.rule.dtype is None else each.rule.dtype.itemsize)
+            for each in inner.averages.values()
+            for param, _, size in stepped
+            if param.requires_grad
+        ),
     }
     gradients = engine.gradients
     measured = (
@@ -91,6 +103,7 @@ def memory_report(engine: Engine) -> MemoryReport:
         [param.grad for param in params if param.grad is not None],
         tensors_in(list(inner.optim.state.values())),
         [entry.tensor for entry in inner.owned if entry.param_view is not None],
+        [tensor for average in inner.averages.values() for tensor in average.tensors.values()],
     )
     way = Way.LEVEL_2 if gradients.is_reduce_scattered else Way.LEVEL_1
     way = Way.LEVEL_3 if gradients.are_sharded else way

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch.optim import Optimizer
+
+from onecopy.layout import CostFunction, ParamSpec, newton_schulz_cost
+from onecopy.optim import Muon
 
 ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
     {
@@ -28,6 +32,7 @@ ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
 SKIPS_MISSING_GRADIENTS: frozenset[type[Optimizer]] = ELEMENTWISE | {
     torch.optim.Adafactor,
     torch.optim.Muon,
+    Muon,
     torch.optim.SparseAdam,
 }
 """Classes that do not change a parameter without a gradient, so that it need not be sent."""
@@ -56,45 +61,68 @@ COMBINING = {
 CLIPS_GLOBALLY = {"Lamb", "LAMB"}
 """Names of classes that clip by the norm of all gradients, unless ``max_grad_norm`` turns it off."""
 
+DIMENSIONS = {torch.optim.Muon: (2, "two dimensions"), Muon: (math.inf, "two or more dimensions")}
+"""Classes that take matrices only: the most dimensions of a parameter, and the text of an error. Two is the least."""
+
 QUANTISED_STATE = re.compile(r"(8bit|4bit|Fp8)$")
 """Names of classes, or base classes, whose state is quantised in blocks (bitsandbytes, torchao)."""
+
+
+NEWTON_SCHULZ = re.compile(r"Muon$")
+"""Names of classes, or base classes, whose update is a Newton-Schulz iteration."""
 
 
 EXAMPLE = "ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3)"
 """The line to write, for errors."""
 
 
-def check_class(optimizer_class: object, wrapper: type) -> None:
-    """Raise unless ``optimizer_class`` can be sharded."""
+def check_class(optimizer_class: object, wrapper: type, where: str = "optimizer_class") -> None:
+    """Raise unless ``optimizer_class`` can be sharded; ``where`` it was given is for errors."""
     if optimizer_class is Optimizer:  # the default of the argument
-        raise TypeError(f"optimizer_class must be the class to shard, and it is missing: write {EXAMPLE}")
+        raise TypeError(f"{where} must be the class to shard, and it is missing: write {EXAMPLE}")
     if isinstance(optimizer_class, Optimizer):
         name = type(optimizer_class).__qualname__
         raise TypeError(
-            f"optimizer_class must be a class, got an instance of {name}: pass the class itself, and its options as "
+            f"{where} must be a class, got an instance of {name}: pass the class itself, and its options as "
             f"keyword arguments, as in {EXAMPLE}"
         )
     if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
         name = getattr(optimizer_class, "__qualname__", f"an instance of {type(optimizer_class).__qualname__}")
         raise TypeError(
-            f"optimizer_class must be a subclass of torch.optim.Optimizer, got {name}: write, for example, {EXAMPLE}"
+            f"{where} must be a subclass of torch.optim.Optimizer, got {name}: write, for example, {EXAMPLE}"
         )
     if issubclass(optimizer_class, wrapper):
         raise TypeError(
-            f"optimizer_class must be the class to shard, such as torch.optim.AdamW, got {optimizer_class.__qualname__}"
+            f"{where} must be the class to shard, such as torch.optim.AdamW, got {optimizer_class.__qualname__}"
         )
+    of_group = "" if where == "optimizer_class" else f"{where}: "
     for base in optimizer_class.__mro__:
         if base.__name__ in COMBINING:
             raise ValueError(
-                f"{optimizer_class.__qualname__} cannot be sharded exactly: {COMBINING[base.__name__]}, "
+                f"{of_group}{optimizer_class.__qualname__} cannot be sharded exactly: {COMBINING[base.__name__]}, "
                 "and a rank sees only its own; use the class itself, unsharded, under DDP"
             )
 
 
-def check_options(optimizer: Optimizer) -> None:
-    """Raise if an option of a constructed optimizer makes sharding impossible."""
+def check_shape(optimizer_class: type[Optimizer], param: ParamSpec) -> None:
+    """Raise if a class takes matrices only, and the parameter is none."""
+    for known, (most, text) in DIMENSIONS.items():
+        if issubclass(optimizer_class, known) and not 2 <= len(param.shape) <= most:
+            raise ValueError(
+                f"parameter {param.name!r} of group {param.group} has shape {param.shape}, and "
+                f"{known.__qualname__} takes parameters of {text} only: put it into a group of another class, such as "
+                "AdamW"
+            )
+
+
+def check_options(optimizer: Optimizer, positions: Sequence[int] | None = None) -> None:
+    """Raise if an option of a constructed optimizer makes sharding impossible.
+
+    ``positions`` are the user's positions of its groups; without them they are the same.
+    """
     clips = any(base.__name__ in CLIPS_GLOBALLY for base in type(optimizer).__mro__)
-    for position, group in enumerate(optimizer.param_groups):
+    for place, group in enumerate(optimizer.param_groups):
+        position = place if positions is None else positions[place]
         if group.get("differentiable"):
             raise ValueError(
                 f"differentiable=True (parameter group {position}) is not supported: parameters travel between ranks "
@@ -108,20 +136,26 @@ def check_options(optimizer: Optimizer) -> None:
             )
 
 
-def check_dtypes(optimizer: Optimizer, dtypes: Iterable[tuple[int, torch.dtype]]) -> None:
+def check_dtypes(
+    optimizer: Optimizer, dtypes: Iterable[tuple[int, torch.dtype]], positions: Sequence[int] | None = None
+) -> None:
     """Raise if the update of one parameter depends on the dtype of another, which may be on another rank.
 
-    ``dtypes`` has the group and the dtype of every parameter of all ranks, as the optimizers of their owners see it.
+    ``dtypes`` has the group and the dtype of every parameter of all ranks, as the optimizers of their owners see it;
+    ``positions`` are the user's positions of the optimizer's groups, if it does not have them all.
     """
     if not isinstance(optimizer, torch.optim.Adafactor):
         return
+    groups = dict(
+        zip(range(len(optimizer.param_groups)) if positions is None else positions, optimizer.param_groups, strict=True)
+    )
     dtypes_of: dict[int, set[str]] = {}
     for position, dtype in dtypes:
-        if not dtype.is_floating_point:
-            continue  # it can only be frozen
+        if not dtype.is_floating_point or position not in groups:
+            continue  # it can only be frozen, or another class steps it
         dtypes_of.setdefault(position, set()).add(str(dtype))
     for position, names in dtypes_of.items():
-        if len(names) > 1 and optimizer.param_groups[position]["eps"][0] is None:
+        if len(names) > 1 and groups[position]["eps"][0] is None:
             raise ValueError(
                 f"{type(optimizer).__qualname__} over several dtypes (parameter group {position}: "
                 f"{', '.join(sorted(names))}) cannot be sharded exactly: it takes the epsilon of the first parameter's "
@@ -138,3 +172,15 @@ def is_elementwise(optimizer_class: type[Optimizer], declared: bool | None) -> b
             "keeps small parameters in 32 bit, so that a cut would change the result; leave elementwise=True out"
         )
     return optimizer_class in ELEMENTWISE if declared is None else declared
+
+
+def cost_of(optimizer_class: type[Optimizer], shape: tuple[int, ...], cost: CostFunction | None) -> float:
+    """The cost of one update of a parameter: the user's function, or as the class is known, or the elements."""
+    if cost is not None:
+        found = cost(shape)
+        if not (isinstance(found, (int, float)) and 0 <= found < math.inf):
+            raise ValueError(f"cost must return a finite number that is at least 0, got {found!r} for shape {shape}")
+        return float(found)
+    if any(NEWTON_SCHULZ.search(base.__name__) for base in optimizer_class.__mro__):
+        return newton_schulz_cost(shape)
+    return float(math.prod(shape))

@@ -110,6 +110,11 @@ def names_of(group: Group, position: int) -> list[str]:
     return names if len(names) == count else [f"group{position}[{index}]" for index in range(count)]
 
 
+def shown_group(position: int, names: Sequence[str]) -> str:
+    """A group in an error: its position and the first of its parameters' names."""
+    return f"parameter group {position}" + (f" (with {names[0]!r})" if names else "")
+
+
 def first_places(params: Sequence[Tensor]) -> list[int]:
     """The first position of each parameter of a group. torch allows a parameter several times in one group."""
     places: dict[int, int] = {}

@@ -17,7 +17,7 @@ from tests.support import paths
 ROOT = Path(onecopy.__file__).parent
 
 ORDER = [
-    *("cli", "integrations", "checkpoint", "data_parallel", "optimizer", "ddp_hooks", "state_dict"),
+    *("cli", "integrations", "checkpoint", "data_parallel", "optimizer", "ema", "ddp_hooks", "state_dict"),
     *("step", "planning", "optim", "comm", "layout", "common", "errors"),
 ]
 """The parts, from the top down. A part may import itself and what is below it."""

@@ -122,12 +122,3 @@ def test_commands_on_pages_exist_and_ci_runs_the_test_command_of_the_readme() ->
     script = ROOT / ".ci/run"
     assert {command, "make lint", "make types"} <= set(script.read_text().splitlines())
     assert script.stat().st_mode & 0o111, "it must be executable"
-
-
-def test_the_files_of_a_release_agree() -> None:
-    for file, pattern in (("pyproject.toml", r'^version = "(.*)"$'), ("CITATION.cff", r"^version: (.*)$")):
-        assert re.findall(pattern, (ROOT / file).read_text(), re.MULTILINE) == [onecopy.__version__], file
-    workflow = (ROOT / ".github/workflows/release.yml").read_text()
-    assert "run: .ci/run" in workflow
-    assert "id-token: write" in workflow, "trusted publishing needs it"
-    assert "password" not in workflow

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-import onecopy
 from onecopy.checkpoint.files import LivePiece
 from onecopy.checkpoint.frozen_base import describe_frozen, frozen_parameters
 from onecopy.checkpoint.manifest import (
@@ -86,7 +86,7 @@ def plan_save(
     part = Manifest(
         step=step,
         world_size=ranks.world_size,
-        written_by={"onecopy": onecopy.__version__, "torch": str(torch.__version__)},
+        written_by={"onecopy": _own_version(), "torch": str(torch.__version__)},
         files={},
         tensors={},
         model=trees,
@@ -243,3 +243,10 @@ def divide(sizes: Sequence[tuple[int, int]], group_rank: int, world_size: int) -
         ranges.append((start, count if group_rank == world_size - 1 else cuts[1]))
         offset += count * size
     return ranges
+
+
+def _own_version() -> str:
+    try:
+        return version("onecopy")
+    except PackageNotFoundError:
+        return "not installed"  # the source is used as it lies in a checkout

@@ -1,7 +1,7 @@
 """Several optimizer classes in one object: the class of each parameter group, and one optimizer made of several.
 
-A group names its class under ``optimizer_class``. In the user's groups and in state dicts this is a string, because a
-class can be neither JSON nor loaded with ``weights_only``. No module is imported, and no name is looked up, because of
+A group names its class under ``optimizer_class``. In the user's groups and in state dicts this is a string, because
+neither JSON nor ``weights_only`` takes a class object. No module is imported, and no name is looked up, because of
 a name in a state dict: it is compared with the names that the optimizer has.
 """
 

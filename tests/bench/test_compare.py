@@ -87,13 +87,6 @@ def test_the_guard_lets_noise_pass_and_names_a_loss(tmp_path: Path) -> None:
     assert loss == f"{report.title_of(RUN)}: {OURS}: 0.900 before, 0.990 now, limit 0.930"
 
 
-def test_launches_become_one_row_and_an_error_in_one_is_the_wholes() -> None:
-    (ours,) = compare.merged([[timed("a", [1.0, 2.0], wire=3.0) | {"difference": 0.5}], [timed("a", [3.0])]])
-    assert (ours["seconds"], ours["wire"], ours["difference"]) == ([1.0, 2.0, 3.0], [3.0, 3.0, 0.0], 0.5)
-    (broken,) = compare.merged([[timed("a", [1.0])], [timed("a", [], error="RuntimeError: no")], [timed("a", [2.0])]])
-    assert broken["error"] == "RuntimeError: no"
-
-
 def test_a_run_becomes_a_page_with_its_losses_and_a_picture(tmp_path: Path) -> None:
     page = tmp_path / "benchmarks.md"
     page.write_text((ROOT / "docs/benchmarks.md").read_text())

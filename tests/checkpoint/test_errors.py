@@ -6,7 +6,6 @@ import contextlib
 import itertools
 import logging
 import math
-import random
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -20,7 +19,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.optim import SGD, AdamW
 
 from onecopy import NonfiniteError, RanksDisagreeError, ZeroRedundancyOptimizer, hook_with_zero_step
-from onecopy.checkpoint import PerRank, latest, load, save, storage, verify, wait
+from onecopy.checkpoint import PerRank, latest, load, save, storage, wait
 from onecopy.errors import CorruptCheckpointError
 from tests.support.checkpoints import Side, make
 from tests.support.failures import expect, expect_disagreement, expect_failure_of, failure_of
@@ -134,22 +133,6 @@ def flip(path: Path, position: int, bit: int) -> None:
         (byte,) = file.read(1)
         file.seek(position)
         file.write(bytes([byte ^ (1 << bit)]))
-
-
-@distributed(2)
-def test_every_flipped_bit_is_found_by_verify(world_size: int, tmp_path: Path) -> None:
-    _, path = saved(tmp_path)
-    if dist.get_rank() == 1:
-        return
-    files, generator = sorted(path.iterdir()), random.Random(1)
-    assert verify(tmp_path) == sum(file.stat().st_size for file in files)
-    for file in files * 300:
-        place = generator.randrange(file.stat().st_size), generator.randrange(8)
-        flip(file, *place)
-        with pytest.raises(CorruptCheckpointError, match=file.name):
-            verify(path)
-        flip(file, *place)
-    verify(path)
 
 
 @distributed(2)
@@ -354,7 +337,6 @@ Change = Callable[[Side], dict[str, Any]]
 EITHER: dict[str, tuple[Change, str, str]] = {
     "no model": (lambda _: {"model": None}, "model: given", "model: None"),
     "no optimizer": (lambda _: {"optimizer": None}, "optimizer: 1 of them", "optimizer: None"),
-    "fewer optimizers": (lambda _: {"optimizer": []}, "optimizer: 1 of them", "optimizer: None"),
     "more optimizers": (
         lambda side: {"optimizer": [*side.optimizers, AdamW(side.module.parameters())]},
         "optimizer: 1 of them",

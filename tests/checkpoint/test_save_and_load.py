@@ -182,33 +182,6 @@ def test_float32_into_bf16_with_master_weights_and_back(world_size: int, target:
         assert_same_tree(found, exact.state(), "state of it")
 
 
-def save_half(root: Path) -> None:
-    """Save, train on, and save again, as what others must arrive at."""
-    side = make("parameter", bf16=True)
-    for step in (2, 3):
-        side.push([step])
-        side.save(root, step)
-
-
-def load_half(root: Path) -> None:
-    """Load at another number of ranks, go on, and compare with the others."""
-    side, expected = make("element", seed=9, bf16=True), make("view", seed=8, bf16=True)
-    side.load(root / "step-00000002")
-    side.push([3])
-    expected.load(root / "step-00000003")
-    assert_same_tree(side.weights(), expected.weights(), "model")
-    ours, theirs = side.state(), expected.state()
-    if dist.get_rank() == 0:
-        assert len(ours[0]["masters"]) == len(list(side.module.parameters()))
-        assert_same_tree(ours, theirs, "state")
-
-
-@pytest.mark.parametrize(("saving", "loading"), [(2, 3), (3, 2)])
-def test_master_weights_at_another_number_of_ranks(saving: int, loading: int, tmp_path: Path) -> None:
-    pools.run(saving, __name__, "save_half", {"root": tmp_path})
-    pools.run(loading, __name__, "load_half", {"root": tmp_path})
-
-
 def save_per_rank(root: Path) -> None:
     rank = dist.get_rank()
     save(root, 1, extra={"own": PerRank({"rank": rank, "t": torch.full((rank + 1,), rank)}), "shared": rank + 10})

@@ -59,22 +59,6 @@ def every_rank_asks(optimizer: Any) -> Any:
     return optimizer.state_dict()
 
 
-def rank_zero_copies(optimizer: Any) -> Any:
-    """Rank 0 rebuilds the dicts and lists of the state dict with tensors on the CPU, as mmengine does."""
-
-    def to_cpu(value: Any) -> Any:
-        if isinstance(value, dict):
-            copied = type(value)()
-            for key, inner in value.items():
-                copied[key] = to_cpu(inner)
-            return copied
-        if isinstance(value, (tuple, list)):
-            return type(value)(to_cpu(inner) for inner in value)
-        return value.cpu() if hasattr(value, "cpu") else value
-
-    return to_cpu(rank_zero_alone(optimizer))
-
-
 def consolidates_if_it_can(optimizer: Any) -> Any:
     """Lightning and Fabric look for the method; Ignite looks for torch's class and names the rank."""
     assert isinstance(optimizer, TorchClass)
@@ -83,7 +67,7 @@ def consolidates_if_it_can(optimizer: Any) -> Any:
     return optimizer.state_dict() if dist.get_rank() == 0 else {}
 
 
-PATTERNS = (rank_zero_alone, every_rank_asks, rank_zero_copies, consolidates_if_it_can)
+PATTERNS = (rank_zero_alone, every_rank_asks, consolidates_if_it_can)
 
 
 @pytest.mark.parametrize("way", ["ddp", "ddp, frozen", "sharded"])
@@ -108,22 +92,6 @@ def test_a_run_is_saved_and_resumed(world_size: int, pattern: Callable[[Any], An
     plain, plain_optimizer = make("plain, frozen" if way.endswith("frozen") else "plain")
     train(plain, plain_optimizer, 0, 2 * HALF)
     assert_equal(model.parameters(), plain.parameters(), way)
-
-
-@distributed(2)
-def test_a_subclass_that_consolidates_in_state_dict_works(world_size: int) -> None:
-    """mmengine's own subclass of torch's class does this; it works if all ranks call ``state_dict()``."""
-
-    class Consolidating(ZeroRedundancyOptimizer):
-        def state_dict(self) -> dict[str, Any]:
-            self.consolidate_state_dict()
-            return super().state_dict() if self.rank == 0 else {}
-
-    model = DistributedDataParallel(small_model())
-    optimizer = Consolidating(model.parameters(), AdamW, lr=0.01)
-    train(model, optimizer, 0, HALF)
-    state = optimizer.state_dict()
-    assert sorted(state) == (["param_groups", "state"] if dist.get_rank() == 0 else [])
 
 
 class Trainer:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -24,7 +23,6 @@ from tests.support.harness import distributed, takes_long
 from tests.support.models import assert_equal, small_model
 from tests.support.paths import ROOT
 
-EXAMPLES = sorted((ROOT / "examples/frameworks").glob("*.py"))
 HALF = 3
 
 
@@ -160,19 +158,8 @@ def test_the_state_is_gathered_when_trainer_saves(world_size: int, way: str) -> 
         assert sorted(training.optimizer.state_dict()["state"]) == [0, 1, 2, 3]
 
 
-def missing(example: Path) -> list[str]:
-    """The packages that an example imports and that are not installed here."""
-    names = set(re.findall(r"^(?:import|from) (\w+)", example.read_text(), re.MULTILINE))
-    if "transformers" in names:
-        names.add("accelerate")  # Trainer imports it later
-    return sorted(name for name in names if importlib.util.find_spec(name) is None)
-
-
 @takes_long
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.stem)
-def test_an_example_runs_and_resumes(example: Path, tmp_path: Path) -> None:
-    if absent := missing(example):
-        pytest.skip(f"not installed: {', '.join(absent)}; make clients runs it")
+def test_the_example_without_a_framework_runs_and_resumes(tmp_path: Path) -> None:
     for _ in range(2):
-        done = start([str(example), str(tmp_path)])
+        done = start([str(ROOT / "examples/frameworks/rank_zero_saves.py"), str(tmp_path)])
         assert done.returncode == 0, done.stderr

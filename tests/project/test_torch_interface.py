@@ -139,9 +139,7 @@ WAYS_TO_COPY: dict[str, Callable[[Any], object]] = {
     "copy.deepcopy": copy.deepcopy,
     "copy.copy": copy.copy,
     "pickle.dumps": pickle.dumps,
-    "pickle protocol 0": lambda value: pickle.dumps(value, 0),
     "torch.save": lambda value: torch.save(value, io.BytesIO()),
-    "inside something": lambda value: copy.deepcopy({"optimizer": value}),
 }
 
 

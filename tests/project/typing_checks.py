@@ -16,15 +16,10 @@ def construct(model: torch.nn.Module) -> ZeroRedundancyOptimizer:
     ZeroRedundancyOptimizer([{"params": model.parameters(), "lr": 0.1}], torch.optim.SGD, momentum=0.9)
     ZeroRedundancyOptimizer(model.named_parameters(), torch.optim.AdamW, None, True, False, lr=1e-3)
     ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, shard_by="element", elementwise=True)
-    ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, shard_by=to_the_first)
     ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, shard_by=in_halves)
     ZeroRedundancyOptimizer(model.parameters(), torch.nn.Linear)  # type: ignore[arg-type]
     ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, shard_by=3)  # type: ignore[arg-type]
     return ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, process_group=None, lr=1e-3)
-
-
-def to_the_first(specs: Any, world_size: int) -> list[int]:
-    return [0 for _ in specs]
 
 
 def in_halves(specs: Any, world_size: int) -> list[list[Shard]]:
@@ -40,13 +35,10 @@ def use(optimizer: ZeroRedundancyOptimizer, param: torch.Tensor) -> None:
     joinable: Joinable = optimizer
     assert plain is joinable
     assert_type(optimizer.step(closure=loss), float)
-    assert_type(optimizer.step(loss, extra=1), float)
     nothing: None = assert_type(optimizer.step(), None)
-    nothing = assert_type(optimizer.step(None, extra=1), None)
     assert nothing is None
 
     assert_type(optimizer.optim, Optimizer)
-    assert_type(optimizer.world_size, int)
     assert_type(optimizer.state_dict(), dict[str, Any])
     assert_type(optimizer.join_hook(), JoinHook)
     assert_type(optimizer.join_device, torch.device)

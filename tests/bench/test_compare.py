@@ -52,14 +52,6 @@ def rows_of_a_run(ours: float = 0.9, swing: float = 0.0) -> list[dict[str, Any]]
     ]
 
 
-def test_ratios_are_taken_round_by_round_so_that_common_noise_cancels() -> None:
-    summary = {each["variant"]: each for each in report.summaries(rows_of_a_run(), RUN)}
-    ours = summary[OURS]
-    assert [ours["to_ddp"], ours["to_torch"], ours["wire"]] == pytest.approx([0.9, 0.75, 2.0])
-    assert ours["quartiles"] == pytest.approx((0.9, 0.9))
-    assert "deepspeed" in summary["DeepSpeed ZeRO-2"]["error"]
-
-
 @pytest.mark.parametrize(
     ("ours", "swing", "verdict"),
     [

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.optim import ZeroRedundancyOptimizer as TorchClass
 from torch.optim import SGD, AdamW
 
 from onecopy import NonfiniteError, RanksDisagreeError, ZeroRedundancyOptimizer, hook_with_zero_step
@@ -110,7 +111,7 @@ def test_a_part_can_be_loaded(world_size: int, tmp_path: Path) -> None:
 @distributed(2)
 def test_bad_arguments_are_refused_on_all_ranks(world_size: int, tmp_path: Path) -> None:
     side, path = saved(tmp_path)
-    rank = dist.get_rank()
+    rank, of_torch = dist.get_rank(), TorchClass(side.module.parameters(), AdamW, lr=0.1)
     bad: dict[str, Any] = {"a": [object() if rank == 1 else 1]}
     calls: list[tuple[Callable[[], object], Sequence[object]]] = [
         (lambda: side.save(tmp_path, 1), [path, "exists already"]),
@@ -119,6 +120,8 @@ def test_bad_arguments_are_refused_on_all_ranks(world_size: int, tmp_path: Path)
         (lambda: side.save(tmp_path, 2 if rank else -1), ["step must be"]),
         (lambda: side.save(tmp_path, 2, extra=bad), ["extra['a'][0]", "builtins.object"]),
         (lambda: save(tmp_path, 2, optimizer="Adam"), ["optimizer must be"]),  # type: ignore[arg-type]
+        # Its state would be found nowhere, and nothing saved.
+        (lambda: save(tmp_path, 2, optimizer=of_torch), ["use onecopy.ZeroRedundancyOptimizer"]),
         (lambda: side.load(tmp_path / "nothing"), [tmp_path / "nothing"]),
         (lambda: side.load(tmp_path / "step-00000009"), ["step-00000009", "missing"]),
     ]

@@ -162,22 +162,6 @@ def test_loading_is_seen_by_autograd(tmp_path: Path) -> None:
         loss.backward()
 
 
-@pytest.mark.filterwarnings("ignore:.*TorchScript.*:DeprecationWarning")
-@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
-def test_torchs_own_class_is_refused_by_name(tmp_path: Path) -> None:
-    """Its state would be found nowhere, and nothing saved."""
-    import torch.distributed as dist
-    from torch.distributed.optim import ZeroRedundancyOptimizer
-
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        zero = ZeroRedundancyOptimizer(nn.Linear(2, 2).parameters(), torch.optim.SGD, lr=0.1)
-        with pytest.raises(TypeError, match=r"use onecopy\.ZeroRedundancyOptimizer"):
-            save(tmp_path / "run", 1, optimizer=zero)
-    finally:
-        dist.destroy_process_group()
-
-
 def test_state_that_is_finer_than_its_parameter_stays_so(tmp_path: Path) -> None:
     """NAdam keeps a float32 product beside bf16 moments; torch's load_state_dict would round it."""
 

@@ -70,12 +70,6 @@ def test_counts_add_up(params: float, largest: float | None) -> None:
     assert largest is None or first == int(largest)
 
 
-def test_an_8_bit_optimizer_has_a_quarter_of_the_state() -> None:
-    source = from_counts(1e9, None)
-    full, low = (planned(source, 1, name)[DDP].memory["state"] for name in ("adamw", "adamw8bit"))
-    assert low / full == pytest.approx(0.254, abs=1e-3)
-
-
 @pytest.mark.parametrize(
     ("optimizer", "ranks", "memory", "choice", "text"),
     [

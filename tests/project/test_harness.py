@@ -57,14 +57,9 @@ def test_a_failure_is_shown_with_its_rank_and_does_not_poison_the_next_test(rank
     assert pools.run(2, __name__, "total", {}) == [3, 3]
 
 
-def every_combination(sides: list[int]) -> list[dict[str, int]]:
-    """Of parameters with these numbers of values."""
-    return [{f"side {side}": value for side, value in enumerate(row)} for row in product(*map(range, sides))]
-
-
 @given(st.lists(st.integers(1, 7), min_size=1, max_size=4))
 def test_few_cases_are_picked_in_which_every_value_occurs_equally_often_up_to_one(sides: list[int]) -> None:
-    table = every_combination(sides)
+    table = [{f"side {side}": value for side, value in enumerate(row)} for row in product(*map(range, sides))]
     picked = covering(table)
     assert len(picked) == max(sides)
     counts = Counter(item for position in picked for item in table[position].items())

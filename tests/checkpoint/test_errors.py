@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-from torch.distributed.optim import ZeroRedundancyOptimizer as TorchClass
 from torch.optim import SGD, AdamW
 
 from onecopy import NonfiniteError, RanksDisagreeError, ZeroRedundancyOptimizer, hook_with_zero_step
@@ -110,6 +109,8 @@ def test_a_part_can_be_loaded(world_size: int, tmp_path: Path) -> None:
 
 @distributed(2)
 def test_bad_arguments_are_refused_on_all_ranks(world_size: int, tmp_path: Path) -> None:
+    from torch.distributed.optim import ZeroRedundancyOptimizer as TorchClass  # warns before onecopy is imported
+
     side, path = saved(tmp_path)
     rank, of_torch = dist.get_rank(), TorchClass(side.module.parameters(), AdamW, lr=0.1)
     bad: dict[str, Any] = {"a": [object() if rank == 1 else 1]}

@@ -23,7 +23,7 @@ ONLY ?=
 OUT ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test accelerator test-all test-newest bench bench-setup bench-check bench-checkpoints clients clusters soak flat elastic namespaces faults remote fuzz fuzz-manifests golden size walk docs docs-check notebook lint types clean
+.PHONY: help setup demo test accelerator test-all test-newest bench bench-setup bench-check bench-checkpoints clients clusters soak flat elastic namespaces faults remote fuzz fuzz-manifests size walk docs docs-check pictures notebook lint types clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -68,9 +68,6 @@ fuzz-manifests: COUNT = 100000
 fuzz-manifests: setup ## COUNT random manifests, guided by coverage (installs atheris)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check atheris
 	$(SAFELY) $(BIN)/python benchmarks/fuzz_manifests.py $(COUNT) --seed $(SEED)
-
-golden: setup ## compare what training gives with tests/golden/recorded.json: ONLY= (a regular expression for programs)
-	$(SAFELY) $(BIN)/python -m tests.golden compare tests/golden/recorded.json --only '$(ONLY)'
 
 size: ## count files, lines and statements of the package, lines of the tests and words of the documentation
 	@$(PYTHON) benchmarks/size.py
@@ -144,6 +141,9 @@ docs: $(VENV)/.docs-installed ## build the site in docs/_build/html; warnings ar
 
 docs-check: docs ## check every link and anchor inside the site, and that the search finds some names
 	$(BIN)/python docs/_ext/check_site.py docs/_build/html
+
+pictures: $(VENV)/.docs-installed ## draw the pictures of the docs, and write the table of README.md, with the planner's figures
+	$(BIN)/python docs/pictures.py
 
 notebook: $(VENV)/.notebook-installed ## run examples/shards_and_buckets.ipynb, which shows one step on four ranks, and keep its pictures
 	$(BIN)/python -c 'import sys, nbclient, nbformat; path = sys.argv[1]; book = nbformat.read(path, 4); nbclient.NotebookClient(book, record_timing=False).execute(); nbformat.write(book, path)' examples/shards_and_buckets.ipynb

@@ -29,7 +29,7 @@ suppress_warnings = ["ref.python"]
 myst_heading_anchors = 4
 
 # Frameworks that only integrations need. The site is built without them.
-autodoc_mock_imports = ["lightning", "transformers"]
+autodoc_mock_imports = ["lightning", "mmengine", "transformers"]
 autodoc_inherit_docstrings = False
 autodoc_typehints = "signature"
 autodoc_preserve_defaults = True

@@ -1,11 +1,13 @@
-"""Draw the pictures of the pages about levels and about how it works: ``python docs/pictures.py``.
+"""Draw the pictures of the start page and of how it works, and write the table of README.md: ``make pictures``.
 
-Ownership comes from the library's own policies and memory from the ZeRO paper's formula, so no figure is typed by hand.
+Ownership comes from the library's own policies, memory from its planner, and measured figures from docs/benchmarks.md.
+So no figure is typed by hand.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +18,60 @@ from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Rectangle
 
 from onecopy.layout import ParamSpec
 from onecopy.layout.policies import extend
+from onecopy.planning.comparison import Row, compare
+from onecopy.planning.memory import OPTIMIZERS
+from onecopy.planning.models import Source
 
 HERE = Path(__file__).parent
 RANKS = ("#4c78a8", "#f2a541", "#72b7a1", "#d1495b")
 """The colours of ranks 0 to 3, in every picture."""
 
 EMPTY, LINE, TEXT = "#f1f2f4", "#8a9099", "#333333"
-KINDS = {"parameters": "#4c78a8", "gradients": "#f2a541", "optimizer state": "#72b7a1"}
-ELEMENTS, MANY = 7.5e9, 64
-"""The example of the ZeRO paper: 7.5 billion parameters on 64 ranks, in 16 bits with 12 bytes of state each."""
-PARAMETER, GRADIENT, STATE = 2, 2, 12
+KINDS = ("parameters", "gradients", "optimizer state")
+FEW, CARD = 8, 80e9
+"""The example of the picture of memory: the number of ranks, and the bytes of one GPU."""
+
+KINDS_OF = {
+    "parameters": ["parameters"],
+    "gradients": ["gradients"],
+    "optimizer state": ["state", "master weights"],
+    "buffers": ["buffers"],
+}
+COLOURS = {"parameters": "#4c78a8", "gradients": "#f2a541", "optimizer state": "#59a14f", "buffers": "#9c8ec4"}
+WAYS = {
+    "DDP": "plain DDP",
+    "level 1": "level 1: ZeroRedundancyOptimizer (ZeRO-1)",
+    "level 2": "level 2: and reduce_scatter_hook (still ZeRO-1)",
+    "level 3": "level 3: ShardedDataParallel (ZeRO-2)",
+    "FSDP2": "FSDP2 (ZeRO-3)",
+}
+IN_TABLE = {
+    "DDP": ("plain DDP", ""),
+    "level 1": ("level 1: `ZeroRedundancyOptimizer` (ZeRO-1)", "1"),
+    "level 2": ("level 2: and `reduce_scatter_hook` (still ZeRO-1)", "2"),
+    "level 3": ("level 3: `ShardedDataParallel` (ZeRO-2)", "2"),
+    "FSDP2": ("[FSDP2](docs/fsdp2.md) (ZeRO-3)", "3, and the saving"),
+}
+MEASURED = {
+    "DDP": "DDP fused, bucket views",
+    "level 1": "onecopy, bucket views",
+    "level 2": "onecopy, reduce-scatter hook",
+    "level 3": "onecopy, ShardedDataParallel, overlap_forward",
+    "FSDP2": "FSDP2, no resharding",
+}
+"""The rows of docs/benchmarks.md that stand for each way."""
+
+COMPARED = {
+    "DDP": MEASURED["DDP"],
+    "torch's `ZeroRedundancyOptimizer`": "torch's class, bucket views, fused",
+    "onecopy, level 1 (`parameters_as_bucket_view=True`)": MEASURED["level 1"],
+    "onecopy, level 2": MEASURED["level 2"],
+    "onecopy, level 3 (`overlap_forward=True`)": MEASURED["level 3"],
+    "FSDP2, no resharding": MEASURED["FSDP2"],
+    "DeepSpeed ZeRO-2": "DeepSpeed ZeRO-2",
+}
+
+MARKS = ("<!-- table: made by make pictures -->", "<!-- end of the table -->")
 
 
 def save(figure: Figure, name: str) -> None:
@@ -33,31 +79,128 @@ def save(figure: Figure, name: str) -> None:
     figure.savefig(HERE / f"{name}.svg", metadata={"Date": None}, facecolor="white")
 
 
-def memory() -> Figure:
-    """Draw the memory of each level for the example of the ZeRO paper."""
-    ways = {
-        "plain DDP": (1, 1, 1),
-        "level 1: ZeroRedundancyOptimizer": (1, 1, MANY),
-        "level 2: with reduce_scatter_hook": (1, 1, MANY),
-        "level 3: ShardedDataParallel": (1, MANY, MANY),
-        "FSDP2": (MANY, MANY, MANY),
+def llama_8b() -> Source:
+    """Return the parameters of Llama 3.1 8B, which has 32 blocks and its output is not tied to its embedding."""
+    width, keys, inner, words = 4096, 1024, 14336, 128256
+    block = {
+        "q": (width, width),
+        "k": (keys, width),
+        "v": (keys, width),
+        "o": (width, width),
+        "gate": (inner, width),
+        "up": (inner, width),
+        "down": (width, inner),
+        "norm1": (width,),
+        "norm2": (width,),
     }
-    figure = Figure(figsize=(8, 3.0), layout="constrained")
-    axes = figure.subplots()
-    names = list(reversed(ways))
-    left = [0.0] * len(names)
-    for place, (kind, colour) in enumerate(KINDS.items()):
-        each = (PARAMETER, GRADIENT, STATE)[place]
-        widths = [each * ELEMENTS / ways[name][place] / 1e9 for name in names]
-        axes.barh(names, widths, left=left, color=colour, label=kind, edgecolor="white", linewidth=0.4)
-        left = [start + width for start, width in zip(left, widths, strict=True)]
-    for place, total in enumerate(left):
-        axes.text(total, place, f" {total:.1f} GB", va="center", fontsize=9, color=TEXT)
-    axes.set_xlabel(f"GB per rank, without activations and buffers: {ELEMENTS / 1e9:g}B parameters, {MANY} ranks")
-    axes.set_xlim(0, 1.12 * max(left))
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.legend(loc="outside upper center", ncols=3, frameon=False)
-    return figure
+    shapes: dict[str, tuple[int, ...]] = {"embedding": (words, width)}
+    shapes |= {f"{number}.{name}": shape for number in range(32) for name, shape in block.items()}
+    shapes |= {"norm": (width,), "output": (words, width)}
+    assert sum(prod(shape) for shape in shapes.values()) == 8_030_261_248
+    return Source("Llama 3.1 8B", shapes)
+
+
+def planned() -> list[Row]:
+    """Return what ``onecopy plan`` computes for the example, and FSDP2 by the formula of the ZeRO paper."""
+    rows = compare(llama_8b(), OPTIMIZERS["adamw"], "bf16-master", FEW)
+    ddp = rows[0]
+    divided = {kind: value / FEW for kind, value in ddp.memory.items()}
+    return [*rows, Row("FSDP2", divided, ddp.sent, 0, 0)]
+
+
+def memory() -> str:
+    """Draw the planned memory of each way as an SVG, which is read on light and on dark pages."""
+    rows = planned()
+    scale, top, step, left = 560 / (1.04 * rows[0].total), 98, 43, 20
+    bottom = top + step * len(rows) - 8
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 600 {bottom + 48}" width="600" height="{bottom + 48}" '
+        'role="img" '
+        'font-family="system-ui, -apple-system, Segoe UI, Roboto, Helvetica, Arial, sans-serif">',
+        f"<title>Memory per rank for Llama 3.1 8B on {FEW} ranks</title>",
+        "<style>.card{fill:#fff;stroke:#d0d7de}text{fill:#24292f;font-size:15px;paint-order:stroke;stroke:#fff;stroke-width:4px}.soft{fill:#57606a;font-size:13px}"
+        ".limit{stroke:#cf222e}.limited{fill:#cf222e;font-size:13px}"
+        "@media(prefers-color-scheme:dark){.card{fill:#161b22;stroke:#30363d}text{fill:#e6edf3;stroke:#161b22}.soft{fill:#9da7b3}"
+        ".limit{stroke:#ff7b72}.limited{fill:#ff7b72}}</style>",
+        f'<rect class="card" x=".5" y=".5" width="599" height="{bottom + 47}" rx="8"/>',
+        f'<text x="{left}" y="30" font-weight="600">Llama 3.1 8B on {FEW} ranks: GB per rank</text>',
+        f'<text class="soft" x="{left}" y="51">AdamW, bf16 with float32 master weights, without activations</text>',
+    ]
+    limit = left + scale * CARD
+    parts.append(
+        f'<line class="limit" x1="{limit:.1f}" x2="{limit:.1f}" y1="{top + 14}" y2="{bottom}" stroke-dasharray="4 3"/>'
+    )
+    x = left
+    for kind, colour in COLOURS.items():
+        parts.append(f'<rect x="{x}" y="65" width="12" height="12" rx="2" fill="{colour}"/>')
+        parts.append(f'<text class="soft" x="{x + 17}" y="76">{kind}</text>')
+        x += 34 + 7 * len(kind)
+    for place, row in enumerate(rows):
+        y = top + place * step
+        parts.append(f'<text x="{left}" y="{y + 10}">{WAYS[row.name]}</text>')
+        parts.append(f'<text x="580" y="{y + 10}" text-anchor="end" font-weight="600">{row.total / 1e9:.1f}</text>')
+        x = float(left)
+        for kind, colour in COLOURS.items():
+            width = scale * sum(row.memory[each] for each in KINDS_OF[kind])
+            parts.append(f'<rect x="{x:.1f}" y="{y + 15}" width="{width:.1f}" height="15" fill="{colour}"/>')
+            x += width
+    parts += [
+        f'<text class="limited" x="{limit - 6:.1f}" y="{bottom - 9}" text-anchor="end">'
+        f"a GPU of {CARD / 1e9:.0f} GB</text>",
+        f'<text class="soft" x="{left}" y="{bottom + 18}">Computed by onecopy plan; FSDP2 by the formula of the ZeRO '
+        "paper, without the</text>",
+        f'<text class="soft" x="{left}" y="{bottom + 35}">blocks that it gathers for each forward and each backward '
+        "pass.</text>",
+        "</svg>",
+    ]
+    return "\n".join(parts) + "\n"
+
+
+def measured(name: str) -> dict[str, float]:
+    """Return figures of a variant on 4 ranks from docs/benchmarks.md: MB, ratio to DDP's time, and bytes sent."""
+    page = (HERE / "benchmarks.md").read_text()
+    times = page.split("### Reference model, 4 ranks, plain loopback")[1].split("![")[0]
+    memory = page.split("### 4 ranks")[1].split("<!--")[0]
+    found = {}
+    for table, columns in ((memory, {"between": 3, "peak": 4}), (times, {"time": 3, "sent": 5})):
+        (cells,) = [line.split("|") for line in table.splitlines() if line.startswith(f"| {name} |")]
+        found |= {each: float(cells[column]) for each, column in columns.items()}
+    return found
+
+
+def comparison() -> str:
+    """Return the table of docs/fsdp2.md."""
+    lines = [
+        "| | MB between steps | MB at the peak | time of a step | bytes sent |",
+        "|---|---|---|---|---|",
+    ]
+    for title, name in COMPARED.items():
+        of = measured(name)
+        figures = f"{of['between']:.0f} | {of['peak']:,.0f} | {of['time']:.2f} | {of['sent']:.1f}"
+        lines.append(f"| {title} | {figures} |")
+    return "\n".join(lines)
+
+
+def table() -> str:
+    """Return the table of README.md."""
+    lines = [
+        "| | lines that change | GB per rank | GB sent per step | measured: MB per rank | measured: time of a step |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in planned():
+        of = measured(MEASURED[row.name])
+        name, change = IN_TABLE[row.name]
+        sent = f"{row.sent / 1e9:.1f}"
+        if row.name == "FSDP2":  # if it keeps the gathered parameters for the backward pass; otherwise by half more
+            sent += f" to {1.5 * row.sent / 1e9:.1f}"
+        lines.append(f"| {name} | {change} | {row.total / 1e9:.1f} | {sent} | {of['between']:.0f} | {of['time']:.2f} |")
+    return "\n".join(lines)
+
+
+def write_table(page: Path, text: str) -> None:
+    """Replace the generated table of a page."""
+    before, rest = page.read_text().split(MARKS[0])
+    page.write_text(f"{before}{MARKS[0]}\n\n{text}\n\n{MARKS[1]}{rest.split(MARKS[1])[1]}")
 
 
 def box(axes: Any, x: float, y: float, width: float, height: float, colour: str, text: str = "") -> None:
@@ -77,7 +220,12 @@ def bare(axes: Any, width: float, height: float) -> None:
 
 def kept() -> Figure:
     """Draw which quarter of parameters, gradients and state each of four ranks keeps, at each level."""
-    ways = {"plain DDP": "aaa", "levels 1 and 2": "aao", "level 3": "aoo", "FSDP2": "ooo"}
+    ways = {
+        "plain DDP": "aaa",
+        "levels 1 and 2 (ZeRO-1)": "aao",
+        "level 3 (ZeRO-2)": "aoo",
+        "FSDP2 (ZeRO-3)": "ooo",
+    }
     figure = Figure(figsize=(9, 4.0), layout="constrained")
     all_axes = figure.subplots(1, len(ways))
     for axes, (title, pattern) in zip(all_axes, ways.items(), strict=True):
@@ -134,13 +282,12 @@ def owners(axes: Any, title: str, shards: Sequence[tuple[int, int, int, int]]) -
 
 
 def ownership() -> Figure:
-    """Draw the owners of a small model on four ranks: whole parameters, and both policies of onecopy."""
-    figure = Figure(figsize=(8.5, 3.6), layout="constrained")
-    rows = figure.subplots(3)
+    """Draw the owners of a small model on four ranks, with whole and with cut parameters."""
+    figure = Figure(figsize=(8.5, 2.5), layout="constrained")
+    rows = figure.subplots(2)
     for axes, title, policy, splittable in (
-        (rows[0], "whole parameters only", "parameter", False),
-        (rows[1], 'shard_by="parameter", the default', "parameter", True),
-        (rows[2], 'shard_by="element"', "element", True),
+        (rows[0], "whole parameters, for classes such as Muon", "parameter", False),
+        (rows[1], "cut parameters, for classes such as Adam", "element", True),
     ):
         layout = extend(None, specs(), 4, policy, splittable)
         owners(axes, title, [(shard.param, shard.start, shard.stop, shard.owner) for shard in layout.shards])
@@ -235,7 +382,9 @@ def steps() -> Figure:
 def main() -> None:
     """Draw all pictures."""
     mpl.rcParams.update({"font.size": 9, "svg.hashsalt": "onecopy", "svg.fonttype": "none"})
-    save(memory(), "picture-memory")
+    (HERE / "picture-memory.svg").write_text(memory())
+    write_table(HERE.parent / "README.md", table())
+    write_table(HERE / "fsdp2.md", comparison())
     save(kept(), "picture-kept")
     save(ownership(), "picture-ownership")
     save(collectives(), "picture-collectives")

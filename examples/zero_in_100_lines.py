@@ -77,7 +77,7 @@ class SimpleZeRO(Optimizer):
             shard.grad = None if param.grad is None else param.grad.reshape(-1)[owned]
         self.inner.step()
         # All-gather of parameters.
-        dist.all_gather_single(self.flat, self.own)
+        dist.all_gather(list(self.flat.chunk(dist.get_world_size())), self.own)
         return loss
 
 

@@ -43,6 +43,9 @@ PUBLIC = {
 OF_ABSTRACT_CLASSES = ("_abc_impl", "_is_protocol", "_is_runtime_protocol")
 """Attributes that Python itself adds to classes."""
 
+NO_IDENTIFIERS = ("OptimizerName", "Precision")
+"""Enums of the command line with values such as ``bf16-master``, which Sphinx cannot describe."""
+
 LINK = re.compile(r"\[([^\]]*)\]\(([^)\s]+)\)")
 
 
@@ -59,7 +62,7 @@ def page_of(module: Module, children: Sequence[Module], on_api_page: Sequence[st
         f"File: `{module.path}`.",
         f"```{{eval-rst}}\n.. automodule:: {module.name}\n   :members:\n   :ignore-module-all:\n   :undoc-members:\n"
         "   :private-members:\n   :show-inheritance:\n   :member-order: bysource\n"
-        f"   :exclude-members: {', '.join([*OF_ABSTRACT_CLASSES, *on_api_page])}\n```",
+        f"   :exclude-members: {', '.join([*OF_ABSTRACT_CLASSES, *NO_IDENTIFIERS, *on_api_page])}\n```",
     ]
     if on_api_page:
         parts.append(f"The [API reference](api.md) has {', '.join(f'`{name}`' for name in on_api_page)}.")

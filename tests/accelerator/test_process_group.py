@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from onecopy.common.torch_private import all_gather_single, reduce_scatter_single
 from tests.accelerator import device
 from tests.accelerator.harness import HYBRID, SIMCCL, simulated
 
@@ -36,9 +37,9 @@ def test_collectives_give_the_right_numbers(world_size: int, host_ahead: Any) ->
         dist.all_reduce(most, op=dist.ReduceOp.MAX)
         dist.broadcast(sent, src=1)
         gathered = torch.empty(2 * world_size, device="sim")
-        dist.all_gather_single(gathered, rank_values(2))
+        all_gather_single(gathered, rank_values(2))
         part = torch.empty(2, device="sim")
-        dist.reduce_scatter_single(part, rank_values(2 * world_size))
+        reduce_scatter_single(part, rank_values(2 * world_size))
         with run.step() as lists:
             uneven = [torch.empty(1 + r, device="sim") for r in range(world_size)]
             dist.all_gather(uneven, rank_values(1 + rank))

@@ -143,8 +143,9 @@ def _draw_train(random: Random, parts: list[str], refused: Set[str]) -> Train:
         return train
     part = random.choice(parts) if parts else ""
     for variant in random.sample(VARIANTS, random.choice((1, 1, 2))):
-        drawn: dict[str, Any] = {name: random.choice(values) for name, values in variant.items()}
-        varied = replace(train, **{name: part if value == PART else value for name, value in drawn.items()})
+        drawn = {name: random.choice(values) for name, values in variant.items()}
+        fields: dict[str, Any] = {name: part if value == PART else value for name, value in drawn.items()}
+        varied = replace(train, **fields)
         if not varied.features & refused and _consistent(varied):
             train = varied
     return train

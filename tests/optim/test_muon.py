@@ -11,7 +11,7 @@ from torch import Tensor
 
 from onecopy.optim import Muon, muon
 
-ROUNDING = {"rtol": 2e-2, "atol": 2e-2}
+ROUNDING: dict[str, Any] = {"rtol": 2e-2, "atol": 2e-2}
 """Of an orthogonalised matrix in bfloat16, relative to its largest value."""
 
 SHAPES: dict[str, list[tuple[int, ...]]] = {

@@ -165,7 +165,7 @@ def test_modules_do_not_import_each_other_in_circles() -> None:
 
 
 def test_every_test_has_its_folder_none_is_long_and_none_imports_another() -> None:
-    others = {"project", "bench", "faults", "fuzz", "golden", "support", "accelerator", "conftest.py"}
+    others = {"project", "bench", "faults", "fuzz", "support", "accelerator", "conftest.py"}
     tests = [path for path in paths.TESTS.rglob("*.py") if path.name != "__init__.py"]
     assert len(tests) > 50
     folders = {path.relative_to(paths.TESTS).parts[0] for path in tests}

@@ -148,8 +148,7 @@ def test_an_instance_counts_as_torchs_has_its_names_and_cannot_be_copied(world_s
     assert [name for name in names if not hasattr(ours, name)] == []
     assert isinstance(ours._all_params, list)
 
-    for cls in (THEIRS, Optimizer, torch.distributed.algorithms.join.Joinable):
-        assert isinstance(ours, cls)
+    assert all(isinstance(ours, cls) for cls in (THEIRS, Optimizer, torch.distributed.algorithms.join.Joinable))
     assert THEIRS not in type(ours).__mro__
     assert not isinstance(torch.optim.SGD([torch.zeros(1)]), THEIRS)
 

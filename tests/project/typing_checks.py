@@ -22,10 +22,11 @@ def loss() -> float:
     return 1.0
 
 
+def take(plain: Optimizer, joinable: Joinable) -> None: ...
+
+
 def use(optimizer: ZeroRedundancyOptimizer, param: torch.Tensor) -> None:
-    plain: Optimizer = optimizer
-    joinable: Joinable = optimizer
-    assert plain is joinable
+    take(optimizer, optimizer)
     assert_type(optimizer.step(closure=loss), float)
     nothing: None = assert_type(optimizer.step(), None)
     assert nothing is None

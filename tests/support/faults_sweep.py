@@ -60,6 +60,7 @@ def load_and_save(root: Path, blocking: bool, kill: Kill | None = None) -> tuple
         injector = Injector(call, kill.moment, lambda: die(root), f"{kill.seed} {rank}")
     run.load(root)
     run.train(2)
+    problem = ""
     try:
         with injector.active():
             run.save(root, blocking)
@@ -69,8 +70,12 @@ def load_and_save(root: Path, blocking: bool, kill: Kill | None = None) -> tuple
             finally:
                 checkpoint.wait()
     except Exception as error:
-        return repr(error), injector.points
-    return "", injector.points
+        problem = repr(error)
+    # The pool ends a rank that may die when all others have answered, and rank 0 removes files after they have saved.
+    deadline = time.monotonic() + LIMIT / 2
+    while kill is not None and not died_in(root).exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return problem, injector.points
 
 
 def died_in(root: Path) -> Path:

@@ -177,6 +177,7 @@ def distributed(*world_sizes: int, limit: float = LIMIT) -> Callable[[Function],
 def _serve(pipe: Connection, rank: int, world_size: int, store: str | int, collective_limit: float) -> None:
     """Join the group by a file or a port, then run the functions that come through the pipe until it closes."""
     warnings.simplefilter("error")
+    warnings.filterwarnings("ignore", "TypedStorage is deprecated")  # torch's own checkpoints use it before 2.13
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",

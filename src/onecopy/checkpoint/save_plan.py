@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from importlib.metadata import version
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+import onecopy
 from onecopy.checkpoint.files import LivePiece
 from onecopy.checkpoint.frozen_base import describe_frozen, frozen_parameters
 from onecopy.checkpoint.manifest import (
@@ -86,7 +86,7 @@ def plan_save(
     part = Manifest(
         step=step,
         world_size=ranks.world_size,
-        written_by={"onecopy": version("onecopy"), "torch": str(torch.__version__)},
+        written_by={"onecopy": onecopy.__version__, "torch": str(torch.__version__)},
         files={},
         tensors={},
         model=trees,

@@ -25,7 +25,13 @@ from onecopy.comm.status_flags import flags_on
 from onecopy.comm.streams import SideStream
 from onecopy.comm.work import ExplainedErrors, Started, Work, WorkAfter
 from onecopy.common.flat_views import to_bytes
-from onecopy.common.torch_private import counts_calls, number_of_groups, timeout_of
+from onecopy.common.torch_private import (
+    all_gather_single,
+    counts_calls,
+    number_of_groups,
+    reduce_scatter_single,
+    timeout_of,
+)
 from onecopy.errors import OnecopyError
 
 AVERAGING_BACKENDS = {"nccl"}
@@ -150,7 +156,7 @@ class Collectives:
         with ExplainedErrors(call, self.group_rank):
             mine = flags_on(self.host_device, flags)
             rows = mine.new_empty(self.world_size, len(flags))
-            dist.all_gather_single(rows.view(-1), mine, group=self.process_group)
+            all_gather_single(rows.view(-1), mine, group=self.process_group)
             values: list[list[int]] = rows.tolist()
         return values
 
@@ -208,7 +214,7 @@ class Collectives:
             if self._pairs is not None and self.sends_in_place(memory.device):
                 works = [work for source, part in enumerate(parts) for work in self._pairs.broadcast(part, source)]
             elif memory.numel() and len(set(lengths)) == 1:
-                works = [dist.all_gather_single(memory, mine, group=self.process_group, async_op=True)]
+                works = [all_gather_single(memory, mine, group=self.process_group, async_op=True)]
             elif memory.numel():
                 works = [dist.all_gather(parts, mine, group=self.process_group, async_op=True)]
         return Started(works, call, self.group_rank, memory)
@@ -225,7 +231,7 @@ class Collectives:
             if memory.numel() and not self.averages:
                 memory.mul_(scale)
             if memory.numel() and len(set(lengths)) == 1:
-                works = [dist.reduce_scatter_single(mean, memory, op=op, group=self.process_group, async_op=True)]
+                works = [reduce_scatter_single(mean, memory, op=op, group=self.process_group, async_op=True)]
             elif memory.numel():
                 parts = list(memory.split(list(lengths)))
                 works = [dist.reduce_scatter(mean, parts, op=op, group=self.process_group, async_op=True)]

@@ -1,4 +1,4 @@
-"""Every use of a torch name that is not public; each function says which feature of torch it wraps."""
+"""Every use of a torch name that is not public, or that torch has renamed; each function says what it wraps."""
 
 from __future__ import annotations
 
@@ -21,6 +21,11 @@ from torch.optim import Optimizer
 P = ParamSpec("P")
 R = TypeVar("R")
 _NO_RANGE = contextlib.nullcontext()
+
+
+all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+"""Public collectives that torch has renamed: before 2.13 they have their old names."""
 
 
 def bare_step(optimizer: Optimizer) -> Callable[..., Any]:

@@ -1,1 +1,0 @@
-"""What training gives, recorded from one version of the package and compared with another."""

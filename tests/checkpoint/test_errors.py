@@ -6,7 +6,6 @@ import contextlib
 import itertools
 import logging
 import math
-import random
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -20,7 +19,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.optim import SGD, AdamW
 
 from onecopy import NonfiniteError, RanksDisagreeError, ZeroRedundancyOptimizer, hook_with_zero_step
-from onecopy.checkpoint import PerRank, latest, load, save, storage, verify, wait
+from onecopy.checkpoint import PerRank, latest, load, save, storage, wait
 from onecopy.errors import CorruptCheckpointError
 from tests.support.checkpoints import Side, make
 from tests.support.failures import expect, expect_disagreement, expect_failure_of, failure_of
@@ -110,8 +109,10 @@ def test_a_part_can_be_loaded(world_size: int, tmp_path: Path) -> None:
 
 @distributed(2)
 def test_bad_arguments_are_refused_on_all_ranks(world_size: int, tmp_path: Path) -> None:
+    from torch.distributed.optim import ZeroRedundancyOptimizer as TorchClass  # warns before onecopy is imported
+
     side, path = saved(tmp_path)
-    rank = dist.get_rank()
+    rank, of_torch = dist.get_rank(), TorchClass(side.module.parameters(), AdamW, lr=0.1)
     bad: dict[str, Any] = {"a": [object() if rank == 1 else 1]}
     calls: list[tuple[Callable[[], object], Sequence[object]]] = [
         (lambda: side.save(tmp_path, 1), [path, "exists already"]),
@@ -120,6 +121,8 @@ def test_bad_arguments_are_refused_on_all_ranks(world_size: int, tmp_path: Path)
         (lambda: side.save(tmp_path, 2 if rank else -1), ["step must be"]),
         (lambda: side.save(tmp_path, 2, extra=bad), ["extra['a'][0]", "builtins.object"]),
         (lambda: save(tmp_path, 2, optimizer="Adam"), ["optimizer must be"]),  # type: ignore[arg-type]
+        # Its state would be found nowhere, and nothing saved.
+        (lambda: save(tmp_path, 2, optimizer=of_torch), ["use onecopy.ZeroRedundancyOptimizer"]),
         (lambda: side.load(tmp_path / "nothing"), [tmp_path / "nothing"]),
         (lambda: side.load(tmp_path / "step-00000009"), ["step-00000009", "missing"]),
     ]
@@ -134,22 +137,6 @@ def flip(path: Path, position: int, bit: int) -> None:
         (byte,) = file.read(1)
         file.seek(position)
         file.write(bytes([byte ^ (1 << bit)]))
-
-
-@distributed(2)
-def test_every_flipped_bit_is_found_by_verify(world_size: int, tmp_path: Path) -> None:
-    _, path = saved(tmp_path)
-    if dist.get_rank() == 1:
-        return
-    files, generator = sorted(path.iterdir()), random.Random(1)
-    assert verify(tmp_path) == sum(file.stat().st_size for file in files)
-    for file in files * 300:
-        place = generator.randrange(file.stat().st_size), generator.randrange(8)
-        flip(file, *place)
-        with pytest.raises(CorruptCheckpointError, match=file.name):
-            verify(path)
-        flip(file, *place)
-    verify(path)
 
 
 @distributed(2)
@@ -354,7 +341,6 @@ Change = Callable[[Side], dict[str, Any]]
 EITHER: dict[str, tuple[Change, str, str]] = {
     "no model": (lambda _: {"model": None}, "model: given", "model: None"),
     "no optimizer": (lambda _: {"optimizer": None}, "optimizer: 1 of them", "optimizer: None"),
-    "fewer optimizers": (lambda _: {"optimizer": []}, "optimizer: 1 of them", "optimizer: None"),
     "more optimizers": (
         lambda side: {"optimizer": [*side.optimizers, AdamW(side.module.parameters())]},
         "optimizer: 1 of them",

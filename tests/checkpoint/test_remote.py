@@ -118,11 +118,8 @@ def test_a_file_url_is_a_local_path(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("url", "kind", "text"),
     [
-        # fsspec would expand these
-        *(
-            (url, ValueError, "is not supported")
-            for url in ("memory://a*", "memory://a?", "memory://a[1]", "x::memory://a")
-        ),
+        ("memory://a*", ValueError, "is not supported"),  # fsspec would expand it
+        ("x::memory://a", ValueError, "is not supported"),
         ("nowhere://run", CheckpointError, "ValueError: Protocol not known"),
         ("memory://run", CheckpointError, r"needs fsspec: pip install 'onecopy\[remote\]'"),
     ],
@@ -149,7 +146,6 @@ def test_commands_take_urls_and_write_local_files(root: str, tmp_path: Path) -> 
     assert json.loads(run("verify", root, "--json").stdout)["bytes"] == verify(root)
     assert run("convert", root, tmp_path / "all.pt", "--to", "torch").exit_code == 0
     assert torch.load(tmp_path / "all.pt", weights_only=True)["step"] == 5
-    assert run("convert", root, tmp_path / "model.safetensors", "--to", "safetensors").exit_code == 0
     result = run("convert", root, f"{root}.pt", "--to", "torch")
     assert result.exit_code == 1
     assert "must be a local file" in re.sub(r"\s+", " ", result.output)
@@ -158,23 +154,6 @@ def test_commands_take_urls_and_write_local_files(root: str, tmp_path: Path) -> 
 @distributed(1, 2)
 def test_ranks_save_and_load(world_size: int, tmp_path: Path) -> None:
     remote.check_ranks(f"shared://{tmp_path}/run")
-
-
-@distributed(2)
-def test_an_upload_that_fails_on_one_rank_is_raised_on_all(world_size: int, tmp_path: Path) -> None:
-    root, side = f"shared://{tmp_path}/run", make("plain")
-    first = side.save(root, 1)
-    with pytest.MonkeyPatch.context() as patch:
-        if dist.get_rank() == 1:
-            broken(patch, "^wb .*rank-00001")
-        with pytest.raises(OnecopyError, match=f"{re.escape(root)}/step-00000002/rank-00001.*out of reach"):
-            side.save(root, 2, keep=1)
-    dist.barrier()
-    assert latest(root) == first
-    assert steps_of(root) == {1}
-    dist.barrier()
-    side.save(root, 2, keep=1)
-    assert side.load(root).step == 2
 
 
 @distributed(2)

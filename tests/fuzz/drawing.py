@@ -9,7 +9,7 @@ from typing import Any
 
 from tests.fuzz.operations import HOOKS, MOVES, PART, TEXTS, TURN, VARIANTS, Do, Operation, Train
 from tests.fuzz.programs import Level, Program, allowed
-from tests.fuzz.tables import BASE, CLASSES, OFF, OTHER_REFUSED, PARTS, POLICIES, REFUSED, SCHEDULERS, Options
+from tests.fuzz.tables import BASE, CLASSES, OTHER_REFUSED, PARTS, POLICIES, REFUSED, SCHEDULERS, Options
 
 
 def draw(seed: int) -> Program:
@@ -113,12 +113,12 @@ def _draw_operations(random: Random, optimizer: str, parts: list[str], levels: l
     count = random.randint(2, 9)
     of_other = random.choice(parts) if parts and len(levels) == 1 and random.random() < 0.3 else ""
     # Moves, and turns of the other optimizer, are drawn apart from the rest.
-    refused = REFUSED[levels[0].kind] | OFF.keys() | {"a checkpoint"} | (OTHER_REFUSED if of_other else set())
+    refused = REFUSED[levels[0].kind] | {"a checkpoint"} | (OTHER_REFUSED if of_other else set())
     operations: list[Operation] = [_draw_train(random, parts, refused)]
     while len(operations) < count or move_at:
         if move_at and len(operations) >= move_at:
             operations.append(Do(random.choice(MOVES)))
-            refused, move_at = REFUSED[levels[1].kind] | OFF.keys() | {"a checkpoint"}, 0
+            refused, move_at = REFUSED[levels[1].kind] | {"a checkpoint"}, 0
         elif not parts or random.random() < 0.45:
             operations.append(_draw_train(random, parts, refused))
         else:

@@ -3,7 +3,7 @@
 In a script ``module``, ``model``, ``optimizer`` and ``scheduler`` are those that train, ``sharded`` says whether they
 are onecopy's, ``seen`` is the list of what is compared afterwards.
 
-An operation has ``features``, by which ``tables.REFUSED`` and ``tables.OFF`` speak of it. It may be ``about`` a part of
+An operation has ``features``, by which ``tables.REFUSED`` speaks of it. It may be ``about`` a part of
 the model, which must be there then. ``simpler()`` yields the same with less in it, for a failure that is made short.
 """
 

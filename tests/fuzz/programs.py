@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from tests.fuzz.operations import ADD, HOOKS, KEEP, TURN, USE_KEPT, Operation
-from tests.fuzz.tables import CLASSES, OFF, OTHER_REFUSED, PARTS, REFUSED, Options
+from tests.fuzz.tables import CLASSES, OTHER_REFUSED, PARTS, REFUSED, Options
 
 KEEPING = frozenset({"gradients that add up over steps", "two optimizers"})
 """With these, a gradient that was reduced is still there in a later pass, which adds to it."""
@@ -99,7 +99,7 @@ def allowed(program: Program) -> bool:
     for operation in program.operations:
         if "a checkpoint" in operation.features:
             level = program.levels[1]
-        elif operation.features & (REFUSED[level.kind] | OFF.keys()):
+        elif operation.features & REFUSED[level.kind]:
             return False
     return not (any(_nonsense(program)) or _edits_old_state(program))
 

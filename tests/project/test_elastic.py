@@ -19,7 +19,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from onecopy import checkpoint
 from tests.support.examples import example, result_in
-from tests.support.harness import EVERYTHING, pools
+from tests.support.harness import pools
 
 EPOCHS, LAST_STEP = 3, 25
 """The defaults of the example: 25 batches of 12 are 3 epochs of 100 samples. It saves after every fifth."""
@@ -93,12 +93,8 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Tensor:
     return result_of(root)
 
 
-# In a batch with samples of two epochs; before the first save; in a step with a save.
-@pytest.mark.parametrize(("step", "saved"), [(17, 15), (3, 0), (10, 5)] if EVERYTHING else [(17, 15)])
-def test_a_run_whose_worker_is_killed_ends_as_an_undisturbed_one(
-    undisturbed: Tensor, tmp_path: Path, step: int, saved: int
-) -> None:
-    assert launch(tmp_path, 2, step, restarts=1) == {saved}
+def test_a_run_whose_worker_is_killed_ends_as_an_undisturbed_one(undisturbed: Tensor, tmp_path: Path) -> None:
+    assert launch(tmp_path, 2, 17, restarts=1) == {15}  # in a batch with samples of two epochs
     assert torch.equal(result_of(tmp_path), undisturbed)
 
 

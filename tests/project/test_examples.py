@@ -157,24 +157,6 @@ def test_zero_in_100_lines_has_the_state_of_its_range_only(world_size: int) -> N
 # compare_levels.py, the demo
 
 
-def test_sentences_are_words_of_the_grammar_and_repeat_with_the_seed() -> None:
-    one, again, other = demo.sentences(1, 3, 20), demo.sentences(1, 3, 20), demo.sentences(2, 3, 20)
-    assert one.shape == (3, 20)
-    assert torch.equal(one, again)
-    assert not torch.equal(one, other)
-    assert not any(word.isupper() for word in demo.WORDS), "a rule is missing"
-
-
-def test_a_word_depends_on_the_words_before_it_only() -> None:
-    words = demo.sentences(0, 1, 16)
-    changed = words.clone()
-    changed[0, 10:] = 0
-    model = demo.Sizes(len(demo.WORDS), 32, len(demo.WORDS), 2, positions=16).make()
-    before, after = model(words), model(changed)
-    assert torch.equal(before[0, :10], after[0, :10])
-    assert not torch.equal(before[0, 10:], after[0, 10:])
-
-
 def test_the_demo_shows_the_losses_of_ddp_and_less_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "120")
     small = ("--steps", "6", "--width", "64", "--depth", "2", "--plot", str(tmp_path / "compare.png"))

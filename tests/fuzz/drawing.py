@@ -7,7 +7,7 @@ from dataclasses import replace
 from random import Random
 from typing import Any
 
-from tests.fuzz.operations import HOOKS, MOVES, PART, TEXTS, TURN, VARIANTS, Do, Operation, Train
+from tests.fuzz.operations import HOOKS, MOVES, PART, SIMPLE, TEXTS, TURN, VARIANTS, Do, Operation, Train
 from tests.fuzz.programs import Level, Program, allowed
 from tests.fuzz.tables import BASE, CLASSES, OTHER_REFUSED, PARTS, POLICIES, REFUSED, SCHEDULERS, Options
 
@@ -48,6 +48,9 @@ def _draw(random: Random, seed: int) -> Program:
     )
     if program.has_unused or random.random() < 0.2:
         program = replace(program, ddp=(("find_unused_parameters", "True"), *program.ddp))
+    if program.exact and len(levels) == 1 and random.random() < 0.15:
+        simple = tuple(each for each in program.operations if isinstance(each, Train) or each.what in SIMPLE)
+        program = replace(program, matrices=True, operations=simple, named=False, groups=((),))
     return replace(program, options=_draw_options(random, optimizer, smooth=not program.exact))
 
 

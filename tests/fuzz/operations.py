@@ -105,6 +105,8 @@ HOOKS = ("hook the gradient", "hook the pass")
 KEEP, USE_KEPT = "keep the state", "multiply kept state"
 MOVES = ("move", "move, saved in background")
 TURN = "a turn of the other optimizer"
+SIMPLE = ("freeze", "edit parameters", *HOOKS)
+"""Operations that know nothing of the optimizer's class."""
 
 TEXTS = {
     "freeze": Text("module.PART.requires_grad_(VALUE)", ("freezing",), ("False", "True")),

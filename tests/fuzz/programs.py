@@ -51,6 +51,7 @@ class Program:
     ddp: Options
     levels: tuple[Level, ...]  # where training begins, and where it may move to
     operations: tuple[Operation, ...]
+    matrices: bool = False  # whether the matrices are in a group of Muon's
 
     @property
     def added(self) -> tuple[str, ...]:
@@ -126,6 +127,8 @@ def _nonsense(program: Program) -> Iterator[bool]:
     yield not program.exact and chosen.smooth is None
     yield program.optimizer == "Adafactor" and ("empty" in program.parts or mixed)
     yield program.optimizer == "SGD" and narrow and ("fused", "True") in program.options
+    cuts = ("shard_by", '"element"') in program.levels[0].arguments
+    yield program.matrices and (cuts or chosen.matrices or not program.exact)
     yield chosen.matrices and not all(PARTS[part].matrices for part in program.parts)
 
     # torch has no largest element of an empty gradient.

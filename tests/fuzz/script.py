@@ -118,7 +118,24 @@ def whole_state(optimizer):
         optimizer.consolidate_state_dict(to=to)
         if to == RANK:
             state = optimizer.state_dict()
-    return state
+    return state if "optimizer_class" not in state["param_groups"][0] else [*onecopy.split_state_dict(state).values()]
+""",
+    "PlainClasses": """\
+class PlainClasses(torch.optim.Optimizer):
+    def __init__(self, groups, options):
+        matrices = {key: value for key, value in groups[0].items() if key != "optimizer_class"}
+        self.parts = [torch.optim.Muon([matrices]), CLASS([groups[1]], **options)]
+        super().__init__([{"params": []}], {})
+        self.param_groups = [part.param_groups[0] for part in self.parts]
+
+    def step(self, closure=None):
+        result = None if closure is None else closure()
+        for part in self.parts:
+            part.step()
+        return result
+
+    def state_dict(self):
+        return [part.state_dict() for part in self.parts]
 """,
     "check_replicas": """\
 def check_replicas(module):
@@ -157,7 +174,7 @@ def script(program: Program, name: str = "script.py") -> str:
     # A new DDP sends buffers where DDP skips it (after no_sync): only rank 0's are the same then.
     differ = "batch_norm" in program.parts and program.moves
     which = " if RANK == 0 or '.running_' not in name" if differ else ""
-    used = f"{model} {train} values whole_state compare"
+    used = f"{model} {train} {'PlainClasses' if program.matrices else ''} values whole_state compare"
     helpers = [text for helper, text in HELPERS.items() if re.search(rf"\b{helper}\b", used)]
     body = Template(BODY).substitute(
         optimizer=program.optimizer,
@@ -204,7 +221,8 @@ def _model(program: Program) -> list[str]:
 def _build(program: Program) -> list[str]:
     ddp = "".join(f", {name}={value}" for name, value in program.ddp)
     lines = _groups(program)
-    lines += ["if not sharded:", "    optimizer = CLASS(groups, **options())", f"    model = DDP(module{ddp})"]
+    plain = "PlainClasses(groups, options())" if program.matrices else "CLASS(groups, **options())"
+    lines += ["if not sharded:", f"    optimizer = {plain}", f"    model = DDP(module{ddp})"]
     lines += ["    other = CLASS(others, **options())"] if program.of_other else []
     if program.world_size > 2 and program.levels[0].kind == "overlap":
         # It divides by three where DDP itself multiplies by a third.
@@ -240,6 +258,9 @@ def _groups(program: Program) -> list[str]:
     params = f"[{pair} for name, p in module.named_parameters() if name.split('.')[0]"
     lines = [f"groups = params = {params} not in {program.added + program.of_other}]"]
     lines += [f"others = {params} in {program.of_other}]"] if program.of_other else []
+    if program.matrices:
+        matrices = "{'params': [p for p in params if p.dim() == 2], 'optimizer_class': torch.optim.Muon, 'lr': 0.01}"
+        return [*lines, f"groups = [{matrices}, {{'params': [p for p in params if p.dim() != 2]}}]"]
     count = len(program.groups)
     groups = [
         f"{{'params': params[{number}::{count}]" + "".join(f", {key!r}: {value}" for key, value in group) + "}"

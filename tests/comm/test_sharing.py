@@ -12,7 +12,7 @@ from torch import Tensor
 
 from onecopy.comm import limits
 from onecopy.comm.collectives import Collectives
-from onecopy.comm.sharing import OwnedMemory, SharedBucket, Sharing
+from onecopy.comm.sharing import OwnedMemory, Sharing
 from onecopy.common.flat_views import as_bytes
 from tests.support.harness import distributed
 
@@ -55,17 +55,6 @@ def test_all_ranks_end_with_the_owners_values(world_size: int, direct_bytes: int
         sharing.start().drain()
         for number, param in enumerate(params):
             assert torch.equal(param, torch.full_like(param, number * factor)), (number, factor)
-
-
-@pytest.mark.parametrize("lengths", [(7, 7, 7), (3, 0, 5)], ids=["equal", "unequal"])
-@distributed(3)
-def test_buckets_are_shared_where_they_lie(world_size: int, lengths: tuple[int, ...]) -> None:
-    collectives = Collectives()
-    here = collectives.group_rank
-    bucket = torch.full((sum(lengths),), -1.0)
-    bucket.split(lengths)[here].fill_(here)
-    Sharing(collectives, buckets=[SharedBucket(bucket, lengths, (0,))]).start().drain()
-    assert bucket.tolist() == [owner for owner, length in enumerate(lengths) for _ in range(length)]
 
 
 @pytest.mark.parametrize("direct_bytes", [1, 1 << 20], ids=["in place", "packed"])

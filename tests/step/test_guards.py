@@ -341,17 +341,6 @@ def test_all_ranks_raise_before_the_step_in_which_the_comparison_is_due(world_si
     assert_same_tree(training.values(), plain.values(), "in the end")
 
 
-@distributed(2)
-def test_between_two_comparisons_the_owners_overwrite_a_difference(world_size: int) -> None:
-    training = Training("level 1", check_replicas_every=3)
-    training.iterate(0)
-    if dist.get_rank() != training.owner:
-        training.nudge()
-    training.iterate(1)
-    assert_replicas_equal(training.module.parameters())
-    training.iterate(2, 3)
-
-
 @pytest.mark.parametrize("level", ["level 1", "level 3", "level 3 overlap"])
 @distributed(2)
 def test_on_an_accelerator_parameters_are_compared_too(world_size: int, level: str) -> None:

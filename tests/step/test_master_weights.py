@@ -12,7 +12,6 @@ import torch.distributed as dist
 from schedulefree import AdamWScheduleFree  # type: ignore[import-untyped]
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -140,24 +139,6 @@ def test_the_hooks_equal_masters_by_hand(world_size: int, ours: dict[str, Any], 
     assert_same_tree(without_masters(saved(zero)), reference.optimizers[0].state_dict(), "state", tolerance)
 
 
-@pytest.mark.parametrize("hook", [False, True], ids=["all-reduce", "reduce-scatter"])
-@TWO_POLICIES
-@distributed(2, 3)
-def test_uneven_inputs_equal_masters_by_hand(world_size: int, ours: dict[str, Any], hook: bool) -> None:
-    model, plain = (DistributedDataParallel(Mixed()) for _ in range(2))
-    zero, reference = adamw_for(model, **ours), ByHand(plain.parameters(), [ADAMW])
-    if hook:
-        model.register_comm_hook(zero, reduce_scatter_hook)
-    for each, optimizer, joined in ((plain, reference, [plain]), (model, zero, [model, zero])):
-        with Join(joined):  # type: ignore[arg-type]
-            for step in range(2 + 2 * dist.get_rank()):
-                each.zero_grad()
-                loss_of(each, step).backward()
-                optimizer.step()
-    assert_equal(model.parameters(), plain.parameters(), "end", ROUNDING if hook and world_size > 2 else 0.0)
-    assert_replicas_equal([param.detach().float() for param in model.parameters()])
-
-
 @POLICIES
 @distributed(2, 3)
 def test_a_master_weight_exists_on_its_owner_only_and_only_for_low_precision_parameters(
@@ -182,30 +163,6 @@ def test_schedule_free_averages_reach_the_parameters(world_size: int) -> None:
             getattr(optimizer, mode)()
         sides.reference.write_to_params()
         sides.train(range(3 if mode == "train" else 0))
-
-
-@distributed(2)
-def test_a_model_converted_before_the_first_step_gets_masters_or_an_error(world_size: int) -> None:
-    model, plain = small_model(), small_model().to(HALF)
-    zero = adamw_for(model, **MASTERS)
-    model.to(HALF)
-    train(plain.parameters(), ByHand(plain.parameters(), [ADAMW]), range(3))
-    try:
-        train(model.parameters(), zero, range(3))
-    except RuntimeError:
-        return
-    assert_equal(model.parameters(), plain.parameters(), "converted after construction")
-
-
-@distributed(2, 3)
-def test_offloading_to_where_parameters_are_changes_nothing(world_size: int) -> None:
-    model, plain = small_model(), small_model()
-    zero, optimizer = adamw_for(model, offload="cpu"), torch.optim.AdamW(plain.parameters(), **ADAMW.options)
-    train(model.parameters(), zero, range(3))
-    train(plain.parameters(), optimizer, range(3))
-    assert_equal(model.parameters(), plain.parameters(), "weights")
-    assert not made_copies(zero, model.parameters())
-    assert_same_tree(saved(zero), optimizer.state_dict(), "state")
 
 
 # Writing into parameters
@@ -272,14 +229,6 @@ def test_a_written_value_wins_under_sharding_too(world_size: int) -> None:
 # State dicts
 
 
-@POLICIES
-@distributed(2, 3)
-def test_a_state_dict_has_whole_masters_beside_the_plain_state(world_size: int, ours: dict[str, Any]) -> None:
-    sides = Sides(3, **ours)
-    sides.check_masters()
-    assert_same_tree(without_masters(saved(sides.zero)), sides.reference.optimizers[0].state_dict(), "state")
-
-
 def load_both(model: nn.Module, zero: Any, weights: dict[str, Any], state: dict[str, Any], weights_first: bool) -> None:
     if weights_first:
         model.load_state_dict(weights)
@@ -314,24 +263,6 @@ def test_a_saved_run_goes_on_bit_by_bit_with_other_ranks_and_policies(
         sides.train(range(steps, steps + 3))
         sides.check_masters()
     dist.barrier()
-
-
-@pytest.mark.parametrize("weights_first", [True, False])
-@pytest.mark.parametrize("steps", [0, 3])
-@distributed(2)
-def test_a_saved_sharded_run_goes_on_bit_by_bit(world_size: int, steps: int, weights_first: bool) -> None:
-    whole, reference = compare_with_masters_by_hand(small_model, [ADAMW], BF16, steps=6)
-    model, _ = compare_with_masters_by_hand(small_model, [ADAMW], BF16, steps=steps)
-    weights, state = deepcopy(model.state_dict()), saved(optimizers_of(model)[0])
-    model = wrap(small_model(seed=8), [ADAMW], BF16)
-    (zero,) = optimizers_of(model)
-    load_both(model, zero, weights, state, weights_first)
-    for step in range(steps, 6):
-        zero.zero_grad()
-        loss_of(model, step).backward()
-        zero.step()
-    assert_equal(model.parameters(), whole.parameters(), "weights")
-    assert_equal(saved(zero)["master_weights"].values(), reference.masters, "masters")
 
 
 @distributed(2)

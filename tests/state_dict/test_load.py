@@ -150,18 +150,15 @@ def test_names_are_kept_and_loaded_as_the_plain_optimizer_does(world_size: int, 
 
 @distributed(2)
 def test_several_groups_keep_their_numbering_where_some_parameters_have_no_state(world_size: int) -> None:
-    ours_params, plain_params = make_params(), make_params()
-    order = [["small", "wave"], [], ["matrix", "nothing"], ["double"]]
+    def groups() -> list[dict[str, Any]]:
+        order = [["small", "wave"], [], ["matrix", "nothing"], ["double"]]
+        return [{"params": list(make_params(names).values()), "lr": 0.1 + k} for k, names in enumerate(order)]
 
-    def groups(params: Any) -> list[dict[str, Any]]:
-        return [{"params": [params[name] for name in names], "lr": 0.1 + k} for k, names in enumerate(order)]
-
-    ours, plain = ZeroRedundancyOptimizer(groups(ours_params), Adam), Adam(groups(plain_params))
-    for params in (ours_params, plain_params):
-        for name in ("wave", "matrix"):
-            params[name].grad = torch.ones_like(params[name])
-    ours.step()
-    plain.step()
+    ours, plain = ZeroRedundancyOptimizer(groups(), Adam), Adam(groups())
+    for optimizer in (ours, plain):
+        for param in tensors_of(optimizer)[1:3]:
+            param.grad = torch.ones_like(param)
+        optimizer.step()
     ours.consolidate_state_dict(to=1)
     if ours.rank == 1:
         expect_same(ours.state_dict(), plain.state_dict())

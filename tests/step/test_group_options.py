@@ -67,10 +67,6 @@ class Counting(Optimizer):
         for group in self.param_groups:
             group["groups"] = len(self.param_groups)
 
-    def train(self) -> None:
-        for group in self.param_groups:
-            group["mode"] = "train"
-
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         for group in self.param_groups:
@@ -108,13 +104,6 @@ def edit_and_add(optimizer: Optimizer) -> None:
     optimizer.add_param_group(extra(lr=0.1))
 
 
-def edit_and_switch(optimizer: Any) -> None:
-    optimizer.param_groups[0].update(lr=0.25, note="mine")
-    if hasattr(optimizer, "train"):  # SGD has no modes
-        optimizer.train()
-        assert optimizer.param_groups[0]["mode"] == "train"
-
-
 def edit_in_a_closure(optimizer: Optimizer) -> None:
     def closure() -> float:
         optimizer.param_groups[0]["lr"] *= 0.5
@@ -138,7 +127,7 @@ def consolidate(optimizer: Optimizer) -> None:
         optimizer.consolidate_state_dict()
 
 
-ACTS = [schedule_and_add, edit_and_add, edit_and_switch, edit_in_a_closure, delete, consolidate]
+ACTS = [schedule_and_add, edit_and_add, edit_in_a_closure, delete, consolidate]
 
 
 @distributed(2, 3)

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-from torch.distributed.algorithms.join import Join, Joinable
+from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import StepLR
@@ -144,20 +144,17 @@ def test_uneven_inputs_equal_plain_ddp(world_size: int, setting: Setting) -> Non
     assert_replicas_equal(ddp.parameters())
 
 
-@pytest.mark.parametrize("joined_alone", [False, True], ids=["with DDP", "alone"])
 @distributed(2, 3)
-def test_early_termination_raises_on_all_ranks(world_size: int, joined_alone: bool) -> None:
+def test_early_termination_raises_on_all_ranks(world_size: int) -> None:
     ddp = small_ddp()
     optimizer = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1)
-    joinables: list[Joinable] = [optimizer] if joined_alone else [ddp, optimizer]
     steps = 0
 
     def until_exhausted() -> None:
         nonlocal steps
-        with Join(joinables, throw_on_early_termination=True):
+        with Join([ddp, optimizer], throw_on_early_termination=True):
             for _ in range(more_for_later_ranks(dist.get_rank())):
-                with ddp.no_sync() if joined_alone else contextlib.nullcontext():
-                    one_step(ddp, optimizer, 0)
+                one_step(ddp, optimizer, 0)
                 steps += 1
 
     with pytest.raises(RuntimeError, match="exhausted"):
@@ -166,28 +163,19 @@ def test_early_termination_raises_on_all_ranks(world_size: int, joined_alone: bo
     assert_replicas_equal(ddp.parameters())
 
 
-@pytest.mark.parametrize("closure", [False, True], ids=["plain call", "closure"])
 @pytest.mark.parametrize("counts", [more_for_later_ranks, more_for_earlier_ranks])
 @distributed(2, 3)
-def test_the_optimizer_alone_in_the_join_context(world_size: int, counts: Counts, closure: bool) -> None:
+def test_the_optimizer_alone_in_the_join_context(world_size: int, counts: Counts) -> None:
     """Without DDP every rank computes the same gradients, so the result is that of the longest run in one process."""
     model, reference = small_model(), small_model()
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-2, shard_by="element")
     plain = torch.optim.AdamW(reference.parameters(), lr=1e-2)
 
     def same_step(model: torch.nn.Module, optimizer: Optimizer, step: int) -> None:
-        def evaluate() -> float:
-            optimizer.zero_grad()
-            loss: Tensor = model(torch.full((1, 8), 1.0 + step)).square().mean()
-            loss.backward()
-            next(model.parameters()).grad = None  # it stays without an update on a rank that has joined, too
-            return loss.item()
-
-        if closure:
-            optimizer.step(evaluate)
-        else:
-            evaluate()
-            optimizer.step()
+        optimizer.zero_grad()
+        model(torch.full((1, 8), 1.0 + step)).square().mean().backward()
+        next(model.parameters()).grad = None  # it stays without an update on a rank that has joined, too
+        optimizer.step()
 
     with Join([optimizer]):
         for step in range(counts(dist.get_rank())):

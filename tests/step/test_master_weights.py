@@ -33,6 +33,7 @@ from tests.support.master_weights import (
     zeros_for,
 )
 from tests.support.models import assert_equal, assert_replicas_equal, assert_same_tree, small_model, values
+from tests.support.state_dicts import gathered
 
 ROUNDING = 2e-2
 """Three ranks and another order of adding bf16 gradients up: a few units in the last place of bf16."""
@@ -85,16 +86,7 @@ class Sides:
         """The masters of our state dict are those kept by hand of the parameters in half precision."""
         coarse = [index for index, param in enumerate(self.plain.parameters()) if param.dtype == HALF]
         expected = {index: self.reference.masters[index] for index in coarse}
-        assert_same_tree(saved(self.zero)["master_weights"], expected, "masters")
-
-
-def saved(zero: Any) -> dict[str, Any]:
-    """The whole state dict, on every rank of the optimizer."""
-    zero.consolidate_state_dict(to=0)
-    box: list[Any] = [zero.state_dict() if zero.rank == 0 else None]
-    dist.broadcast_object_list(box, src=0, group=zero.process_group)
-    state: dict[str, Any] = box[0]
-    return state
+        assert_same_tree(gathered(self.zero)["master_weights"], expected, "masters")
 
 
 def without_masters(state: dict[str, Any]) -> dict[str, Any]:
@@ -136,7 +128,7 @@ def test_the_hooks_equal_masters_by_hand(world_size: int, ours: dict[str, Any], 
             loss_of(each, step).backward()
             optimizer.step()
         assert_equal(model.parameters(), plain.parameters(), f"step {step}", tolerance)
-    assert_same_tree(without_masters(saved(zero)), reference.optimizers[0].state_dict(), "state", tolerance)
+    assert_same_tree(without_masters(gathered(zero)), reference.optimizers[0].state_dict(), "state", tolerance)
 
 
 @POLICIES
@@ -223,18 +215,10 @@ def test_a_written_value_wins_under_sharding_too(world_size: int) -> None:
     zero.step()
     reference.step(gradients)
     assert_equal(model.parameters(), reference.params, "weights")
-    assert_equal(saved(zero)["master_weights"].values(), reference.masters, "masters")
+    assert_equal(gathered(zero)["master_weights"].values(), reference.masters, "masters")
 
 
 # State dicts
-
-
-def load_both(model: nn.Module, zero: Any, weights: dict[str, Any], state: dict[str, Any], weights_first: bool) -> None:
-    if weights_first:
-        model.load_state_dict(weights)
-    zero.load_state_dict(state)
-    if not weights_first:
-        model.load_state_dict(weights)
 
 
 @pytest.mark.parametrize("steps", [0, 3])
@@ -252,14 +236,16 @@ def test_a_saved_run_goes_on_bit_by_bit_with_other_ranks_and_policies(
     box: list[Any] = [None, None]
     if dist.get_rank() < saved_by:
         sides = Sides(steps, process_group=groups[saved_by], **before)
-        box = [sides.model.state_dict(), saved(sides.zero)]
+        box = [sides.model.state_dict(), gathered(sides.zero)]
     dist.broadcast_object_list(box, src=0)
     if dist.get_rank() < loaded_by:
         sides = Sides(1, process_group=groups[loaded_by], **after)  # of another run
         sides.reference = ByHand((plain := Mixed()).parameters(), [ADAMW])
         sides.plain = plain
         train(plain.parameters(), sides.reference, range(steps))
-        load_both(sides.model, sides.zero, box[0], box[1], weights_first)
+        loads: list[tuple[Any, Any]] = [(sides.model, box[0]), (sides.zero, box[1])]
+        for target, state in loads if weights_first else reversed(loads):
+            target.load_state_dict(state)
         sides.train(range(steps, steps + 3))
         sides.check_masters()
     dist.barrier()
@@ -270,7 +256,7 @@ def test_state_from_before_the_first_step_has_the_masters(world_size: int) -> No
     for zero in (adamw_for(Mixed(), **MASTERS), *optimizers_of(wrap(small_model(), [ADAMW], BF16))):
         with pytest.raises(RuntimeError, match="consolidate_state_dict"):
             zero.state_dict()  # the masters are finer than the parameters
-        assert saved(zero)["master_weights"]
+        assert gathered(zero)["master_weights"]
 
 
 @pytest.mark.parametrize("stepped", [False, True], ids=["new", "after steps"])
@@ -294,7 +280,7 @@ def test_without_masters_in_the_dict_they_begin_with_the_parameters(world_size: 
 def test_optimizers_without_masters_load_a_dict_that_has_them(
     world_size: int, sharded: bool, dtype: torch.dtype, steps: int
 ) -> None:
-    state = saved(Sides(steps, **ELEMENT).zero)
+    state = gathered(Sides(steps, **ELEMENT).zero)
     target, plain = Mixed().to(dtype), Mixed().to(dtype)
     optimizer: Optimizer = adamw_for(target) if sharded else torch.optim.AdamW(target.parameters(), **ADAMW.options)
     reference = torch.optim.AdamW(plain.parameters(), **ADAMW.options)

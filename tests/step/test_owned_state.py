@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.optim import SGD, Adam
 
-from onecopy import PeerFailedError, RanksDisagreeError, ZeroRedundancyOptimizer, checkpoint
+from onecopy import RanksDisagreeError, ZeroRedundancyOptimizer, checkpoint
 from tests.support import both as support
 from tests.support.both import tensors_of
 from tests.support.harness import distributed
@@ -136,10 +136,6 @@ def test_state_under_a_key_that_is_no_parameter_must_be_equal_on_all_ranks(world
     if dist.get_rank() > 0:
         del both.ours.state["rounds"]
     with pytest.raises(RanksDisagreeError, match=r"rank 0: state under 'rounds'.*nothing more"):
-        both.ours.consolidate_state_dict()
-    if dist.get_rank() == 0:
-        both.ours.state["rounds"] = object()
-    with pytest.raises((TypeError, PeerFailedError), match=r"state under 'rounds'.*cannot be gathered"):
         both.ours.consolidate_state_dict()
     both.ours.state.pop("rounds", None)
     both.check()

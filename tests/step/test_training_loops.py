@@ -295,10 +295,8 @@ def test_step_hooks_see_this_instance_exactly_once_per_step(
     seen: list[tuple[str, Optimizer]] = []
     before = register_optimizer_step_pre_hook if everywhere else optimizer.register_step_pre_hook
     after = register_optimizer_step_post_hook if everywhere else optimizer.register_step_post_hook
-    first, last = (
-        before(lambda which, *_: seen.append(("pre", which))),
-        after(lambda which, *_: seen.append(("post", which))),
-    )
+    first = before(lambda which, *_: seen.append(("pre", which)))
+    last = after(lambda which, *_: seen.append(("post", which)))
     try:
         for _ in range(2):
             fill_gradients(model.parameters())

@@ -65,7 +65,6 @@ SETTINGS = (
     Setting("whole parameters in buckets", ours={**WHOLE, **VIEW}),
     Setting("cut parameters in buckets", ours={**CUT, **VIEW}),
     Setting("the first rank goes on longest", EARLIER),
-    Setting("closures", optimizer=torch.optim.SGD, options=SGD, ours=WHOLE, closure=True),
     Setting("closures and a scheduler", EARLIER, ours={**CUT, **VIEW}, closure=True, scheduler=True),
     Setting("gradients divided by the active ranks", join={"divide_by_initial_world_size": False}),
     Setting(

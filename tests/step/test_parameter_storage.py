@@ -178,7 +178,6 @@ REFUSED: dict[str, tuple[Change, int, type[Exception], str]] = {
     "transposed in place": (transpose_in_place, 3, RuntimeError, f"'square.weight' {LATE}strides"),
     "another shape": (give_bias(lambda: torch.zeros(4)), 0, RuntimeError, f"'head.bias' {MISFIT}"),
     "memory with gaps": (give_bias(lambda: torch.zeros(6)[::2]), 0, RuntimeError, f"'head.bias' {MISFIT}"),
-    "expanded memory": (give_bias(lambda: torch.zeros(1).expand(3)), 0, RuntimeError, f"'head.bias' {MISFIT}"),
     "on one rank": (convert_on_one_rank, 0, RanksDisagreeError, r"'conv.weight'.*rank \d: .*float64"),
     "replaced on one rank": (replace_on_one_rank, 0, RanksDisagreeError, NO_GRADIENT),
 }

@@ -210,13 +210,6 @@ DIFFERENT: dict[str, tuple[str, Make, Make, str, str]] = {
         rf"{TWO}: step=.* 2.0",
         rf"{TWO}: step=.* 42.0",
     ),
-    "the dtype of state": (
-        LOAD,
-        SAME,
-        with_average(1, torch.Tensor.double),
-        f"{TWO}: exp_avg=.*float32",
-        f"{TWO}: .*float64",
-    ),
     "state that is no parameter's": (
         LOAD,
         with_state("rounds", 0),

@@ -34,7 +34,6 @@ MODES: dict[str, Modes] = {
     "cut": {"shard_by": "element"},
     "cut in buckets": CUT_IN_BUCKETS,
 }
-IN_ALL_MODES = pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
 ROUNDING = 1e-6
 """More than two ranks: the order in which gradients are added is the process group's affair."""
 
@@ -327,7 +326,7 @@ def test_zero_grad_clears_the_gradients_of_every_parameter(world_size: int) -> N
 
 
 @pytest.mark.parametrize("fused", [False, True])
-@IN_ALL_MODES
+@pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
 @distributed(2)
 def test_a_step_makes_backward_through_an_older_graph_raise(world_size: int, mode: Modes, fused: bool) -> None:
     """On all ranks alike, also where torch's fused kernels write unseen by autograd."""

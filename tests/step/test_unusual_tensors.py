@@ -20,8 +20,7 @@ ODD: dict[str, Callable[[], list[Tensor]]] = {
     "channels-last": lambda: [torch.randn(20, 8, 3, 3).to(memory_format=torch.channels_last), torch.randn(5)],
     "transposed": lambda: [torch.randn(60, 40).t(), torch.randn(3, 7).t()],
     "permuted": lambda: [torch.randn(5, 4, 3, 6, 7).permute(3, 0, 4, 2, 1), torch.randn(2, 3, 4).permute(2, 0, 1)],
-    "complex": lambda: [torch.randn(40, 50, dtype=torch.complex64), torch.randn(3, dtype=torch.complex64)],
-    "complex and transposed": lambda: [torch.randn(40, 50, dtype=torch.complex128).t()],
+    "complex": lambda: [torch.randn(40, 50, dtype=torch.complex128).t(), torch.randn(3, dtype=torch.complex64)],
     "several data types": lambda: [
         torch.randn(40, 50, dtype=torch.bfloat16),
         torch.randn(1500),

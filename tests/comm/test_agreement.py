@@ -10,27 +10,16 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from onecopy import PeerFailedError, RanksDisagreeError, ShardedDataParallel, ZeroRedundancyOptimizer
 from onecopy.comm.agreement import Vote, check_vote, vote_at_once, vote_row
 from onecopy.comm.collectives import Collectives
-from onecopy.comm.status_flags import DeferredFlags, DeferredRead
+from onecopy.comm.status_flags import DeferredRead
 from tests.support.as_on_accelerators import as_on_accelerators
 from tests.support.failures import expect, failure_of
 from tests.support.harness import distributed
 from tests.support.models import small_loss, small_model
-
-
-@pytest.mark.parametrize(
-    ("digests", "different"),
-    [((5, 5, 5), None), ((0, 0), None), ((5, 5, 6), (0, 2)), ((2**40 - 1, 0), (1, 0)), ((1, 2, 3, 2), (0, 2))],
-)
-def test_a_row_names_two_ranks_that_differ(digests: tuple[int, ...], different: tuple[int, int] | None) -> None:
-    rows = [[0, 0, 0, digest << 20 | rank, -(digest << 20 | rank)] for rank, digest in enumerate(digests)]
-    vote = Vote([max(column) for column in zip(*rows, strict=True)])
-    assert vote.different(1) == different
-    assert max(map(abs, vote.row)) < 1 << 62
 
 
 def vote(call: str = "here()", failed: bool = False, digest: int = 1, number: int = 0, later: bool = False) -> Vote:
@@ -97,23 +86,3 @@ def test_a_parameter_frozen_on_one_rank_raises_in_the_next_forward(world_size: i
         small_loss(model, 0).backward()
         with pytest.raises(RanksDisagreeError, match="is frozen on some ranks"):
             small_loss(model, 0)
-
-
-def failing_check(_flags: Tensor) -> None:
-    raise PeerFailedError("that one")
-
-
-def test_flags_are_checked_in_order_and_forgotten_behind_a_failure() -> None:
-    """A rank that has failed takes part in no later exchange: its later flags would never arrive."""
-    flags, checked = DeferredFlags(), list[int]()
-    never = mock.Mock(wait=mock.Mock(side_effect=AssertionError("waited for flags that never arrive")))
-    numbers = [flags.put(torch.tensor([each]), None, lambda flag: checked.append(int(flag))) for each in range(2)]
-    flags.check_through(numbers[0])
-    assert checked == [0]
-    flags.put(torch.tensor([2]), None, failing_check)
-    last = flags.put(torch.tensor([3]), never, failing_check)
-    with pytest.raises(PeerFailedError, match="that one"):
-        flags.check_through(last)
-    assert checked == [0, 1]
-    flags.check_through(last)
-    flags.check_all()

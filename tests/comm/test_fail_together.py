@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from onecopy import ZeroRedundancyOptimizer
@@ -17,6 +16,7 @@ from onecopy.step import storage
 from tests.support.failures import expect_failure_of, expect_no_memory, failing, parameter
 from tests.support.harness import distributed
 from tests.support.models import assert_equal
+from tests.support.state_dicts import gathered
 
 SHAPES = ((64, 40), (40,), (3, 5))
 
@@ -39,15 +39,6 @@ def step(*zeros: ZeroRedundancyOptimizer) -> None:
             assert_equal(group["params"], first["params"], "after a step")
 
 
-def whole_state(zero: ZeroRedundancyOptimizer) -> dict[str, Any]:
-    """The consolidated state, on every rank."""
-    for group_rank in range(dist.get_world_size()):
-        zero.consolidate_state_dict(to=group_rank)
-        if group_rank == zero.rank:
-            state = zero.state_dict()
-    return state
-
-
 @distributed(2, 3)
 @pytest.mark.parametrize("policy", ["parameter", "element"])
 @pytest.mark.parametrize("calls", [0, 2])
@@ -57,7 +48,7 @@ def test_a_receiver_of_state_without_memory(world_size: int, policy: str, calls:
     with failing(tagged_json, "empty_from", receiver, calls):
         expect_no_memory(receiver, lambda: zero.consolidate_state_dict(to=receiver))
     step(zero)
-    assert [int(state["step"]) for state in whole_state(zero)["state"].values()] == [2, 2, 2]
+    assert [int(state["step"]) for state in gathered(zero)["state"].values()] == [2, 2, 2]
 
 
 @distributed(2, 3)
@@ -102,7 +93,7 @@ def test_a_rank_without_memory_to_follow_moved_parameters(world_size: int, bucke
     with failing(sharing, "_plan_rounds", world_size - 1):
         expect_no_memory(world_size - 1, lambda: step(zero))
     # The others have stepped what they own, so all begin anew.
-    state = whole_state(reference)
+    state = gathered(reference)
     with torch.no_grad():
         for param, plain in zip(zero.param_groups[0]["params"], reference.param_groups[0]["params"], strict=True):
             param.copy_(plain)
@@ -114,12 +105,12 @@ def test_a_rank_without_memory_to_follow_moved_parameters(world_size: int, bucke
 @pytest.mark.parametrize("culprit", [0, 1])
 def test_options_that_one_rank_cannot_copy_while_loading(world_size: int, culprit: int) -> None:
     zero = trained()
-    state, before = whole_state(zero), whole_state(zero)
+    state, before = gathered(zero), gathered(zero)
     state["param_groups"][0]["lr"] = 0.5
     with failing(load, "deepcopy", culprit):
         expect_no_memory(culprit, lambda: zero.load_state_dict(state))
     assert zero.param_groups[0]["lr"] == zero.optim.param_groups[0]["lr"] == 0.1
-    assert_equal([whole_state(zero)["state"][0]["exp_avg"]], [before["state"][0]["exp_avg"]], "state")
+    assert_equal([gathered(zero)["state"][0]["exp_avg"]], [before["state"][0]["exp_avg"]], "state")
     zero.load_state_dict(state)
     step(zero)
 
@@ -129,10 +120,10 @@ def test_a_master_weight_of_another_shape_is_refused_before_anything_changes(wor
     params = [nn.Parameter(parameter(*shape).detach().bfloat16()) for shape in SHAPES[:2]]
     zero = ZeroRedundancyOptimizer(params, torch.optim.Adam, lr=0.1, elementwise=False, master_weights=True)
     step(zero)
-    state, good = whole_state(zero), whole_state(zero)
+    state, good = gathered(zero), gathered(zero)
     state["param_groups"][0]["lr"] = 0.5
     state["master_weights"][0] = torch.zeros(7)
     owner = zero.layout.shards[0].owner
     expect_failure_of([owner], lambda: zero.load_state_dict(state), ValueError, "master weight of parameter .* in the")
     assert zero.param_groups[0]["lr"] == 0.1
-    assert_equal([whole_state(zero)["master_weights"][0]], [good["master_weights"][0]], "master weights")
+    assert_equal([gathered(zero)["master_weights"][0]], [good["master_weights"][0]], "master weights")

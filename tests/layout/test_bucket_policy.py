@@ -74,17 +74,6 @@ def test_every_parameter_is_in_one_bucket_and_owned_once(
     assert (layout, plans) == plan_buckets(specs, order, world_size, splittable, bucket_bytes)
 
 
-def test_the_last_buckets_get_smaller() -> None:
-    specs = [ParamSpec(index, f"p{index}", (1 << 16,), (1,), torch.float32) for index in range(400)]  # of 256 KB
-    order = list(range(len(specs)))
-    _, plans = plan_buckets(specs, order, 2, True, 8 << 20)
-    counts = [len(plan.params) for plan in plans]
-    assert counts == [*[32] * 11, 24, 12, 6, 4, 2], "from 16 MB on half of what is left, and at least 1 MB"
-    specs.append(ParamSpec(400, "large", (1 << 25,), (1,), torch.float32))
-    _, plans = plan_buckets(specs, [*order, 400], 2, True, 8 << 20)
-    assert [len(plan.params) for plan in plans[-3:]] == [32, 1, 16], "nothing is late that a large one is later than"
-
-
 @given(
     st.integers(1, 64),
     st.lists(st.sampled_from([1, 64, 100, 1000, 4096, 65_536, 1_000_003]), min_size=1, max_size=10),

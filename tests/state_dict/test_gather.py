@@ -10,25 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
+from torch.optim import SGD, Adagrad, Adam
 
 from onecopy import ZeroRedundancyOptimizer
 from tests.support.exact_training import KINDS, ExactTraining
 from tests.support.harness import distributed
 from tests.support.state_dicts import Factory, Pair, expect_same, part
-
-OPTIMIZERS: dict[str, Factory] = {
-    "SGD": part(SGD, lr=0.1),
-    "SGD with momentum": part(SGD, lr=0.1, momentum=0.9),
-    "Adam with amsgrad": part(Adam, lr=0.1, amsgrad=True),
-    "AdamW, foreach": part(AdamW, lr=0.1, foreach=True),
-    "RMSprop, centred": part(RMSprop, lr=0.01, momentum=0.9, centered=True),
-    "Adagrad": part(Adagrad, lr=0.1),
-    "NAdam": part(NAdam, lr=0.1),
-    "RAdam": part(RAdam, lr=0.1),
-    "Adadelta": part(Adadelta, lr=0.1),
-    "Rprop": part(Rprop, lr=0.1),
-}
 
 
 def expect_not_consolidated(optimizer: ZeroRedundancyOptimizer) -> None:
@@ -39,18 +26,12 @@ def expect_not_consolidated(optimizer: ZeroRedundancyOptimizer) -> None:
 
 @distributed(2, 3)
 @pytest.mark.parametrize("shard_by", ["parameter", "element"])
-@pytest.mark.parametrize("case", OPTIMIZERS)
-def test_a_consolidated_dict_is_the_plain_optimizers(world_size: int, case: str, shard_by: str) -> None:
-    pair = Pair(OPTIMIZERS[case], shard_by=shard_by).train()
+@pytest.mark.parametrize("factory", [part(Adam, lr=0.1, amsgrad=True), part(Adagrad, lr=0.1)], ids=["Adam", "Adagrad"])
+def test_a_consolidated_dict_is_the_plain_optimizers(world_size: int, factory: Factory, shard_by: str) -> None:
+    """With parameters of every kind. ``tests/step/test_parity.py`` does the same with every class."""
+    pair = Pair(factory, shard_by=shard_by).train()
     assert len(pair.ours.layout.cut_params) >= (5 if shard_by == "element" else 0)
     pair.expect_plain()
-
-
-@distributed(2)
-@pytest.mark.parametrize("optimizer_class", [Adamax, ASGD])
-def test_real_valued_classes_consolidate_too(world_size: int, optimizer_class: type[Optimizer]) -> None:
-    names = ["matrix", "image", "small"]
-    Pair(part(optimizer_class, lr=0.1), names=names, shard_by="element").train().expect_plain()
 
 
 @distributed(2, 3)
@@ -116,10 +97,6 @@ def delete_an_entry(pair: Pair) -> None:
     del pair.ours.state[next(iter(pair.ours.state))]
 
 
-def pop_an_entry(pair: Pair) -> None:
-    assert "exp_avg" in pair.ours.state.pop(next(iter(pair.ours.state)))
-
-
 CHANGES: dict[str, Callable[[Pair], object]] = {
     "a step": lambda pair: pair.train(1),
     "a load": lambda pair: pair.ours.load_state_dict(pair.plain.state_dict()),
@@ -127,7 +104,6 @@ CHANGES: dict[str, Callable[[Pair], object]] = {
     "no state": lambda pair: setattr(pair.ours, "state", {}),
     "an entry is assigned": assign_an_entry,
     "an entry is deleted": delete_an_entry,
-    "an entry is popped": pop_an_entry,
 }
 
 
@@ -143,27 +119,21 @@ def test_a_consolidation_is_stale_after_a_change(world_size: int, case: str) -> 
     pair.ours.consolidate_state_dict(to=1)
     if pair.ours.rank == 1:
         found = sorted(pair.ours.state_dict()["state"])
-        assert found == [0, 1] or case in ("no state", "an entry is deleted", "an entry is popped")
+        assert found == [0, 1] or case in ("no state", "an entry is deleted")
 
 
 @distributed(2)
 def test_every_dict_is_a_fresh_one_that_shares_no_memory_with_live_state(world_size: int) -> None:
     pair = Pair(shard_by="element")
-    empty = copy.deepcopy(pair.plain.state_dict())
     pair.train()
     pair.ours.consolidate_state_dict()
     if pair.ours.rank == 0:
         first, second = pair.ours.state_dict(), pair.ours.state_dict()
         kept = copy.deepcopy(second)
-        first["state"][0].clear()
-        del first["state"][1]
-        first["param_groups"][0]["lr"] = 17
+        first["state"].clear()
         first["param_groups"][0]["params"].clear()
         expect_same(second, kept)
         expect_same(pair.ours.state_dict(), kept)
     pair.train(1)
     if pair.ours.rank == 0:
         expect_same(second, kept)
-    pair.ours.load_state_dict(empty)  # afterwards there is nothing to consolidate
-    expect_same(pair.ours.state_dict(), empty)
-    assert not pair.ours.optim.state

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -80,9 +79,9 @@ def dtensor() -> Tensor:
     return nn.Parameter(distribute_tensor(torch.ones(4, 3), mesh, [Replicate()]))
 
 
-def fsdp1(use_orig_params: bool) -> Any:
+def fsdp1() -> Any:
     cpu = torch.device("cpu")
-    model = FullyShardedDataParallel(nn.Linear(4, 4), device_id=cpu, use_orig_params=use_orig_params)
+    model = FullyShardedDataParallel(nn.Linear(4, 4), device_id=cpu, use_orig_params=True)
     return named(*model.parameters())
 
 
@@ -116,12 +115,8 @@ CUTTING = {
 WRONG_TYPES: dict[str, tuple[Make, str]] = {
     "a bare tensor": (params(three), r"params must be .* got torch\S+;"),
     "a number": (params(lambda: 3), "params must be .* got int"),
-    "None": (params(lambda: None), "params must be .* got NoneType"),
-    "a string": (params(lambda: "abc"), "params must be .* got str"),
-    "a single dict": (params(lambda: {"params": three()}), "params must be .* got dict"),
     "a module": (params(lambda: nn.Linear(1, 1)), r"params must be .*Linear.*model\.parameters\(\)"),
     "a set": (params(lambda: {three()}), "params must be ordered, got a set"),
-    "a list of lists": (params(lambda: [[three()]]), "parameter 0 of group 0 is not a tensor but list"),
     "a group with a set": (params(lambda: [{"params": {three()}}]), "params of parameter group 0 must be ordered"),
     "a group with a number": (params(lambda: [{"params": 3}]), "parameter group 0 must be tensors.*int"),
     "tensors mixed with dicts": (params(lambda: [{"params": three()}, three()]), "mixes dicts and tensors: entry 1 is"),
@@ -134,7 +129,6 @@ WRONG_TYPES: dict[str, tuple[Make, str]] = {
         classes(torch.optim.Optimizer),
         r"optimizer_class must be .*missing: write ZeroRedundancyOpt.*\(",
     ),
-    "a function as class": (classes(copy.copy), "optimizer_class must be .*copy"),
     "our own class": (classes(ZeroRedundancyOptimizer), "optimizer_class must be .*ZeroRedundancy"),
     "an option the class does not know": (options(speed=2), "speed"),
 }
@@ -161,8 +155,7 @@ WRONG_VALUES: dict[str, tuple[Make, str]] = {
     "a negative view": (given(lambda: conjugate().imag), "'one' is a lazy conjugate or negative view"),
     "one that is computed": (given(lambda: three() * 2), "'one' is not a leaf"),
     "a DTensor": (given(three, dtensor), "'two' is a DTensor"),
-    "FSDP1, flat": (params(lambda: fsdp1(use_orig_params=False)), "'one' is managed by FSDP"),
-    "FSDP1, original": (params(lambda: fsdp1(use_orig_params=True)), "'one' is managed by FSDP"),
+    "FSDP1": (params(fsdp1), "'one' is managed by FSDP"),
     "FSDP2": (params(fsdp2), "'one' is a DTensor.*FSDP2"),
     "an option the class refuses": (options(lr=-1.0), "-1.0"),
     "differentiable": (options(differentiable=True), r"differentiable=True \(parameter group 0\)"),
@@ -221,12 +214,6 @@ def test_different_mistakes_are_each_raised_where_they_were_made_and_an_outsider
     check_pool()
 
 
-def test_without_a_process_group_the_error_says_what_to_call() -> None:
-    assert not dist.is_initialized()
-    with pytest.raises(RuntimeError, match=r"no process group is initialised.*init_process_group\(\)"):
-        ZeroRedundancyOptimizer(**good())
-
-
 def with_names(*names: str) -> Make:
     return params(lambda: [(name, three()) for name in names])
 
@@ -246,7 +233,6 @@ DIFFERENT: dict[str, tuple[Make, Make, str, str, str]] = {
     "class": (classes(Adam), classes(AdamW), r"optimizer class: torch\.optim\.", r"adam\.Adam", r"adamw\.AdamW"),
     "count": (good, given(lambda: parameter(4, 3), three, three), "", "", r"parameter 2 \('three'\)"),
     "shape": (good, given(lambda: parameter(4, 3), lambda: parameter(5)), TWO, r"shape \(3,\)", r"shape \(5,\)"),
-    "shape of equal size": (good, given(lambda: parameter(3, 4), three), f"{ONE}shape ", r"\(4, 3\)", r"\(3, 4\)"),
     "dtype": (
         good,
         given(lambda: parameter(4, 3), lambda: parameter(3, dtype=torch.float64)),
@@ -262,7 +248,6 @@ DIFFERENT: dict[str, tuple[Make, Make, str, str, str]] = {
         r"\(1, 4\)",
     ),
     "order": (with_names("one", "two", "three"), with_names("one", "three", "two"), NAME, "two", "three"),
-    "names": (with_names("one", "two"), with_names("one", "zwei"), NAME, "two", "zwei"),
     "named on one rank only": (good, params(lambda: [parameter(4, 3), three()]), "parameter 0 .'", "one", "group0.0"),
     "a default": (good, options(momentum=0.9), f"{GROUP_0}momentum=", "0", "0.9"),
     "a group's option": (with_rates(0.1, 0.5), with_rates(0.1, 0.25), f"{GROUP_1}lr=", "0.5", "0.25"),
@@ -279,13 +264,6 @@ DIFFERENT: dict[str, tuple[Make, Make, str, str, str]] = {
         f"{TWO}.*",
         "group 0",
         "group 1",
-    ),
-    "number of groups": (
-        params(lambda: [{"params": two()}]),
-        params(lambda: [{"params": two()}, {"params": []}]),
-        "",
-        "",
-        "parameter group 1",
     ),
     "policy": (good, options(shard_by=lambda *_: [1, 1]), "(shard_by|.*'one')", "", ""),
     "owners from a function": (owners(0, 0), owners(0, 1), ".*'two'.*", "rank 0", "rank 1"),

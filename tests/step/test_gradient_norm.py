@@ -14,7 +14,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import onecopy
 from onecopy import PeerFailedError, ShardedDataParallel, ZeroRedundancyOptimizer
-from onecopy.step.sharded_gradient import local_norms
 from tests.support.data_parallel import Layers, inputs_of
 from tests.support.failures import check_pool, expect, expect_disagreement, expect_failure_of, failure_of
 from tests.support.harness import distributed
@@ -68,20 +67,6 @@ class Clipped:
     def step(self) -> None:
         for zero in self.zeros:
             zero.step()
-
-
-@pytest.mark.parametrize("order", [2.0, math.inf, -math.inf, 0.0, -1.0, 0.5])
-def test_local_norms_are_at_the_places_of_their_tensors(order: float) -> None:
-    """Data types are mixed, and some tensors are missing or empty."""
-    values = torch.tensor([3.0, -4.0, 0.5])
-    parts = [None, values, values.double() * 2, torch.zeros(0), values.bfloat16() * 3, None, values * math.nan]
-    neutral = math.inf if order < 0 else 0.0
-    expected = [
-        neutral if part is None or not part.numel() else float(torch.linalg.vector_norm(part.double(), order))
-        for part in parts
-    ]
-    norms = local_norms(parts, order, torch.device("cpu"))
-    torch.testing.assert_close(norms, torch.tensor(expected, dtype=torch.float64), equal_nan=True, rtol=1e-6, atol=0)
 
 
 KINDS = ["whole", "cut", "reduced", "several", "sharded", "torch on sharded"]

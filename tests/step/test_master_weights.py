@@ -12,7 +12,6 @@ import torch.distributed as dist
 from schedulefree import AdamWScheduleFree  # type: ignore[import-untyped]
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -34,6 +33,7 @@ from tests.support.master_weights import (
     zeros_for,
 )
 from tests.support.models import assert_equal, assert_replicas_equal, assert_same_tree, small_model, values
+from tests.support.state_dicts import gathered
 
 ROUNDING = 2e-2
 """Three ranks and another order of adding bf16 gradients up: a few units in the last place of bf16."""
@@ -86,16 +86,7 @@ class Sides:
         """The masters of our state dict are those kept by hand of the parameters in half precision."""
         coarse = [index for index, param in enumerate(self.plain.parameters()) if param.dtype == HALF]
         expected = {index: self.reference.masters[index] for index in coarse}
-        assert_same_tree(saved(self.zero)["master_weights"], expected, "masters")
-
-
-def saved(zero: Any) -> dict[str, Any]:
-    """The whole state dict, on every rank of the optimizer."""
-    zero.consolidate_state_dict(to=0)
-    box: list[Any] = [zero.state_dict() if zero.rank == 0 else None]
-    dist.broadcast_object_list(box, src=0, group=zero.process_group)
-    state: dict[str, Any] = box[0]
-    return state
+        assert_same_tree(gathered(self.zero)["master_weights"], expected, "masters")
 
 
 def without_masters(state: dict[str, Any]) -> dict[str, Any]:
@@ -137,25 +128,7 @@ def test_the_hooks_equal_masters_by_hand(world_size: int, ours: dict[str, Any], 
             loss_of(each, step).backward()
             optimizer.step()
         assert_equal(model.parameters(), plain.parameters(), f"step {step}", tolerance)
-    assert_same_tree(without_masters(saved(zero)), reference.optimizers[0].state_dict(), "state", tolerance)
-
-
-@pytest.mark.parametrize("hook", [False, True], ids=["all-reduce", "reduce-scatter"])
-@TWO_POLICIES
-@distributed(2, 3)
-def test_uneven_inputs_equal_masters_by_hand(world_size: int, ours: dict[str, Any], hook: bool) -> None:
-    model, plain = (DistributedDataParallel(Mixed()) for _ in range(2))
-    zero, reference = adamw_for(model, **ours), ByHand(plain.parameters(), [ADAMW])
-    if hook:
-        model.register_comm_hook(zero, reduce_scatter_hook)
-    for each, optimizer, joined in ((plain, reference, [plain]), (model, zero, [model, zero])):
-        with Join(joined):  # type: ignore[arg-type]
-            for step in range(2 + 2 * dist.get_rank()):
-                each.zero_grad()
-                loss_of(each, step).backward()
-                optimizer.step()
-    assert_equal(model.parameters(), plain.parameters(), "end", ROUNDING if hook and world_size > 2 else 0.0)
-    assert_replicas_equal([param.detach().float() for param in model.parameters()])
+    assert_same_tree(without_masters(gathered(zero)), reference.optimizers[0].state_dict(), "state", tolerance)
 
 
 @POLICIES
@@ -182,30 +155,6 @@ def test_schedule_free_averages_reach_the_parameters(world_size: int) -> None:
             getattr(optimizer, mode)()
         sides.reference.write_to_params()
         sides.train(range(3 if mode == "train" else 0))
-
-
-@distributed(2)
-def test_a_model_converted_before_the_first_step_gets_masters_or_an_error(world_size: int) -> None:
-    model, plain = small_model(), small_model().to(HALF)
-    zero = adamw_for(model, **MASTERS)
-    model.to(HALF)
-    train(plain.parameters(), ByHand(plain.parameters(), [ADAMW]), range(3))
-    try:
-        train(model.parameters(), zero, range(3))
-    except RuntimeError:
-        return
-    assert_equal(model.parameters(), plain.parameters(), "converted after construction")
-
-
-@distributed(2, 3)
-def test_offloading_to_where_parameters_are_changes_nothing(world_size: int) -> None:
-    model, plain = small_model(), small_model()
-    zero, optimizer = adamw_for(model, offload="cpu"), torch.optim.AdamW(plain.parameters(), **ADAMW.options)
-    train(model.parameters(), zero, range(3))
-    train(plain.parameters(), optimizer, range(3))
-    assert_equal(model.parameters(), plain.parameters(), "weights")
-    assert not made_copies(zero, model.parameters())
-    assert_same_tree(saved(zero), optimizer.state_dict(), "state")
 
 
 # Writing into parameters
@@ -266,26 +215,10 @@ def test_a_written_value_wins_under_sharding_too(world_size: int) -> None:
     zero.step()
     reference.step(gradients)
     assert_equal(model.parameters(), reference.params, "weights")
-    assert_equal(saved(zero)["master_weights"].values(), reference.masters, "masters")
+    assert_equal(gathered(zero)["master_weights"].values(), reference.masters, "masters")
 
 
 # State dicts
-
-
-@POLICIES
-@distributed(2, 3)
-def test_a_state_dict_has_whole_masters_beside_the_plain_state(world_size: int, ours: dict[str, Any]) -> None:
-    sides = Sides(3, **ours)
-    sides.check_masters()
-    assert_same_tree(without_masters(saved(sides.zero)), sides.reference.optimizers[0].state_dict(), "state")
-
-
-def load_both(model: nn.Module, zero: Any, weights: dict[str, Any], state: dict[str, Any], weights_first: bool) -> None:
-    if weights_first:
-        model.load_state_dict(weights)
-    zero.load_state_dict(state)
-    if not weights_first:
-        model.load_state_dict(weights)
 
 
 @pytest.mark.parametrize("steps", [0, 3])
@@ -303,35 +236,19 @@ def test_a_saved_run_goes_on_bit_by_bit_with_other_ranks_and_policies(
     box: list[Any] = [None, None]
     if dist.get_rank() < saved_by:
         sides = Sides(steps, process_group=groups[saved_by], **before)
-        box = [sides.model.state_dict(), saved(sides.zero)]
+        box = [sides.model.state_dict(), gathered(sides.zero)]
     dist.broadcast_object_list(box, src=0)
     if dist.get_rank() < loaded_by:
         sides = Sides(1, process_group=groups[loaded_by], **after)  # of another run
         sides.reference = ByHand((plain := Mixed()).parameters(), [ADAMW])
         sides.plain = plain
         train(plain.parameters(), sides.reference, range(steps))
-        load_both(sides.model, sides.zero, box[0], box[1], weights_first)
+        loads: list[tuple[Any, Any]] = [(sides.model, box[0]), (sides.zero, box[1])]
+        for target, state in loads if weights_first else reversed(loads):
+            target.load_state_dict(state)
         sides.train(range(steps, steps + 3))
         sides.check_masters()
     dist.barrier()
-
-
-@pytest.mark.parametrize("weights_first", [True, False])
-@pytest.mark.parametrize("steps", [0, 3])
-@distributed(2)
-def test_a_saved_sharded_run_goes_on_bit_by_bit(world_size: int, steps: int, weights_first: bool) -> None:
-    whole, reference = compare_with_masters_by_hand(small_model, [ADAMW], BF16, steps=6)
-    model, _ = compare_with_masters_by_hand(small_model, [ADAMW], BF16, steps=steps)
-    weights, state = deepcopy(model.state_dict()), saved(optimizers_of(model)[0])
-    model = wrap(small_model(seed=8), [ADAMW], BF16)
-    (zero,) = optimizers_of(model)
-    load_both(model, zero, weights, state, weights_first)
-    for step in range(steps, 6):
-        zero.zero_grad()
-        loss_of(model, step).backward()
-        zero.step()
-    assert_equal(model.parameters(), whole.parameters(), "weights")
-    assert_equal(saved(zero)["master_weights"].values(), reference.masters, "masters")
 
 
 @distributed(2)
@@ -339,7 +256,7 @@ def test_state_from_before_the_first_step_has_the_masters(world_size: int) -> No
     for zero in (adamw_for(Mixed(), **MASTERS), *optimizers_of(wrap(small_model(), [ADAMW], BF16))):
         with pytest.raises(RuntimeError, match="consolidate_state_dict"):
             zero.state_dict()  # the masters are finer than the parameters
-        assert saved(zero)["master_weights"]
+        assert gathered(zero)["master_weights"]
 
 
 @pytest.mark.parametrize("stepped", [False, True], ids=["new", "after steps"])
@@ -363,7 +280,7 @@ def test_without_masters_in_the_dict_they_begin_with_the_parameters(world_size: 
 def test_optimizers_without_masters_load_a_dict_that_has_them(
     world_size: int, sharded: bool, dtype: torch.dtype, steps: int
 ) -> None:
-    state = saved(Sides(steps, **ELEMENT).zero)
+    state = gathered(Sides(steps, **ELEMENT).zero)
     target, plain = Mixed().to(dtype), Mixed().to(dtype)
     optimizer: Optimizer = adamw_for(target) if sharded else torch.optim.AdamW(target.parameters(), **ADAMW.options)
     reference = torch.optim.AdamW(plain.parameters(), **ADAMW.options)

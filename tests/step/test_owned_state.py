@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.optim import SGD, Adam
 
-from onecopy import PeerFailedError, RanksDisagreeError, ShardedDataParallel, ZeroRedundancyOptimizer, checkpoint
+from onecopy import RanksDisagreeError, ZeroRedundancyOptimizer, checkpoint
 from tests.support import both as support
 from tests.support.both import tensors_of
 from tests.support.harness import distributed
-from tests.support.models import assert_same_tree, small_loss, small_model
+from tests.support.models import assert_same_tree, small_model
 
 MODES: dict[str, dict[str, Any]] = {
     "whole parameters": {"shard_by": "parameter"},
@@ -56,16 +56,6 @@ def start_afresh_from_attributes(optimizer: Any) -> None:
     optimizer.__setstate__({"state": defaultdict(dict), "param_groups": optimizer.param_groups})
 
 
-def clear(optimizer: Any) -> None:
-    optimizer.state.clear()
-
-
-def double(optimizer: Any) -> None:
-    optimizer.state = {
-        param: {key: value * 2 for key, value in state.items()} for param, state in optimizer.state.items()
-    }
-
-
 def keep_one(optimizer: Any) -> None:
     third = tensors_of(optimizer)[2]
     kept = {param: state for param, state in optimizer.state.items() if param is third}
@@ -74,7 +64,7 @@ def keep_one(optimizer: Any) -> None:
 
 @distributed(2, 3)
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("edit", [start_afresh, start_afresh_from_attributes, clear, double, keep_one])
+@pytest.mark.parametrize("edit", [start_afresh, start_afresh_from_attributes, keep_one])
 def test_state_that_is_assigned_takes_effect(world_size: int, edit: Callable[[Any], None], mode: str) -> None:
     for optimizer_class in (SGD, Adam):
         both = Both(optimizer_class, **MODES[mode])
@@ -104,18 +94,6 @@ def test_state_of_parameters_that_other_ranks_own_is_left_out(world_size: int) -
         assert (both.ours.state.pop(param, "none") == "none") == (index not in own)
         assert param not in both.ours.state
     assert len(both.ours.state) == len(both.ours.optim.state) == 0
-
-
-@distributed(2)
-def test_assigning_no_state_before_the_first_step_changes_nothing(world_size: int) -> None:
-    model = small_model()
-    zero = ZeroRedundancyOptimizer(model.parameters(), Adam, lr=0.1)
-    zero.state = defaultdict(dict)
-    assert zero.state_dict()["state"] == {}
-    sharded = ShardedDataParallel(model, zero)
-    small_loss(sharded, 0).backward()
-    zero.step()
-    assert len(zero.state) > 0
 
 
 @distributed(2, 3)
@@ -158,10 +136,6 @@ def test_state_under_a_key_that_is_no_parameter_must_be_equal_on_all_ranks(world
     if dist.get_rank() > 0:
         del both.ours.state["rounds"]
     with pytest.raises(RanksDisagreeError, match=r"rank 0: state under 'rounds'.*nothing more"):
-        both.ours.consolidate_state_dict()
-    if dist.get_rank() == 0:
-        both.ours.state["rounds"] = object()
-    with pytest.raises((TypeError, PeerFailedError), match=r"state under 'rounds'.*cannot be gathered"):
         both.ours.consolidate_state_dict()
     both.ours.state.pop("rounds", None)
     both.check()

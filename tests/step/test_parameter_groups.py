@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.nn import Linear, Parameter, Sequential
+from torch.nn import Parameter
 
 from onecopy.step.parameter_groups import normalise, plan_params
 
@@ -35,17 +35,6 @@ def test_groups_keep_their_options_and_one_tensor_stands_for_a_list() -> None:
     assert (first["lr"], second["mine"], empty["params"]) == (0.1, "kept", [])
     assert [set(group) for group in given] == [set(group) for group in before], "the caller's dicts are his"
     assert given[0]["params"] is W
-
-
-def test_named_parameters_keep_their_names_and_tied_ones_appear_once() -> None:
-    model = Sequential(Linear(3, 3, bias=False), Linear(3, 3))
-    model[1].weight = model[0].weight
-    for params in (model.named_parameters(), [{"params": model.named_parameters(), "lr": 1.0}]):
-        (group,) = normalise(params)
-        assert group["param_names"] == ["0.weight", "1.bias"]
-        tensors, specs = plan_params([group])
-        assert [item.name for item in specs] == ["0.weight", "1.bias"]
-        assert same_objects(tensors, list(model.parameters()))
 
 
 def test_dense_parameters_of_any_kind_are_described_in_order() -> None:

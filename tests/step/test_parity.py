@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -27,6 +28,12 @@ def test_training_with_more_ranks_equals_ddp_within_rounding(world_size: int, ca
     assert_parity(world_size, case)
 
 
+def make_sharded(
+    wanted: dict[str, Any], params: list[Tensor], optimizer: type[Optimizer], options: dict[str, Any]
+) -> Optimizer:
+    return ZeroRedundancyOptimizer(params, optimizer, **wanted, **options)
+
+
 def assert_parity(world_size: int, case: Case) -> None:
     """Bit by bit with two ranks, within rounding with more, where every policy is run once."""
     plain = train(case, make_plain)
@@ -34,22 +41,8 @@ def assert_parity(world_size: int, case: Case) -> None:
     assert torch.equal(plain.steps[STEPS // 2][5], plain.steps[-1][5]) or case.schedule_free
     for number, policy in enumerate(case.policies):
         for bucket_view in (False, True) if world_size == 2 else ((number + world_size) % 2 == 0,):
-
-            def make(
-                params: list[Tensor],
-                optimizer: type[Optimizer],
-                options: dict[str, Any],
-                policy: str = policy,
-                bucket_view: bool = bucket_view,
-            ) -> Optimizer:
-                ours: dict[str, Any] = {
-                    "shard_by": policy,
-                    "parameters_as_bucket_view": bucket_view,
-                    "elementwise": case.elementwise,
-                }
-                return ZeroRedundancyOptimizer(params, optimizer, **ours, **options)
-
-            ours = train(case, make)
+            wanted = {"shard_by": policy, "parameters_as_bucket_view": bucket_view, "elementwise": case.elementwise}
+            ours = train(case, functools.partial(make_sharded, wanted))
             what = f"{case.name}, {world_size} ranks, shard_by={policy!r}, parameters_as_bucket_view={bucket_view}"
             first: Any = ours.optimizers[0]
             assert bool(first.layout.cut_params) == (case.cuts and policy == "element"), what

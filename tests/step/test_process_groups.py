@@ -38,14 +38,7 @@ def test_two_subgroups_train_side_by_side(world_size: int, shard_by: str, bucket
 
 
 @distributed(3)
-def test_a_subgroup_of_one_and_a_group_with_a_backend_per_device(world_size: int) -> None:
-    alone = dist.new_group([1])
-    if dist.get_rank() == 1:
-        tensors = Tensors(values(), process_group=alone, shard_by="element")
-        tensors.train()
-        tensors.ours.consolidate_state_dict()
-        assert len(tensors.ours.state_dict()["state"]) == 3
-    dist.barrier()
+def test_a_group_with_a_backend_per_device(world_size: int) -> None:
     tensors = Tensors(values(), process_group=dist.new_group(backend="cpu:gloo"))
     tensors.train()
     assert tensors.ours.join_device == torch.device("cpu")

@@ -16,7 +16,6 @@ from tests.support.models import assert_equal
 BUCKET_VIEWS = pytest.mark.parametrize("bucket_view", [False, True])
 POLICIES = pytest.mark.parametrize("shard_by", ["parameter", "element"])
 
-
 GradLike = Callable[[Tensor, Tensor], Tensor]
 """Returns a gradient with the values of another one; it gets the parameter, too."""
 

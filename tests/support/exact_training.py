@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
@@ -67,7 +68,7 @@ class ExactTraining:
         elif kind == "reduce-scatter":
             self.model.register_comm_hook(self.zero, onecopy.reduce_scatter_hook)
         elif kind == "overlap":
-            self.model.register_comm_hook(None, onecopy.hook_with_zero_step(allreduce, self.model, self.zero))
+            self.model.register_comm_hook(None, onecopy.hook_with_zero_step(allreduce_hook, self.model, self.zero))
         self.passes = 0
 
     def accumulate(self) -> None:
@@ -104,10 +105,3 @@ class ExactTraining:
             expect_same(dict(state_dict["master_weights"]), masters)
         else:
             assert "master_weights" not in state_dict
-
-
-def allreduce(state: Any, bucket: Any) -> torch.futures.Future[Any]:
-    """DDP's mean, as a hook."""
-    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-
-    return allreduce_hook(state, bucket)

@@ -41,32 +41,18 @@ be off by that much of their movement and one rounding of their own per step: 20
 
 @dataclass(frozen=True)
 class Case:
-    """One optimizer to compare.
-
-    Attributes:
-        name: how the test is called.
-        optimizer: the class.
-        options: what it is constructed with.
-        policies: the values of ``shard_by`` to try.
-        elementwise: what the user declares of the class.
-        cuts: whether parameters are cut under ``shard_by="element"``.
-        rest: a second class and its options for what is not a matrix, if the first takes matrices only.
-        schedule_free: whether ``train()`` and ``eval()`` are part of its use.
-        tolerance: what more than two ranks may differ by.
-        magnifies: whether updates magnify a rounding of the gradients, so that only gradients that are added up in the
-            same order give the same training.
-    """
+    """One optimizer to compare."""
 
     name: str
     optimizer: type[Optimizer]
     options: dict[str, Any] = field(default_factory=dict)
-    policies: tuple[str, ...] = BOTH
-    elementwise: bool | None = None
-    cuts: bool = True
-    rest: tuple[type[Optimizer], dict[str, Any]] | None = None
-    schedule_free: bool = False
-    tolerance: float = ROUNDING
-    magnifies: bool = False
+    policies: tuple[str, ...] = BOTH  # the values of shard_by to try
+    elementwise: bool | None = None  # what the user declares of the class
+    cuts: bool = True  # whether parameters are cut under shard_by="element"
+    rest: tuple[type[Optimizer], dict[str, Any]] | None = None  # for what is not a matrix, if the class asks for those
+    schedule_free: bool = False  # whether train() and eval() are part of its use
+    tolerance: float = ROUNDING  # what more than two ranks may differ by
+    magnifies: bool = False  # a rounding of the gradients, so that they must be added up in the same order
 
 
 ADAMW = {"lr": 1e-2, "weight_decay": 0.1}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import io
 import math
 from collections.abc import Iterable
 from typing import Any
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Adam, Optimizer
 
+from onecopy import ZeroRedundancyOptimizer
 from tests.support.both import Both, as_the_parameter, tensors_of
 from tests.support.models import values
 
@@ -84,6 +86,18 @@ class Pair(Both):
                     param.copy_(value)
         self.steps = steps
         return self
+
+
+def gathered(optimizer: ZeroRedundancyOptimizer, to: int = 0) -> dict[str, Any]:
+    """The consolidated state dict on every rank of the optimizer, as a file would have it."""
+    optimizer.consolidate_state_dict(to=to)
+    buffer = io.BytesIO()  # torch's pickling between ranks cannot read fp8 tensors, torch.save can
+    if optimizer.rank == to:
+        torch.save(optimizer.state_dict(), buffer)
+    found = [buffer.getvalue()]
+    dist.broadcast_object_list(found, dist.get_global_rank(optimizer.process_group, to), optimizer.process_group)
+    result: dict[str, Any] = torch.load(io.BytesIO(found[0]), weights_only=True)
+    return result
 
 
 def expect_same(value: Any, expected: Any) -> None:

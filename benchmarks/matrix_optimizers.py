@@ -1,6 +1,6 @@
 """Muon for the matrices and AdamW for the rest: plain DDP, onecopy at every level, and other projects, in one run.
 
-torchrun --standalone --nproc-per-node 2 benchmarks/muon.py --rounds 15 --peers FOLDER
+torchrun --standalone --nproc-per-node 2 benchmarks/matrix_optimizers.py --rounds 15 --peers FOLDER
 
 The variants take turns. ``update`` is the time from the end of the backward pass to the end of the step, and ``step``
 that of a whole iteration; both are ratios to plain DDP with two plain optimizers, the median over the rounds. ``sent``

@@ -9,52 +9,52 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.support.data_parallel import Batched, Layers, Side, loss_of, one_step
+from tests.support.data_parallel import Batched, Layers, Run, side_of
 from tests.support.harness import distributed
 from tests.support.models import assert_equal
 
 
-def accumulate(side: Side, number: int) -> None:
+def accumulate(side: Run, number: int) -> None:
     with side.model.no_sync():
-        loss_of(side, number).backward()
+        side.loss(number).backward()
 
 
-def train_in_evaluation_mode(side: Side, number: int) -> None:
+def train_in_evaluation_mode(side: Run, number: int) -> None:
     """With the averages of earlier batches, so that gradients depend on buffers."""
     side.model.eval()
-    one_step(side, number)
+    side.iterate(number)
     side.model.train()
 
 
 @torch.no_grad()
-def evaluate(side: Side, number: int) -> None:
+def evaluate(side: Run, number: int) -> None:
     side.model.eval()
-    side.noted.append(loss_of(side, number))
+    side.noted.append(side.loss(number))
     side.model.train()
 
 
 @torch.no_grad()
-def forward_without_gradients(side: Side, number: int) -> None:
+def forward_without_gradients(side: Run, number: int) -> None:
     """In training mode, so that buffers change."""
-    side.noted.append(loss_of(side, number))
+    side.noted.append(side.loss(number))
 
 
-def wrong_inputs(side: Side, number: int) -> None:
+def wrong_inputs(side: Run, number: int) -> None:
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         side.model(torch.ones(2, 3))
 
 
-PASSES = (one_step, accumulate, train_in_evaluation_mode, evaluate, forward_without_gradients, wrong_inputs)
+PASSES = (Run.iterate, accumulate, train_in_evaluation_mode, evaluate, forward_without_gradients, wrong_inputs)
 
 
 @pytest.mark.parametrize("second", PASSES, ids=lambda kind: kind.__name__)
 @distributed(2)
-def test_buffers_are_those_of_ddp_after_every_pass(world_size: int, second: Callable[[Side, int], None]) -> None:
+def test_buffers_are_those_of_ddp_after_every_pass(world_size: int, second: Callable[[Run, int], None]) -> None:
     """DDP sends them before a pass if the pass before it had gradients that are reduced."""
-    plain, ours = Side(False, Batched), Side(True, Batched)
+    plain, ours = side_of(False, Batched), side_of(True, Batched)
     number = 0
     for first in PASSES:
-        for kind in (one_step, first, second, one_step):
+        for kind in (Run.iterate, first, second, Run.iterate):
             number += 1
             for side in (plain, ours):
                 kind(side, number)
@@ -81,9 +81,9 @@ class Counting(Layers):
 @pytest.mark.parametrize("broadcast", [True, False])
 @distributed(2, 3)
 def test_a_buffer_that_the_module_replaces_follows_if_wished(world_size: int, broadcast: bool) -> None:
-    side = Side(True, Counting, broadcast_buffers=broadcast)
+    side = side_of(True, Counting, broadcast_buffers=broadcast)
     for step in range(3):
-        one_step(side, step)
+        side.iterate(step)
         expected = step + 1 + dist.get_rank() if broadcast else (step + 1) * (1 + dist.get_rank())
         assert side.module.get_buffer("seen").item() == expected, "rank 0 adds one each time"
 
@@ -101,7 +101,7 @@ def test_buffers_of_every_kind_begin_as_those_of_the_first_rank(world_size: int)
         module.register_buffer("nothing", torch.zeros(0))
         return module
 
-    module, expected = Side(True, lambda: make(dist.get_rank() == 0)).module, make(True)
+    module, expected = side_of(True, lambda: make(dist.get_rank() == 0)).module, make(True)
     for found, wanted in zip(module.buffers(), expected.buffers(), strict=True):
         assert torch.equal(found, wanted)
         assert found.stride() == wanted.stride()

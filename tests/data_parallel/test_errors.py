@@ -17,7 +17,16 @@ from torch.optim import AdamW
 
 from onecopy import MixedPrecision, PeerFailedError, RanksDisagreeError, ShardedDataParallel, ZeroRedundancyOptimizer
 from onecopy.data_parallel import bucket
-from tests.support.data_parallel import SMALL, Checkpointed, Layers, Side, as_if_large, inputs_of, loss_of, one_step
+from tests.support.data_parallel import (
+    SMALL,
+    Case,
+    Checkpointed,
+    Layers,
+    as_if_large,
+    inputs_of,
+    scattered_run,
+    side_of,
+)
 from tests.support.failures import (
     NO_MEMORY,
     check_pool,
@@ -119,7 +128,7 @@ def test_a_bad_argument_is_an_error_on_every_rank(world_size: int, case: str, wh
     if dist.get_rank() not in culprits:
         arguments = fine
     expect_failure_of(culprits, lambda: ShardedDataParallel(**arguments), error, text)
-    one_step(Side(True, Layers), 0)
+    side_of(True, Layers).iterate(0)
 
 
 @pytest.mark.parametrize("name", ["param_dtype", "reduce_dtype"])
@@ -235,14 +244,14 @@ def test_a_parameter_that_is_frozen_on_one_rank_when_it_is_wrapped(world_size: i
 
 @distributed(2)
 def test_calls_that_are_refused_after_wrapping(world_size: int) -> None:
-    ours = Side(True, Layers)
+    ours = side_of(True, Layers)
     with pytest.raises(TypeError, match="takes the place of DDP"):
         DistributedDataParallel(ours.model)
     with pytest.raises(ValueError, match="assign=True"):
         ours.sharded.load_state_dict(ours.model.state_dict(), assign=True)
     with pytest.raises(RuntimeError, match="taken over"):
         ours.zero.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
-    one_step(ours, 0)
+    ours.iterate(0)
     ours.optimizer.zero_grad()
     ours.model.double()
     expect(failure_of(ours.optimizer.step), RuntimeError, "was moved or converted")
@@ -256,8 +265,8 @@ class Reentrant(Checkpointed):
 
 @distributed(2)
 def test_reentrant_checkpointing_is_refused(world_size: int) -> None:
-    ours = Side(True, Reentrant)
-    expect(failure_of(loss_of(ours, 0).backward), RuntimeError, "use_reentrant=False")
+    ours = side_of(True, Reentrant)
+    expect(failure_of(ours.loss(0).backward), RuntimeError, "use_reentrant=False")
 
 
 class Words(nn.Module):
@@ -292,8 +301,8 @@ def test_a_mistake_in_training_is_told_to_all(world_size: int, mistake: str, ove
     error, text = MISTAKES[mistake]
     mesh = mesh_of(2, 2) if world_size == 4 else None
     frozen = ("layers.middle.weight",) if mistake == "unfrozen" else ()
-    ours = Side(True, Words, group=mesh and mesh.get_group(1), frozen=frozen, mesh=mesh, overlap_forward=overlap)
-    one_step(ours, 0)
+    ours = side_of(True, Words, group=mesh and mesh.get_group(1), frozen=frozen, mesh=mesh, overlap_forward=overlap)
+    ours.iterate(0)
     ours.sharded.wait()
     assert isinstance(ours.module, Words)
     weight = ours.module.layers.middle.weight
@@ -305,7 +314,7 @@ def test_a_mistake_in_training_is_told_to_all(world_size: int, mistake: str, ove
     ours.module.words.sparse = mistake == "sparse" and here
     weight.requires_grad_(here if mistake == "unfrozen" else not (here and mistake == "frozen"))
     with ours.model.no_sync() if mistake == "no_sync" else contextlib.nullcontext():
-        call: Callable[[], object] = loss_of(ours, 1).backward
+        call: Callable[[], object] = ours.loss(1).backward
     if mistake in ("no gradient", "no_sync", "options"):
         call()
         call = ours.optimizer.step
@@ -326,16 +335,21 @@ def test_a_mistake_in_training_is_told_to_all(world_size: int, mistake: str, ove
         ours.module.words.sparse = False
         weight.requires_grad_(not frozen)
         ours.optimizer.param_groups[0]["lr"] = 0.1
-        one_step(ours, 2)
+        ours.iterate(2)
         assert_replicas_equal(ours.params)
 
 
+@pytest.mark.parametrize("level", [2, 3])
 @distributed(2)
-def test_a_backward_pass_that_only_one_rank_makes(world_size: int) -> None:
+def test_a_backward_pass_that_only_one_rank_makes(world_size: int, level: int) -> None:
     """The others never come, so only the group's timeout ends it; the error says what may be the cause."""
     group = dist.new_group(list(range(world_size)), timeout=timedelta(seconds=3))
-    ours = Side(True, Layers, group=group)
-    loss = loss_of(ours, 0)
+    if level == 3:
+        ours = side_of(True, Layers, group=group)
+    else:
+        ours = scattered_run(Case(), process_group=group)
+    loss = ours.loss(0)
+    dist.barrier()  # the ranks begin together: three seconds may be short for one that is late
     if dist.get_rank() == 0:
         text = r"rank 0: backward\(\) has waited for the other ranks in vain.*one of them does not make this call"
         with pytest.raises(PeerFailedError, match=text):

@@ -21,7 +21,7 @@ from onecopy import (
     hook_with_zero_step_interleaved,
     reduce_scatter_hook,
 )
-from tests.support.ddp_training import OVERLAPS, MakeHook
+from tests.support.data_parallel import OVERLAPS, MakeHook
 from tests.support.failures import check_pool, expect, expect_disagreement, expect_failure_of, failure_of
 from tests.support.harness import distributed
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 
-from tests.support.ddp_training import (
+from tests.support.data_parallel import (
     BRANCHING,
     COUNTERS,
     MOMENTUM,
@@ -37,7 +37,7 @@ from tests.support.ddp_training import (
 from tests.support.failures import expect_failure_of
 from tests.support.harness import distributed
 from tests.support.logs import logged
-from tests.support.models import assert_equal, small_inputs, small_model
+from tests.support.models import assert_equal, small_model
 
 pytestmark = pytest.mark.usefixtures("fresh_processes")
 
@@ -83,23 +83,6 @@ def test_a_second_synchronising_pass_before_step_raises_once_updates_happen_in_b
     ours.backward(3)
     with pytest.raises(RuntimeError, match=r"no_sync\(\)"):
         ours.loss(4).backward()
-
-
-@OVERLAPS
-@distributed(2)
-def test_a_retained_graph_is_out_of_date_after_the_update(world_size: int, hook: MakeHook) -> None:
-    ours = overlapped_run(Case(), hook)
-    for step in range(4):
-        ours.optimizer.zero_grad()
-        inputs = small_inputs(dist.get_rank(), step).requires_grad_()
-        loss = ours.ddp(inputs).square().mean()
-        loss.backward(retain_graph=True)
-        if step < 2:
-            torch.autograd.grad(loss, inputs)
-        else:
-            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-                torch.autograd.grad(loss, inputs)
-        ours.optimizer.step()
 
 
 class ReadsTwice(nn.Module):
@@ -154,7 +137,7 @@ def replace_a_gradient(run: Run) -> None:
 
 
 def a_pass_without_sync(run: Run) -> None:
-    with run.ddp.no_sync():
+    with run.model.no_sync():
         run.loss(4).backward()
 
 
@@ -163,7 +146,7 @@ def change_an_option(run: Run) -> None:
 
 
 def uneven_inputs(run: Run) -> None:
-    with Join([run.ddp, run.zero], model=run.ddp):
+    with Join([run.model, run.zero], model=run.model):
         pass
 
 
@@ -293,7 +276,7 @@ def test_a_saved_run_goes_on_as_if_it_had_never_stopped(world_size: int, iterati
     saved: list[Any] = [first.zero.state_dict() if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(saved, src=0)
     second = overlapped_run(case, hook)
-    second.ddp.module.load_state_dict(first.ddp.module.state_dict())
+    second.model.module.load_state_dict(first.model.module.state_dict())
     second.optimizer.load_state_dict(saved[0])
     for step in range(iterations, iterations + 5):
         for run in (first, second, reference):
@@ -330,7 +313,7 @@ def test_a_parameter_in_no_bucket_is_updated_by_step(world_size: int, trainable:
     train_both(ours, reference, range(1))
     for step in range(1, 6):
         for run in (ours, reference):
-            extra = run.ddp.module.get_parameter("extra").requires_grad_(trainable)
+            extra = run.model.module.get_parameter("extra").requires_grad_(trainable)
             run.backward(step)
             extra.grad = torch.full_like(extra, 0.1 * step)
             run.update()
@@ -345,7 +328,7 @@ def test_a_change_on_one_rank_before_a_step_that_communicates_is_an_error_on_all
     world_size: int, change: str, hook: MakeHook
 ) -> None:
     ours = overlapped_run(Case("", MOMENTUM, model=WithExtra), hook)
-    extra = ours.ddp.module.get_parameter("extra")
+    extra = ours.model.module.get_parameter("extra")
     for step in range(4):
         ours.backward(step)
         extra.grad = torch.ones_like(extra)

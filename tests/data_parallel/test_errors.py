@@ -344,10 +344,7 @@ def test_a_mistake_in_training_is_told_to_all(world_size: int, mistake: str, ove
 def test_a_backward_pass_that_only_one_rank_makes(world_size: int, level: int) -> None:
     """The others never come, so only the group's timeout ends it; the error says what may be the cause."""
     group = dist.new_group(list(range(world_size)), timeout=timedelta(seconds=3))
-    if level == 3:
-        ours = side_of(True, Layers, group=group)
-    else:
-        ours = scattered_run(Case(), process_group=group)
+    ours = side_of(True, Layers, group=group) if level == 3 else scattered_run(Case(), process_group=group)
     loss = ours.loss(0)
     dist.barrier()  # the ranks begin together: three seconds may be short for one that is late
     if dist.get_rank() == 0:

@@ -115,8 +115,10 @@ def test_reading_parameters_waits_for_them(world_size: int) -> None:
 @distributed(2, 3)
 def test_a_value_read_before_it_arrived_is_noticed(world_size: int) -> None:
     """Nothing says that the borrower reads another's weight: autograd has saved a value that then changed."""
-    with as_if_large():
-        ours = side_of(True, Borrowing, overlap_forward=True)
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            for step in range(6):
-                ours.iterate(step)
+
+    def train(run: Run) -> None:
+        for step in range(6):
+            run.iterate(step)
+
+    with as_if_large(), pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        train(side_of(True, Borrowing, overlap_forward=True))

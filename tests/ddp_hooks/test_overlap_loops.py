@@ -146,7 +146,7 @@ def change_an_option(run: Run) -> None:
 
 
 def uneven_inputs(run: Run) -> None:
-    with Join([run.model, run.zero], model=run.model):
+    with Join([run.ddp, run.zero], model=run.ddp):
         pass
 
 

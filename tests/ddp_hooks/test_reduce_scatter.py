@@ -179,7 +179,7 @@ def test_ranks_without_inputs_are_missed_by_a_norm_and_a_scaler(world_size: int,
     ours, scaler = scattered_run(Case()), make_scaler()
 
     def train() -> None:
-        with Join([ours.model, *ours.zeros]):
+        with Join([ours.ddp, *ours.zeros]):
             for step in range(1 + 2 * dist.get_rank()):
                 ours.zero.zero_grad()
                 loss = ours.loss(step)
@@ -196,7 +196,7 @@ def test_ranks_without_inputs_are_missed_by_a_norm_and_a_scaler(world_size: int,
 def test_around_a_hook_that_compresses_buckets_gradients_are_scaled_once(world_size: int, direct_bytes: int) -> None:
     """torch's wrapper gives the hook a float16 buffer of float32 gradients."""
     reference, ours = plain_run(Case()), sharded_run(Case())
-    ours.model.register_comm_hook(ours.zero, fp16_compress_wrapper(reduce_scatter_hook))
+    ours.ddp.register_comm_hook(ours.zero, fp16_compress_wrapper(reduce_scatter_hook))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(limits, "DIRECT_GRADIENT_BYTES", direct_bytes)
         for run in (reference, ours):
@@ -223,7 +223,7 @@ def test_a_pass_that_failed_on_all_ranks_with_messages_in_flight_leaves_nothing_
         ours.model.zero_grad()
         # DDP itself cannot go on after that; another one can.
         ours.model = DistributedDataParallel(ours.model.module, **case.ddp)
-        ours.model.register_comm_hook(ours.zero, reduce_scatter_hook)
+        ours.ddp.register_comm_hook(ours.zero, reduce_scatter_hook)
         train_both(ours, reference, range(2, 5))
     assert_replicas_equal(ours.params)
 
@@ -242,7 +242,7 @@ def test_a_pass_that_failed_on_all_ranks_with_messages_in_flight_leaves_nothing_
 def test_uneven_inputs_equal_plain_ddp(world_size: int, case: Case, counts: Callable[[int], int]) -> None:
     ours, reference = scattered_run(case), plain_run(case)
     for run in (reference, ours):
-        with Join([run.model, *run.zeros]):
+        with Join([run.ddp, *run.zeros]):
             for step in range(counts(dist.get_rank())):
                 run.iterate(step)
     assert_same_values(ours, reference, "after uneven inputs")

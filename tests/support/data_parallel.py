@@ -1,4 +1,4 @@
-"""Training with ``ShardedDataParallel`` or our hooks, and beside it with plain DDP: models, cases, runs, comparisons."""
+"""Training with ``ShardedDataParallel`` or our hooks, and beside it with plain DDP: models, cases, runs."""
 
 from __future__ import annotations
 
@@ -231,13 +231,14 @@ class Case:
 
 
 class Run:
-    """A model, its optimizers and schedulers, ours or the reference; in which steps ``backward()`` changed parameters."""
+    """A model, its optimizers and schedulers, ours or the reference."""
 
     def __init__(self, case: Case, model: Model, optimizers: Sequence[Optimizer]) -> None:
         self.case, self.model, self.optimizers = case, model, optimizers
         self.module: nn.Module = model.module
         self.schedulers = [] if case.scheduler is None else [*map(case.scheduler, optimizers)]
         self.updated_in_backward: list[bool] = []
+        """Whether ``backward()`` changed parameters, for each step."""
         self.buckets: set[int] = set()
         """The indices of the buckets that an overlap hook has seen."""
         self.noted: list[Tensor] = []
@@ -265,6 +266,11 @@ class Run:
     @property
     def sharded(self) -> ShardedDataParallel:
         assert isinstance(self.model, ShardedDataParallel)
+        return self.model
+
+    @property
+    def ddp(self) -> DistributedDataParallel:
+        assert isinstance(self.model, DistributedDataParallel)
         return self.model
 
     def freeze(self, *names: str, frozen: bool = True) -> None:
@@ -374,8 +380,8 @@ def scattered_run(case: Case, reduce_dtype: torch.dtype | None = None, **ddp_opt
     run = sharded_run(case, **ddp_options)
     state: Any = run.zeros[0] if len(run.zeros) == 1 else run.zeros
     if reduce_dtype is not None or "process_group" in ddp_options:
-        state = ReduceScatter(state, reduce_dtype=reduce_dtype, ddp=run.model)
-    run.model.register_comm_hook(state, reduce_scatter_hook)
+        state = ReduceScatter(state, reduce_dtype=reduce_dtype, ddp=run.ddp)
+    run.ddp.register_comm_hook(state, reduce_scatter_hook)
     return run
 
 
@@ -390,7 +396,7 @@ def overlapped_run(
         buckets.add(bucket.index())
         return comm_hook(state, bucket)
 
-    run.model.register_comm_hook(state, hook(noting_buckets, run.model, run.zero))
+    run.ddp.register_comm_hook(state, hook(noting_buckets, run.ddp, run.zero))
     return run
 
 

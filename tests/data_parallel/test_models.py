@@ -82,7 +82,7 @@ def test_training_equals_ddp(
         warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")  # dynamo's own
         if bucket_bytes < 1 << 20:  # so that there is something left to wait for behind the first module
             patch.setattr("onecopy.comm.limits.SEGMENT_GROWTH", 0)
-        options = {"overlap_forward": overlap_forward, "bucket_bytes": bucket_bytes}
+        options: dict[str, Any] = {"overlap_forward": overlap_forward, "bucket_bytes": bucket_bytes}
         ours, plain = (side_of(which, make, AdamW, ADAMW, **options) for which in (True, False))
         start = values(plain.params)
         for step in range(4):

@@ -25,19 +25,17 @@ from tests.support.data_parallel import (
     MakeHook,
     Part,
     Run,
-    assert_parity,
     assert_same_state,
     assert_same_values,
     overlapped_run,
     plain_run,
     reduced_mean,
-    tolerance_of,
     train_both,
 )
 from tests.support.failures import expect_failure_of
 from tests.support.harness import distributed
 from tests.support.logs import logged
-from tests.support.models import assert_equal, small_model
+from tests.support.models import small_model
 
 pytestmark = pytest.mark.usefixtures("fresh_processes")
 
@@ -189,33 +187,6 @@ def test_what_needs_an_update_after_backward_is_refused(
             then_step(call, ours)
 
 
-@OVERLAPS
-@distributed(2)
-def test_a_scaler_that_is_switched_off_works(world_size: int, hook: MakeHook) -> None:
-    ours, reference = overlapped_run(Case(), hook), plain_run(Case())
-    scaler = torch.amp.GradScaler("cpu", enabled=False)
-    for step in range(4):
-        for run in (ours, reference):
-            run.optimizer.zero_grad()
-            scaler.scale(run.loss(step)).backward()
-            scaler.step(run.optimizer)
-            scaler.update()
-        assert_same_values(ours, reference, f"iteration {step}")
-
-
-@OVERLAPS
-@distributed(2)
-def test_parameters_as_bucket_views_are_ignored_and_that_is_logged(world_size: int, hook: MakeHook) -> None:
-    case = Case("", (Part(ours={"parameters_as_bucket_view": True}),))
-    with logged(logging.WARNING) as messages:
-        ours = overlapped_run(case, hook)
-    assert len(messages) == 1
-    assert "parameters_as_bucket_view=True is ignored" in messages[0]
-    pointers = [param.data_ptr() for param in ours.params]
-    assert_parity(ours, plain_run(case))
-    assert [param.data_ptr() for param in ours.params] == pointers
-
-
 # Failures
 
 
@@ -266,29 +237,27 @@ def test_a_failure_is_an_error_on_every_rank_that_names_the_one_that_failed(
 
 
 @OVERLAPS
-@pytest.mark.parametrize("iterations", [0, 1, 4], ids=["at once", "before updates move", "after updates moved"])
+@pytest.mark.parametrize("iterations", [1, 4], ids=["before updates move", "after updates moved"])
 @distributed(2, 3)
 def test_a_saved_run_goes_on_as_if_it_had_never_stopped(world_size: int, iterations: int, hook: MakeHook) -> None:
-    case = Case()
-    first, reference = overlapped_run(case, hook), plain_run(case)
+    case = Case("", (Part(ours={"parameters_as_bucket_view": True}),))
+    with logged(logging.WARNING) as messages:
+        first, reference = overlapped_run(case, hook), plain_run(case)
+    assert ["parameters_as_bucket_view=True is ignored" in message for message in messages] == [True]
     train_both(first, reference, range(iterations))
     assert_same_state(first, reference)
     saved: list[Any] = [first.zero.state_dict() if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(saved, src=0)
     second = overlapped_run(case, hook)
-    second.model.module.load_state_dict(first.model.module.state_dict())
+    second.module.load_state_dict(first.module.state_dict())
     second.optimizer.load_state_dict(saved[0])
-    for step in range(iterations, iterations + 5):
-        for run in (first, second, reference):
-            run.iterate(step)
-        assert_same_values(first, reference, f"iteration {step} of the run that went on")
-        # Two ranks give the same bits; with more, the order of additions follows DDP's regrouping of its buckets.
-        assert_equal(second.params, first.params, f"iteration {step} of the resumed run", tolerance_of(case))
-    assert_same_state(second, reference)
+    train_both(second, reference, range(iterations, iterations + 5))
     first.optimizer.load_state_dict(saved[0])  # an older one, while updates happen in backward
     reference.optimizer.load_state_dict(saved[0])
+    for run in (first, reference):
+        run.module.load_state_dict(second.module.state_dict())
     train_both(first, reference, range(3))
-    assert first.updated_in_backward[-1]
+    assert_same_state(first, reference)
 
 
 class WithExtra(nn.Module):

@@ -73,16 +73,6 @@ def keep(run: Run, step: int) -> None:
     run.loss(step).backward()
 
 
-def first_without_sync(run: Run, step: int) -> None:
-    """Some of these passes add to gradients that are None, some to zeros, some to gradients that a step has used."""
-    if step % 3 < 2:
-        run.model.zero_grad(set_to_none=step % 3 == 0)
-    if step:  # a static graph is found in the first pass
-        with run.model.no_sync():
-            run.loss(100 + 2 * step).backward()
-    run.loss(step).backward()
-
-
 def freeze(run: Run, step: int) -> None:
     """A gradient that is kept while its parameter is frozen is not averaged again."""
     for param in run.params:
@@ -99,7 +89,7 @@ GRAPHS: dict[str, dict[str, Any]] = {
 }
 USED = ("all used", "unused parameters", "static graph")
 MODES = [
-    *itertools.product((False, True), USED, (set_to_none, set_to_zero, keep, first_without_sync)),
+    *itertools.product((False, True), USED, (set_to_none, set_to_zero, keep)),
     *itertools.product((False, True), ("unused parameters",), (freeze,)),
     *itertools.product((False, True), ("some are nobody's",), (set_to_none,)),
 ]

@@ -24,6 +24,7 @@ from tests.support.data_parallel import (
     Layers,
     as_if_large,
     inputs_of,
+    layers_loss,
     scattered_run,
     side_of,
 )
@@ -255,17 +256,9 @@ def test_calls_that_are_refused_after_wrapping(world_size: int) -> None:
     ours.optimizer.zero_grad()
     ours.model.double()
     expect(failure_of(ours.optimizer.step), RuntimeError, "was moved or converted")
-
-
-class Reentrant(Checkpointed):
-    """Runs a backward pass inside the backward pass."""
-
-    reentrant = True
-
-
-@distributed(2)
-def test_reentrant_checkpointing_is_refused(world_size: int) -> None:
-    ours = side_of(True, Reentrant)
+    module = Checkpointed()
+    module.reentrant = True
+    ours = side_of(True, lambda: module)
     expect(failure_of(ours.loss(0).backward), RuntimeError, "use_reentrant=False")
 
 
@@ -354,16 +347,8 @@ def test_a_backward_pass_that_only_one_rank_makes(world_size: int, level: int) -
     dist.barrier()
 
 
-class Failing(AdamW):
-    """Fails on one rank in its second step."""
-
-    count = 0
-
-    def step(self, closure: Any = None) -> Any:
-        self.count += 1
-        if self.count == 2 and dist.get_rank() == 0:
-            raise LookupError("a step of the user's")
-        return super().step(closure)
+def fail(*_: Any) -> None:
+    raise LookupError("a step of the user's")
 
 
 @pytest.mark.parametrize("parts", [1, 2], ids=["one optimizer", "two optimizers"])
@@ -373,16 +358,15 @@ def test_an_inner_step_that_fails_on_one_rank(world_size: int, overlap: bool, pa
     """With ``overlap_forward`` the others learn of it in their next forward pass."""
     module = Layers()
     held = [module] if parts == 1 else [module.first, nn.ModuleList([module.middle, module.last])]
-    optimizers = [
-        ZeroRedundancyOptimizer(part.parameters(), AdamW if number else Failing, elementwise=True, lr=1e-2)
-        for number, part in enumerate(held)
-    ]
+    optimizers = [zero(part) for part in held]
     with as_if_large():
         model = ShardedDataParallel(module, optimizers, bucket_bytes=SMALL, overlap_forward=overlap)
 
     def until_it_fails() -> None:
-        for _ in range(3):
-            model(inputs_of(dist.get_rank(), 0)).square().mean().backward()
+        for step in range(3):
+            if step == 1 and dist.get_rank() == 0:
+                optimizers[0].optim.register_step_pre_hook(fail)
+            layers_loss(model, step).backward()
             for optimizer in optimizers:
                 optimizer.step()
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import os
+import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,10 +16,27 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import SGD, Adafactor, AdamW, Optimizer
 
-from onecopy import MixedPrecision, ShardedDataParallel, ZeroRedundancyOptimizer
+from onecopy import (
+    MixedPrecision,
+    ShardedDataParallel,
+    ZeroRedundancyOptimizer,
+    hook_with_zero_step,
+    hook_with_zero_step_interleaved,
+    reduce_scatter_hook,
+)
 from onecopy.comm.gloo import Pairs
 from onecopy.data_parallel import bucket
-from tests.support.data_parallel import ROUNDING, Layers, Run, Searched, inputs_of, side_of
+from tests.support.data_parallel import (
+    ROUNDING,
+    Case,
+    Layers,
+    Run,
+    Searched,
+    hooked_run,
+    inputs_of,
+    layers_loss,
+    side_of,
+)
 from tests.support.failures import expect, failing, failure_of
 from tests.support.harness import distributed
 from tests.support.models import assert_equal, assert_replicas_equal
@@ -165,32 +184,41 @@ def test_an_output_in_which_no_tensor_is_found(world_size: int) -> None:
         expect(failure_of(ours.optimizer.step), RuntimeError, text)
 
 
-LIVES: dict[str, dict[str, Any]] = {
-    "": {},
-    "overlap_forward": {"overlap_forward": True},
-    "mixed precision": {"mixed_precision": BF16},
-    "unfrozen": {"frozen": FROZEN},
-    "unfrozen, overlap_forward": {"frozen": FROZEN, "overlap_forward": True},
+def level_3(**options: Any) -> Run:
+    return side_of(True, Layers, AdamW, {"lr": 1e-2}, **options)
+
+
+LIVES: dict[str, Callable[[], Run]] = {
+    "": level_3,
+    "overlap_forward": lambda: level_3(overlap_forward=True),
+    "mixed precision": lambda: level_3(mixed_precision=BF16),
+    "unfrozen": lambda: level_3(frozen=FROZEN),
+    "unfrozen, overlap_forward": lambda: level_3(frozen=FROZEN, overlap_forward=True),
+    "reduce_scatter_hook": lambda: hooked_run(Case(model=Layers, loss=layers_loss), reduce_scatter_hook),
+    "after backward": lambda: hooked_run(Case(model=Layers, loss=layers_loss), hook_with_zero_step),
+    "interleaved": lambda: hooked_run(Case(model=Layers, loss=layers_loss), hook_with_zero_step_interleaved),
 }
 
 
-def live(name: str) -> None:
-    """Construct, train 3 steps, delete; with ``overlap_forward`` the last step's messages are in flight then."""
-    side = side_of(True, Layers, AdamW, {"lr": 1e-2}, **LIVES[name])
-    for step in range(3):
+def live(name: str, steps: int = 3) -> None:
+    """Construct, train, delete; with ``overlap_forward`` the last step's messages are in flight then."""
+    run = LIVES[name]()
+    for step in range(steps):
         if step == 1:
-            side.freeze(*FROZEN, frozen=False)
-        side.iterate(step)
+            run.freeze(*FROZEN, frozen=False)
+        run.iterate(step)
 
 
-def alive() -> tuple[int, int]:
+def alive() -> tuple[int, int, int]:
     tensors = sum(issubclass(type(each), Tensor) for each in gc.get_objects())
-    return tensors, len(os.listdir("/proc/self/fd"))
+    return tensors, len(os.listdir("/proc/self/fd")), threading.active_count()
 
 
 @pytest.mark.parametrize("name", LIVES)
 @distributed(2)
 def test_deleting_it_frees_everything_by_counting_alone(world_size: int, name: str) -> None:
+    """At any time, while another one goes on."""
+    other = LIVES[name]()
     for _ in range(3):
         live(name)
     dist.barrier()
@@ -198,12 +226,13 @@ def test_deleting_it_frees_everything_by_counting_alone(world_size: int, name: s
     gc.disable()
     try:
         before = alive()
-        for _ in range(5):
-            live(name)
+        for steps in (0, 1, 3, 3, 4):
+            live(name, steps)
         dist.barrier()
         deadline = time.monotonic() + 5.0
         while alive() > before and time.monotonic() < deadline:
             time.sleep(0.01)  # gloo's threads let go of a message after it has arrived
-        assert alive() <= before, "tensors and descriptors"
+        assert alive() <= before, "tensors, descriptors and threads"
     finally:
         gc.enable()
+    other.iterate(0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -21,20 +21,6 @@ from tests.support.parity import CASES, Case, Run, compare, make_plain, parts_of
 
 Hook = Callable[[Any, Any], Future[Tensor]]
 OVERLAP = pytest.mark.parametrize("overlap", [True, False], ids=["overlapped", "not overlapped"])
-
-
-def zero_all(model: Model, params: Sequence[Tensor], optimizers: Sequence[Optimizer], step: int) -> None:
-    """Let go of the gradients, in another way in every step."""
-    if step % 4 == 0:
-        model.zero_grad()
-    elif step % 4 == 1:
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-    elif step % 4 == 2:
-        model.module.zero_grad()
-    else:
-        for param in params:
-            param.grad = None
 
 
 def train(case: Case, steps: int, ours: bool, overlap: bool = False, hook: Hook | None = None) -> Run:
@@ -60,7 +46,11 @@ def train(case: Case, steps: int, ours: bool, overlap: bool = False, hook: Hook 
         optimizers += [make_plain(*part) for part in parts]
     history = []
     for step in train_steps(case, model, optimizers, steps):
-        zero_all(model, params, optimizers, step)
+        if step % 2:
+            model.zero_grad()
+        else:
+            for param in params:
+                param.grad = None
         if not overlap:
             history.append(values(params))
         elif step == steps - 1:

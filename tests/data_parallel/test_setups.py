@@ -1,8 +1,9 @@
-"""``ShardedDataParallel`` with state dicts, groups of some ranks, meshes and several modules, against DDP."""
+"""``ShardedDataParallel`` with state dicts, groups, meshes, several modules and buffers, against DDP."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from torch.optim import Optimizer
 
 from onecopy import ShardedDataParallel, ZeroRedundancyOptimizer
 from onecopy.comm import limits
-from tests.support.data_parallel import SGD, Batched, Run, as_if_large, inputs_of, side_of
+from tests.support.data_parallel import SGD, Batched, Layers, Run, as_if_large, inputs_of, side_of
 from tests.support.harness import distributed
 from tests.support.models import Everything, assert_equal, assert_replicas_equal, assert_same_tree, everything_inputs
 
@@ -24,44 +25,13 @@ OPTIMIZERS = pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.opti
 LR: dict[str, Any] = {"lr": 1e-2}
 
 
-# State dicts
-
-
-@OPTIMIZERS
-@OVERLAP
-@distributed(2, 3)
-def test_state_to_plain_and_back(world_size: int, optimizer: type[Optimizer], overlap: bool) -> None:
-    """The state dict of the model has DDP's prefix, and is loaded with and without it."""
-    plain = side_of(False, Batched, optimizer, LR)
-    ours, back = (side_of(True, Batched, optimizer, LR, overlap_forward=overlap) for _ in range(2))
-    for step in range(3):
-        ours.iterate(step)
-    ours.zero.consolidate_state_dict(to=0)
-    box: list[Any] = [ours.zero.state_dict() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(box)
-    wrapped = ours.model.state_dict()
-    assert list(wrapped) == list(plain.model.state_dict()) == ["module." + name for name in ours.module.state_dict()]
-    plain.model.load_state_dict(wrapped)
-    plain.optimizer.load_state_dict(box[0])
-    for other, saved in ((ours, None), (back, plain.model), (back, plain.module)):
-        if saved is not None:
-            other.model.load_state_dict(saved.state_dict())
-            other.optimizer.load_state_dict(plain.optimizer.state_dict())
-        for step in range(3, 6):
-            for side in (plain, other):
-                side.iterate(step)
-        assert_equal(other.params, plain.params, f"loaded: {saved is not None}", 0.0 if world_size == 2 else 1e-5)
-        assert_replicas_equal(other.params)
-    with pytest.raises(RuntimeError, match="Missing key"):
-        ours.model.load_state_dict({"module.first.weight": wrapped["module.first.weight"]})
-
-
 # Groups and meshes
 
 
 @OPTIMIZERS
 @distributed(3)
 def test_a_group_of_some_ranks(world_size: int, optimizer: type[Optimizer]) -> None:
+    """Also its state dicts, to the plain optimizer's form and back."""
     group = dist.new_group([1, 2])
     if dist.get_rank() == 0:
         return
@@ -79,6 +49,16 @@ def test_a_group_of_some_ranks(world_size: int, optimizer: type[Optimizer]) -> N
     ours.zero.consolidate_state_dict(to=1)
     if dist.get_rank() == 2:
         assert_same_tree(ours.zero.state_dict(), plain.optimizer.state_dict(), "state")
+    assert list(ours.model.state_dict()) == list(plain.model.state_dict())
+    for saved in (plain.model, plain.module):  # with DDP's prefix and without it
+        plain.iterate(5)
+        ours.model.load_state_dict(saved.state_dict())
+        ours.optimizer.load_state_dict(plain.optimizer.state_dict())
+        for side in (plain, ours):
+            side.iterate(6)
+        assert_equal(ours.params, plain.params, "loaded")
+    with pytest.raises(RuntimeError, match="Missing key"):
+        ours.model.load_state_dict({"module.first.weight": ours.params[0].detach()})
 
 
 def everything_of_this_rank() -> nn.Module:
@@ -180,3 +160,99 @@ def test_a_rank_that_waits_inside_its_backward_pass_does_not_keep_others_from_ge
             optimizer.step()
             optimizer.zero_grad()
     assert_replicas_equal(model.parameters())
+
+
+# Buffers
+
+
+def accumulate(side: Run, number: int) -> None:
+    with side.model.no_sync():
+        side.loss(number).backward()
+
+
+def train_in_evaluation_mode(side: Run, number: int) -> None:
+    """With the averages of earlier batches, so that gradients depend on buffers."""
+    side.model.eval()
+    side.iterate(number)
+    side.model.train()
+
+
+@torch.no_grad()
+def evaluate(side: Run, number: int) -> None:
+    side.model.eval()
+    side.noted.append(side.loss(number))
+    side.model.train()
+
+
+@torch.no_grad()
+def forward_without_gradients(side: Run, number: int) -> None:
+    """In training mode, so that buffers change."""
+    side.noted.append(side.loss(number))
+
+
+def wrong_inputs(side: Run, number: int) -> None:
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        side.model(torch.ones(2, 3))
+
+
+PASSES = (Run.iterate, accumulate, train_in_evaluation_mode, evaluate, forward_without_gradients, wrong_inputs)
+
+
+@pytest.mark.parametrize("second", PASSES, ids=lambda kind: kind.__name__)
+@distributed(2)
+def test_buffers_are_those_of_ddp_after_every_pass(world_size: int, second: Callable[[Run, int], None]) -> None:
+    """DDP sends them before a pass if the pass before it had gradients that are reduced."""
+    plain, ours = side_of(False, Batched), side_of(True, Batched)
+    number = 0
+    for first in PASSES:
+        for kind in (Run.iterate, first, second, Run.iterate):
+            number += 1
+            for side in (plain, ours):
+                kind(side, number)
+            text = f"{first.__name__}, {second.__name__}: after {kind.__name__}"
+            assert_equal(ours.module.buffers(), plain.module.buffers(), text)
+        assert_equal(ours.params, plain.params, f"{first.__name__}, {second.__name__}")
+    assert_equal(ours.noted, plain.noted, "outputs")
+
+
+class Counting(Layers):
+    """Puts a new tensor in the place of its buffer in every forward pass."""
+
+    seen: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.seen = self.seen + 1 + dist.get_rank()
+        return super().forward(inputs)
+
+
+@pytest.mark.parametrize("broadcast", [True, False])
+@distributed(2, 3)
+def test_a_buffer_that_the_module_replaces_follows_if_wished(world_size: int, broadcast: bool) -> None:
+    side = side_of(True, Counting, broadcast_buffers=broadcast)
+    for step in range(3):
+        side.iterate(step)
+        expected = step + 1 + dist.get_rank() if broadcast else (step + 1) * (1 + dist.get_rank())
+        assert side.module.get_buffer("seen").item() == expected, "rank 0 adds one each time"
+
+
+@distributed(2, 3)
+def test_buffers_of_every_kind_begin_as_those_of_the_first_rank(world_size: int) -> None:
+    def make(first: bool) -> Layers:
+        module = Layers()
+        scale = 1.0 if first else 7.0
+        module.register_buffer("rows", torch.arange(12.0).view(3, 4).t() * scale)
+        module.register_buffer("some", torch.arange(12.0).view(3, 4)[:, ::2] * scale)
+        module.register_buffer("part", (torch.arange(24.0) * scale).view(3, 8)[:, ::2])
+        module.register_buffer("flags", torch.tensor([first, True]))
+        module.register_buffer("count", torch.tensor(3 if first else 4))
+        module.register_buffer("nothing", torch.zeros(0))
+        return module
+
+    module, expected = side_of(True, lambda: make(dist.get_rank() == 0)).module, make(True)
+    for found, wanted in zip(module.buffers(), expected.buffers(), strict=True):
+        assert torch.equal(found, wanted)
+        assert found.stride() == wanted.stride()

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gc
-import threading
-import weakref
 from typing import Any
 
 import pytest
@@ -198,28 +195,3 @@ def test_any_communication_hook_equals_plain_ddp_with_the_same_hook(
         assert states[0].iter == states[1].iter > states[0].start_powerSGD_iter
         assert states[0].error_dict.keys() == states[1].error_dict.keys()
         assert states[0].error_dict
-
-
-@HOOKS
-@pytest.mark.parametrize("iterations", [0, 1, 4])
-@distributed(2)
-def test_a_deleted_model_and_optimizer_are_freed_by_reference_counting(
-    world_size: int, iterations: int, hook: MakeHook
-) -> None:
-    """No hook starts a thread. Another model goes on."""
-    threads = threading.enumerate()
-    ours, other = hooked_run(Case(), hook), hooked_run(Case(), hook)
-    for step in range(iterations):
-        ours.iterate(step)
-        other.iterate(step)
-    assert threading.enumerate() == threads
-    remains: list[Any] = [weakref.ref(ours.model), weakref.ref(ours.optimizer), weakref.ref(ours.params[0])]
-    gc.collect()
-    gc.disable()
-    try:
-        del ours
-        assert [reference() for reference in remains] == [None, None, None]
-    finally:
-        gc.enable()
-    train_both(hooked_run(Case(), hook), plain_run(Case()), range(4))
-    other.iterate(iterations)

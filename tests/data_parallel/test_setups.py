@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +13,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
 from torch.optim import Optimizer
 
-from onecopy import ShardedDataParallel, ZeroRedundancyOptimizer
 from onecopy.comm import limits
 from tests.support.data_parallel import SGD, Batched, Layers, Run, as_if_large, inputs_of, side_of
 from tests.support.harness import distributed
@@ -115,6 +113,7 @@ class Branch(nn.Module):
         super().__init__()
         self.sometimes = nn.Linear(8, 8, bias=False)
         self.always = nn.Linear(8, 8, bias=False)
+        self.never = nn.Identity()
         self.meets = meets
 
     def forward(self, inputs: Tensor) -> Tensor:
@@ -124,29 +123,18 @@ class Branch(nn.Module):
         return hidden if dist.get_rank() == 1 else hidden + self.sometimes(hidden)
 
 
-def wrapped(module: nn.Module) -> tuple[ShardedDataParallel, ZeroRedundancyOptimizer]:
-    """Every parameter in a bucket of its own."""
-    optimizer = ZeroRedundancyOptimizer(module.parameters(), torch.optim.SGD, lr=1.0)
-    return ShardedDataParallel(module, optimizer, bucket_bytes=1), optimizer
-
-
 @distributed(2, 3)
 def test_buckets_of_two_modules_that_take_turns_differently_are_not_mixed_up(world_size: int) -> None:
     """A bucket that one rank cannot fill is launched after the other module's there, and before them elsewhere."""
-    torch.manual_seed(3)
-    below, above = nn.Linear(8, 8, bias=False), Branch()
-    plain = copy.deepcopy(nn.ModuleList([below, above]))
-    inputs = torch.randn(4, 8)
-    plain[1](plain[0](inputs)).square().sum().backward()
-    for param in plain.parameters():
-        param.grad = torch.zeros_like(param) if param.grad is None else param.grad
-        dist.all_reduce(param.grad)
-    (lower, first), (upper, second) = wrapped(below), wrapped(above)
-    upper(lower(inputs)).square().sum().backward()
-    for optimizer in (first, second):
-        optimizer.step()
-    expected = [param.detach() - param.grad / world_size for param in plain.parameters() if param.grad is not None]
-    assert_equal([*below.parameters(), *above.parameters()], expected, "one step", 1e-3)
+    plain, ours = ([side_of(which, make, bucket_bytes=1) for make in (Layers, Branch)] for which in (False, True))
+    for below, above in (plain, ours):
+        for run in (below, above):
+            run.optimizer.zero_grad()
+        above.model(below.model(inputs_of(dist.get_rank(), 0))).square().sum().backward()
+        for run in (below, above):
+            run.update()
+    for mine, theirs in zip(ours, plain, strict=True):
+        assert_equal(mine.params, theirs.params, "one step", 1e-5)
 
 
 @distributed(2, 3)
@@ -154,12 +142,10 @@ def test_a_rank_that_waits_inside_its_backward_pass_does_not_keep_others_from_ge
     """It has launched fewer buckets than they have, and uses their messages only when its pass has ended."""
     with as_if_large(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(limits, "BUCKET_BYTES", 1)
-        model, optimizer = wrapped(nn.Sequential(nn.Linear(8, 8), Branch(meets=True)))
+        ours = side_of(True, lambda: nn.Sequential(nn.Linear(8, 8), Branch(meets=True)), bucket_bytes=1)
         for step in range(2):
-            model(inputs_of(dist.get_rank(), step)).square().sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    assert_replicas_equal(model.parameters())
+            ours.iterate(step)
+    assert_replicas_equal(ours.params)
 
 
 # Buffers

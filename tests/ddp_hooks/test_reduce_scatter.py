@@ -26,18 +26,14 @@ from tests.support.data_parallel import (
     ROUNDING,
     SGD,
     STATIC,
-    TWO_ADAMWS,
-    VIEW,
     Branching,
     Case,
     Part,
     Run,
     Split,
     as_if_large,
-    assert_same_state,
     assert_same_values,
     half_model,
-    halving,
     make_scaler,
     matrices,
     plain_run,
@@ -51,8 +47,6 @@ from tests.support.harness import distributed
 from tests.support.models import (
     assert_equal,
     assert_replicas_equal,
-    more_for_earlier_ranks,
-    more_for_later_ranks,
     small_inputs,
 )
 
@@ -221,27 +215,6 @@ def test_a_pass_that_failed_on_all_ranks_with_messages_in_flight_leaves_nothing_
         ours.ddp.register_comm_hook(ours.zero, reduce_scatter_hook)
         train_both(ours, reference, range(2, 5))
     assert_replicas_equal(ours.params)
-
-
-@pytest.mark.parametrize("counts", [more_for_later_ranks, more_for_earlier_ranks])
-@pytest.mark.parametrize(
-    "case",
-    [
-        Case("cut", MOMENTUM, scheduler=halving),
-        Case("whole, in buckets", (Part(ours={"parameters_as_bucket_view": True, "shard_by": "parameter"}),), ddp=VIEW),
-        Case("a list", TWO_ADAMWS),
-    ],
-    ids=lambda case: case.name,
-)
-@distributed(2, 3)
-def test_uneven_inputs_equal_plain_ddp(world_size: int, case: Case, counts: Callable[[int], int]) -> None:
-    ours, reference = scattered_run(case), plain_run(case)
-    for run in (reference, ours):
-        with Join([run.ddp, *run.zeros]):
-            for step in range(counts(dist.get_rank())):
-                run.iterate(step)
-    assert_same_values(ours, reference, "after uneven inputs")
-    assert_same_state(ours, reference, to=max(range(world_size), key=counts))
 
 
 SINGLE, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from onecopy import MixedPrecision, ShardedDataParallel
+from tests.support.data_parallel import Batched
 from tests.support.harness import distributed
 from tests.support.master_weights import (
     ADAMW,
@@ -41,25 +42,12 @@ def test_sharded_training_equals_masters_of_the_values_before_conversion(
     assert kept == {reduce_dtype or HALF}
 
 
-class Normalised(nn.Module):
-    """A convolution with batch statistics, whose running averages stay in float32."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.convolve, self.normalise, self.last = nn.Conv2d(1, 24, 3), nn.BatchNorm2d(24), nn.Linear(24, 4)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        hidden = self.normalise(self.convolve(inputs.reshape(-1, 1, 4, 6)))
-        outputs: Tensor = self.last(torch.relu(hidden).mean((2, 3)))
-        return outputs
-
-
 @pytest.mark.parametrize("options", [{}, {"overlap_forward": True}], ids=["", "overlapping the forward"])
 @distributed(2, 3)
 def test_running_averages_keep_their_type(world_size: int, options: dict[str, Any]) -> None:
-    model, _ = compare_with_masters_by_hand(Normalised, [ADAMW], BF16, **options)
-    assert model.module.get_parameter("convolve.weight").dtype == HALF
-    mean = model.module.get_buffer("normalise.running_mean")
+    model, _ = compare_with_masters_by_hand(Batched, [ADAMW], BF16, **options)
+    assert model.module.get_parameter("first.weight").dtype == HALF
+    mean = model.module.get_buffer("norm.running_mean")
     assert mean.dtype == torch.float32
     assert mean.any()
 

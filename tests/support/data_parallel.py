@@ -321,35 +321,6 @@ def layers_loss(model: nn.Module, step: int, branch: bool = False) -> Tensor:
     return loss
 
 
-def side_of(
-    ours: bool,
-    make: Callable[[], nn.Module],
-    optimizer: type[Optimizer] = torch.optim.SGD,
-    options: dict[str, Any] | None = None,
-    group: Any = None,
-    frozen: Sequence[str] = (),
-    level: int = 3,
-    **wrap: Any,
-) -> Run:
-    """In ``ShardedDataParallel``, or with the reduce-scatter hook, or the reference, from the same seed."""
-    torch.manual_seed(5)
-    case, module, options = Case(model=make, loss=layers_loss), make(), options or SGD
-    if ours and level == 3:
-        for name in frozen:
-            module.get_parameter(name).requires_grad_(False)
-        zero = ZeroRedundancyOptimizer(module.parameters(), optimizer, process_group=group, **options)
-        return Run(case, ShardedDataParallel(module, zero, **{"bucket_bytes": SMALL, **wrap}), [zero])
-    unused = any("never" in name for name, _ in module.named_modules())
-    model = DistributedDataParallel(module, process_group=group, find_unused_parameters=unused)
-    if ours:
-        zero = ZeroRedundancyOptimizer(module.parameters(), optimizer, process_group=group, **options)
-        model.register_comm_hook(zero, reduce_scatter_hook)
-        return Run(case, model, [zero])
-    run = Run(case, model, [optimizer(module.parameters(), **options)])
-    run.freeze(*frozen)  # DDP never reduces what was frozen when it was constructed
-    return run
-
-
 def make_ddp(case: Case, **options: Any) -> DistributedDataParallel:
     torch.manual_seed(5)
     return DistributedDataParallel(case.model(), **{**case.ddp, **options})
@@ -379,9 +350,35 @@ def scattered_run(case: Case, reduce_dtype: torch.dtype | None = None, **ddp_opt
     """Through the reduce-scatter hook: with one optimizer, a list of them, or a :class:`ReduceScatter` as its state."""
     run = sharded_run(case, **ddp_options)
     state: Any = run.zeros[0] if len(run.zeros) == 1 else run.zeros
-    if reduce_dtype is not None or "process_group" in ddp_options:
+    if reduce_dtype is not None or ddp_options.get("process_group") is not None:
         state = ReduceScatter(state, reduce_dtype=reduce_dtype, ddp=run.ddp)
     run.ddp.register_comm_hook(state, reduce_scatter_hook)
+    return run
+
+
+def side_of(
+    ours: bool,
+    make: Callable[[], nn.Module],
+    optimizer: type[Optimizer] = torch.optim.SGD,
+    options: dict[str, Any] | None = None,
+    group: Any = None,
+    frozen: Sequence[str] = (),
+    level: int = 3,
+    **wrap: Any,
+) -> Run:
+    """In ``ShardedDataParallel``, or with the reduce-scatter hook, or the reference, from the same seed."""
+    torch.manual_seed(5)
+    module = make()
+    unused = any("never" in name for name, _ in module.named_modules())
+    ddp = {"find_unused_parameters": unused}
+    case = Case("", (Part(optimizer, options or SGD),), model=make, loss=layers_loss, ddp=ddp)
+    if ours and level == 3:
+        for name in frozen:
+            module.get_parameter(name).requires_grad_(False)
+        zero = ZeroRedundancyOptimizer(module.parameters(), optimizer, process_group=group, **(options or SGD))
+        return Run(case, ShardedDataParallel(module, zero, **{"bucket_bytes": SMALL, **wrap}), [zero])
+    run = (scattered_run if ours else plain_run)(case, process_group=group)
+    run.freeze(*frozen)  # DDP never reduces what was frozen when it was constructed
     return run
 
 

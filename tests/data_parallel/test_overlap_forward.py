@@ -1,4 +1,4 @@
-"""``overlap_forward``: parameters arrive behind the next forward, which waits for them. And how they are sent."""
+"""``overlap_forward``: parameters arrive behind the next forward, which waits for them."""
 
 from __future__ import annotations
 

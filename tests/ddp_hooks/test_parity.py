@@ -23,7 +23,6 @@ from tests.support.data_parallel import (
     SGD,
     STATIC,
     TWO_ADAMWS,
-    UNUSED,
     VIEW,
     WHOLE,
     Branching,
@@ -72,13 +71,11 @@ CASES = (
     Case("default buckets", ddp={}),
     Case("a few buckets", ddp={"bucket_cap_mb": SMALL}),
     Case("gradients are bucket views", MOMENTUM, ddp=VIEW),
-    Case("gradients are bucket views, set to zero", ddp=VIEW, set_to_none=False),
     Case("static graph", ddp=STATIC),
     Case("static graph and bucket views", MOMENTUM, ddp={**STATIC, **VIEW}),
     Case("static graph with unused parameters", COUNTERS, model=Branching, loss=never_branching_loss, ddp=STATIC),
     Case("unused parameters", **BRANCHING),
     Case("unused parameters, counted", COUNTERS, **BRANCHING),
-    Case("unused parameters, whole, bucket views", WHOLE, **{**BRANCHING, "ddp": {**UNUSED, **VIEW}}),
     Case("unused parameters, set to zero", MOMENTUM, **BRANCHING, set_to_none=False),
     Case("some parameters are nobody's", (Part(params=matrices),)),
     Case("some parameters are nobody's, in one bucket", (Part(params=matrices),), ddp={}),
@@ -88,14 +85,12 @@ CASES = (
     Case("counters, cut", COUNTERS),
     Case("half precision", model=half_model, tolerance=2e-2),
     Case("accumulation", passes=3),
-    Case("accumulation in bucket views", MOMENTUM, ddp=VIEW, passes=3),
     Case("accumulation with unused parameters", COUNTERS, **BRANCHING, passes=2),
 )
 OF_REDUCE_SCATTER = (
     Case("cut, in buckets", (Part(ours=BUCKETS),), ddp=VIEW),
     Case("whole, in buckets", (Part(torch.optim.SGD, SGD, {**BUCKETS, "shard_by": "parameter"}),)),
     Case("a list", MUON_AND_ADAMW, tolerance=1e-3),
-    Case("a list, gradients are views", MUON_AND_ADAMW, ddp=VIEW, scheduler=halving, tolerance=1e-3),
     Case("a list, all in one bucket", TWO_ADAMWS, ddp={}),
 )
 """Several optimizers, and parameters in buckets of their own, which the overlap hooks do not take."""

@@ -26,16 +26,7 @@ from onecopy import (
 )
 from onecopy.comm.gloo import Pairs
 from onecopy.data_parallel import bucket
-from tests.support.data_parallel import (
-    Case,
-    Layers,
-    Run,
-    Searched,
-    hooked_run,
-    inputs_of,
-    layers_loss,
-    side_of,
-)
+from tests.support.data_parallel import Case, Layers, Run, Searched, hooked_run, inputs_of, layers_loss, side_of
 from tests.support.failures import expect, failing, failure_of
 from tests.support.harness import distributed
 from tests.support.models import assert_equal, assert_replicas_equal

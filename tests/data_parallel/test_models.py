@@ -16,10 +16,7 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.optim import AdamW
 
-from onecopy import (
-    hook_with_zero_step,
-    hook_with_zero_step_interleaved,
-)
+from onecopy import hook_with_zero_step, hook_with_zero_step_interleaved
 from tests.support.data_parallel import (
     ADAMW,
     Case,

@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_wrapper
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
@@ -44,18 +44,9 @@ from tests.support.data_parallel import (
 )
 from tests.support.failures import failure_of
 from tests.support.harness import distributed
-from tests.support.models import (
-    assert_equal,
-    assert_replicas_equal,
-    small_inputs,
-)
+from tests.support.models import assert_equal, assert_replicas_equal
 
 # What is in the gradients
-
-
-def whole_branching_loss(model: nn.Module, step: int) -> Tensor:
-    loss: Tensor = model(small_inputs(dist.get_rank(), step), True).square().mean()
-    return loss
 
 
 def set_to_none(run: Run, step: int) -> None:
@@ -84,7 +75,7 @@ GRAPHS: dict[str, dict[str, Any]] = {
     "all used": {},
     "unused parameters": BRANCHING,
     "some are nobody's": {"parts": (Part(params=matrices),), "ddp": {}},
-    "static graph": {"model": Branching, "loss": whole_branching_loss, "ddp": STATIC},
+    "static graph": {"model": Branching, "ddp": STATIC},
 }
 USED = ("all used", "unused parameters", "static graph")
 MODES = [

@@ -35,8 +35,7 @@ from onecopy import (
 )
 from onecopy.checkpoint import manifest
 from onecopy.checkpoint.convert import to_torch
-from tests.support.data_parallel import as_if_large
-from tests.support.ddp_training import TINY, Counting
+from tests.support.data_parallel import TINY, Counting, as_if_large
 from tests.support.failures import expect, expect_disagreement, expect_failure_of, failure_of
 from tests.support.harness import distributed, pools
 from tests.support.models import assert_equal, assert_replicas_equal, assert_same_tree, values

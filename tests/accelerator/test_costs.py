@@ -28,7 +28,7 @@ RANKS = pytest.mark.parametrize("world_size", [2, 3])
 @GROUP
 def test_collectives_and_waits_of_an_iteration(level: str, world_size: int, backend: str) -> None:
     found = counts(level, world_size, backend)
-    check_waits(level, found.synchronizations)
+    check_waits(level, found.synchronizations, found.buckets)
     if level.startswith("level 3"):
         # Two collectives per bucket, and a vote in each direction.
         assert found.buckets > counts(level, world_size, backend, blocks=3).buckets > 1
@@ -52,10 +52,12 @@ def test_collectives_and_waits_of_an_iteration(level: str, world_size: int, back
         assert sent <= 2.6 * size  # the parts of these small buckets are padded
 
 
-def check_waits(level: str, waits: list[tuple[str, str, int]]) -> None:
-    """The host waits for flags that are a step old, and for offloaded gradients."""
+def check_waits(level: str, waits: list[tuple[str, str, int]], buckets: int) -> None:
+    """The host waits for flags that are a step old, and for offloaded gradients: at level 3 in each part of a step."""
     offloaded = [wait for wait in waits if wait[1].startswith("onecopy/step/batched_copies.py")]
-    assert len(offloaded) == level.endswith("offload")
+    parts = buckets if level.startswith("level 3") else 1
+    assert bool(offloaded) == level.endswith("offload")
+    assert len(offloaded) <= parts
     flags = [wait for wait in waits if wait not in offloaded]
     # The flags of the last backward pass are waited for before those of the last step: a rank that fails in between
     # takes no part in the second exchange.

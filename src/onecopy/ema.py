@@ -88,13 +88,14 @@ class ShardedEMA:
             for engine in self._engines:
                 if engine.step_refusal is not None:
                     raise engine.step_refusal
+                engine.follow_moved_params()
             saved = [[_owned_memory(entry).clone() for entry in engine.inner.owned] for engine in self._engines]
         for optimizer in self._optimizers:
             optimizer.wait()
-        self._write([[self._value(engine, entry) for entry in engine.inner.owned] for engine in self._engines])
-        for engine in self._engines:
-            engine.step_refusal = RuntimeError(INSIDE.format(self.name))
         try:
+            self._write([[self._value(engine, entry) for entry in engine.inner.owned] for engine in self._engines])
+            for engine in self._engines:
+                engine.step_refusal = RuntimeError(INSIDE.format(self.name))
             yield
         finally:
             for engine in self._engines:
@@ -107,13 +108,18 @@ class ShardedEMA:
         return _owned_memory(entry) if average is None else average
 
     def _write(self, values: Sequence[Sequence[Tensor]]) -> None:
-        """Write values into the owned shards and send them to all ranks. That is no user's write for master weights."""
-        for optimizer, engine, of_engine in zip(self._optimizers, self._engines, values, strict=True):
+        """Write values into the owned shards and send them to all ranks. That is no user's write for master weights.
+
+        Options of groups are neither compared nor taken over, because no optimizer runs.
+        """
+        for engine, of_engine in zip(self._engines, values, strict=True):
             failure = FirstFailure()
             with failure, torch.no_grad():
                 for entry, value in zip(engine.inner.owned, of_engine, strict=True):
                     _owned_memory(entry).copy_(flat_view(value))
-            engine.confirm_and_send(optimizer.param_groups, None, failure.error)
+            engine.confirm([], [True] * len(engine.params), failure.error)
+            engine.share()
+            failure.raise_if_any()
 
     def state_dict(self, to: int = 0) -> dict[str, Any]:
         """Return the model's state dict with the averages in place of the parameters, in CPU memory, on one rank.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -230,6 +231,33 @@ def test_it_loads_the_values_of_an_averaged_model(world_size: int) -> None:
         plain = module()
         plain.load_state_dict(whole)
         assert_equal(list(plain.parameters()), reference.plain.parameters())
+
+
+def move(run: Run) -> None:
+    for param in run.module.parameters():
+        param.data = param.data.clone()
+
+
+CHANGES: dict[str, Callable[[Run], object]] = {
+    "an option": lambda run: run.optimizer.param_groups[0].update(lr=0.25),
+    "an option on one rank": lambda run: run.optimizer.param_groups[0].update(lr=0.25 + dist.get_rank()),
+    "memory": move,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("steps", [0, 3])
+@distributed(2)
+def test_swaps_after_changes_by_the_user(world_size: int, steps: int, change: str) -> None:
+    ours = Run("1")
+    for number in range(steps):
+        ours.step(number)
+    expected, before = ours.average(), [param.detach().clone() for param in ours.module.parameters()]
+    CHANGES[change](ours)
+    options = dict(ours.optimizer.param_groups[0])
+    assert_equal(ours.average(), expected)
+    assert_equal(before, ours.module.parameters())
+    assert ours.optimizer.param_groups[0] == options
 
 
 class LeftError(Exception):

@@ -71,7 +71,7 @@ class ShardedEMA:
             _check_model(self._module, self._engines)
             if any(name in engine.inner.averages for engine in self._engines):
                 raise ValueError(f"the optimizer has an average with the name {name!r} already: give another name=")
-            shown = decay if isinstance(decay, float) else "a function"
+            shown = float(decay) if isinstance(decay, (int, float)) else "a function"
             values = {"decay": shown, "dtype": dtype, "update_every": update_every, "start_step": start_step}
             together.facts = [Fact(key, str(value)) for key, value in {**values, "name": name}.items()]
         for engine in self._engines:
@@ -138,28 +138,32 @@ class ShardedEMA:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load averages in the form of the model's state dict, on all ranks, and go on from there.
 
-        The prefix ``module.`` and the entry ``n_averaged`` of an ``AveragedModel`` are allowed. Buffers are not loaded:
-        an average has the buffers of the model.
+        An ``AveragedModel`` adds the prefix ``module.`` and ``n_averaged``, the number of averages so far, which goes
+        on here. Without it, the loaded values count as the first average. Buffers are not loaded: an average has the
+        buffers of the model.
 
         Args:
             state_dict: the averages by name, the whole of it on every rank.
         """
         with FailTogether(self._engines[0].collectives, "ShardedEMA.load_state_dict()"):
-            entries = {key.removeprefix("module."): value for key, value in state_dict.items() if key != "n_averaged"}
             names = {id(param): name for name, param in self._module.named_parameters()}
-            missing = [name for name in names.values() if name not in entries]
+            prefix = "" if all(name in state_dict for name in names.values()) else "module."
+            missing = [name for name in names.values() if prefix + name not in state_dict]
             if missing:
                 raise ValueError(f"the state dict has no average of parameter {missing[0]!r}")
-            new = [self._loaded(engine, names, entries) for engine in self._engines]
+            values = {key: state_dict[prefix + name] for key, name in names.items()}
+            count = int(state_dict.get("n_averaged", 1))
+            new = [self._loaded(engine, names, values, count) for engine in self._engines]
         for engine, average in zip(self._engines, new, strict=True):
             engine.inner.averages[self.name] = average
+            engine.inner.note_edited()
 
-    def _loaded(self, engine: Engine, names: Mapping[int, str], entries: Mapping[str, Any]) -> Average:
+    def _loaded(self, engine: Engine, names: Mapping[int, str], values: Mapping[int, Any], count: int) -> Average:
         average = engine.inner.averages[self.name]
-        steps = max(average.steps, average.rule.start_step + 1)  # the first average is made
+        steps = average.rule.steps_after(count)
         saved = {}
         for entry in engine.inner.owned:
-            value, name = entries[names[id(entry.param)]], names[id(entry.param)]
+            value, name = values[id(entry.param)], names[id(entry.param)]
             if not isinstance(value, Tensor) or value.shape != entry.param.shape:
                 raise ValueError(
                     f"the average of parameter {name!r} is not a tensor of shape {tuple(entry.param.shape)}"
@@ -176,7 +180,7 @@ def _owned_memory(entry: OwnedShard) -> Tensor:
 
 
 def _check_arguments(decay: Any, dtype: Any, update_every: Any, start_step: Any, name: Any) -> None:
-    if not callable(decay) and not (isinstance(decay, float) and 0.0 <= decay <= 1.0):
+    if not callable(decay) and not (isinstance(decay, (int, float)) and 0.0 <= decay <= 1.0):
         raise ValueError(
             f"decay must be a number from 0.0 to 1.0, or a function of the number of averages, got {decay!r}"
         )

@@ -92,7 +92,7 @@ def test_no_worse_than_one_parameter_above_the_mean(shapes: Shapes, world_size: 
 @pytest.mark.timeout(30)
 def test_one_rank_has_a_sum_that_is_rounded_up() -> None:
     costs = [0.1, 0.4, 0.2]
-    assert 0.4 + 0.2 + 0.1 > sum(costs), "the order of the costs decides"
+    assert sum(costs) < 0.4 + 0.2 + 0.1, "the order of the costs decides"
     specs = [ParamSpec(index, "p", (1,), (1,), torch.float32, cost=cost) for index, cost in enumerate(costs)]
     assert owners_by_cost(specs, [0.0], [0]) == {0: 0, 1: 0, 2: 0}
 

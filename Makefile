@@ -25,9 +25,10 @@ VARIANTS ?=
 TESTS ?=
 ONLY ?=
 OUT ?=
+PEERS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test accelerator test-all test-oldest test-newest test-nightly wheel release-check workflows bench bench-setup bench-check bench-checkpoints clients clusters soak flat elastic namespaces faults remote fuzz fuzz-manifests size walk docs docs-check pictures notebook lint types clean
+.PHONY: help setup demo test accelerator test-all test-oldest test-newest test-nightly wheel release-check workflows bench bench-muon bench-setup bench-check bench-checkpoints clients clusters soak flat elastic namespaces faults remote fuzz fuzz-manifests size walk docs docs-check pictures notebook lint types clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -143,6 +144,10 @@ clusters: $(CLUSTERS)/.installed ## Ray Train on several local Ray nodes, submit
 
 bench: setup ## compare with every peer in one run (30 minutes and more): RANKS_LIST=2,4 LINK=loopback,4gbit VARIANTS= ROUNDS=20
 	$(SAFELY) $(BIN)/python benchmarks/compare.py run --ranks $(RANKS_LIST) --link $(LINK) --variants '$(VARIANTS)' --rounds $(ROUNDS)
+
+bench-muon: ROUNDS = 15
+bench-muon: setup ## Muon and AdamW in one object beside plain DDP, and beside other projects in PEERS: RANKS=2 ROUNDS=15 PEERS=
+	OMP_NUM_THREADS=1 $(SAFELY) $(BIN)/torchrun --standalone --nproc-per-node $(RANKS) benchmarks/matrix_optimizers.py --rounds $(ROUNDS) $(if $(PEERS),--peers $(PEERS))
 
 bench-setup: setup ## install the peers that the benchmark can compare with
 	$(INSTALL) deepspeed fairscale

@@ -26,8 +26,9 @@ from onecopy import (
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "examples"))
 
-from gpt import GPT, loss_of
+from gpt import GPT as GPT
 from gpt import Sizes as Sizes
+from gpt import loss_of as loss_of
 
 MODELS = {
     "reference": Sizes(),

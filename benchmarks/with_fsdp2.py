@@ -60,7 +60,8 @@ def average(model: nn.Module, optimizer: Any, words: Tensor) -> None:
 
 def joined(model: nn.Module, optimizer: Any, words: Tensor) -> None:
     if dist.is_initialized():
-        with Join([model, optimizer] if isinstance(optimizer, ZeroRedundancyOptimizer) else [model]):
+        joinables: list[Any] = [model, optimizer] if isinstance(optimizer, ZeroRedundancyOptimizer) else [model]
+        with Join(joinables):
             usual(model, optimizer, words)
     else:
         usual(model, optimizer, words)

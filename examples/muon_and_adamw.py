@@ -17,7 +17,7 @@ from onecopy.optim import Muon, matrix_groups
 def train(device: torch.device, steps: int = 30) -> list[float]:
     """Train and return the losses of this rank."""
     module = make_model(device)
-    groups = matrix_groups(module, matrix={"optimizer_class": Muon, "lr": 2e-2}, other={"lr": 1e-3}, head=None)
+    groups = matrix_groups(module, matrix={"optimizer_class": Muon, "lr": 2e-2}, other={"lr": 1e-2}, head=None)
     optimizer = ZeroRedundancyOptimizer(groups, torch.optim.AdamW)
     model = ShardedDataParallel(module, optimizer)  # or DistributedDataParallel(module)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)  # for the groups of both classes

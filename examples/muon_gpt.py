@@ -26,7 +26,8 @@ from torch.optim import AdamW, Optimizer
 from onecopy import ShardedDataParallel, ZeroRedundancyOptimizer, reduce_scatter_hook
 from onecopy.optim import matrix_groups
 
-MUON, ADAMW = {"lr": 2e-2, "momentum": 0.95}, {"lr": 1e-3}
+MUON: dict[str, Any] = {"lr": 2e-2, "momentum": 0.95}
+ADAMW: dict[str, Any] = {"lr": 1e-3}
 
 
 class Both:

@@ -17,7 +17,17 @@ from torch.optim import AdamW
 
 from onecopy import MixedPrecision, PeerFailedError, RanksDisagreeError, ShardedDataParallel, ZeroRedundancyOptimizer
 from onecopy.data_parallel import bucket
-from tests.support.data_parallel import SMALL, Checkpointed, Layers, Side, as_if_large, inputs_of, loss_of, one_step
+from tests.support.data_parallel import (
+    SMALL,
+    Case,
+    Checkpointed,
+    Layers,
+    as_if_large,
+    inputs_of,
+    layers_loss,
+    scattered_run,
+    side_of,
+)
 from tests.support.failures import (
     NO_MEMORY,
     check_pool,
@@ -119,7 +129,7 @@ def test_a_bad_argument_is_an_error_on_every_rank(world_size: int, case: str, wh
     if dist.get_rank() not in culprits:
         arguments = fine
     expect_failure_of(culprits, lambda: ShardedDataParallel(**arguments), error, text)
-    one_step(Side(True, Layers), 0)
+    side_of(True, Layers).iterate(0)
 
 
 @pytest.mark.parametrize("name", ["param_dtype", "reduce_dtype"])
@@ -235,29 +245,21 @@ def test_a_parameter_that_is_frozen_on_one_rank_when_it_is_wrapped(world_size: i
 
 @distributed(2)
 def test_calls_that_are_refused_after_wrapping(world_size: int) -> None:
-    ours = Side(True, Layers)
+    ours = side_of(True, Layers)
     with pytest.raises(TypeError, match="takes the place of DDP"):
         DistributedDataParallel(ours.model)
     with pytest.raises(ValueError, match="assign=True"):
         ours.sharded.load_state_dict(ours.model.state_dict(), assign=True)
     with pytest.raises(RuntimeError, match="taken over"):
         ours.zero.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
-    one_step(ours, 0)
+    ours.iterate(0)
     ours.optimizer.zero_grad()
     ours.model.double()
     expect(failure_of(ours.optimizer.step), RuntimeError, "was moved or converted")
-
-
-class Reentrant(Checkpointed):
-    """Runs a backward pass inside the backward pass."""
-
-    reentrant = True
-
-
-@distributed(2)
-def test_reentrant_checkpointing_is_refused(world_size: int) -> None:
-    ours = Side(True, Reentrant)
-    expect(failure_of(loss_of(ours, 0).backward), RuntimeError, "use_reentrant=False")
+    module = Checkpointed()
+    module.reentrant = True
+    ours = side_of(True, lambda: module)
+    expect(failure_of(ours.loss(0).backward), RuntimeError, "use_reentrant=False")
 
 
 class Words(nn.Module):
@@ -292,8 +294,8 @@ def test_a_mistake_in_training_is_told_to_all(world_size: int, mistake: str, ove
     error, text = MISTAKES[mistake]
     mesh = mesh_of(2, 2) if world_size == 4 else None
     frozen = ("layers.middle.weight",) if mistake == "unfrozen" else ()
-    ours = Side(True, Words, group=mesh and mesh.get_group(1), frozen=frozen, mesh=mesh, overlap_forward=overlap)
-    one_step(ours, 0)
+    ours = side_of(True, Words, group=mesh and mesh.get_group(1), frozen=frozen, mesh=mesh, overlap_forward=overlap)
+    ours.iterate(0)
     ours.sharded.wait()
     assert isinstance(ours.module, Words)
     weight = ours.module.layers.middle.weight
@@ -305,7 +307,7 @@ def test_a_mistake_in_training_is_told_to_all(world_size: int, mistake: str, ove
     ours.module.words.sparse = mistake == "sparse" and here
     weight.requires_grad_(here if mistake == "unfrozen" else not (here and mistake == "frozen"))
     with ours.model.no_sync() if mistake == "no_sync" else contextlib.nullcontext():
-        call: Callable[[], object] = loss_of(ours, 1).backward
+        call: Callable[[], object] = ours.loss(1).backward
     if mistake in ("no gradient", "no_sync", "options"):
         call()
         call = ours.optimizer.step
@@ -326,16 +328,18 @@ def test_a_mistake_in_training_is_told_to_all(world_size: int, mistake: str, ove
         ours.module.words.sparse = False
         weight.requires_grad_(not frozen)
         ours.optimizer.param_groups[0]["lr"] = 0.1
-        one_step(ours, 2)
+        ours.iterate(2)
         assert_replicas_equal(ours.params)
 
 
+@pytest.mark.parametrize("level", [2, 3])
 @distributed(2)
-def test_a_backward_pass_that_only_one_rank_makes(world_size: int) -> None:
+def test_a_backward_pass_that_only_one_rank_makes(world_size: int, level: int) -> None:
     """The others never come, so only the group's timeout ends it; the error says what may be the cause."""
     group = dist.new_group(list(range(world_size)), timeout=timedelta(seconds=3))
-    ours = Side(True, Layers, group=group)
-    loss = loss_of(ours, 0)
+    ours = side_of(True, Layers, group=group) if level == 3 else scattered_run(Case(), process_group=group)
+    loss = ours.loss(0)
+    dist.barrier()  # the ranks begin together: three seconds may be short for one that is late
     if dist.get_rank() == 0:
         text = r"rank 0: backward\(\) has waited for the other ranks in vain.*one of them does not make this call"
         with pytest.raises(PeerFailedError, match=text):
@@ -343,16 +347,8 @@ def test_a_backward_pass_that_only_one_rank_makes(world_size: int) -> None:
     dist.barrier()
 
 
-class Failing(AdamW):
-    """Fails on one rank in its second step."""
-
-    count = 0
-
-    def step(self, closure: Any = None) -> Any:
-        self.count += 1
-        if self.count == 2 and dist.get_rank() == 0:
-            raise LookupError("a step of the user's")
-        return super().step(closure)
+def fail(*_: Any) -> None:
+    raise LookupError("a step of the user's")
 
 
 @pytest.mark.parametrize("parts", [1, 2], ids=["one optimizer", "two optimizers"])
@@ -362,16 +358,15 @@ def test_an_inner_step_that_fails_on_one_rank(world_size: int, overlap: bool, pa
     """With ``overlap_forward`` the others learn of it in their next forward pass."""
     module = Layers()
     held = [module] if parts == 1 else [module.first, nn.ModuleList([module.middle, module.last])]
-    optimizers = [
-        ZeroRedundancyOptimizer(part.parameters(), AdamW if number else Failing, elementwise=True, lr=1e-2)
-        for number, part in enumerate(held)
-    ]
+    optimizers = [zero(part) for part in held]
     with as_if_large():
         model = ShardedDataParallel(module, optimizers, bucket_bytes=SMALL, overlap_forward=overlap)
 
     def until_it_fails() -> None:
-        for _ in range(3):
-            model(inputs_of(dist.get_rank(), 0)).square().mean().backward()
+        for step in range(3):
+            if step == 1 and dist.get_rank() == 0:
+                optimizers[0].optim.register_step_pre_hook(fail)
+            layers_loss(model, step).backward()
             for optimizer in optimizers:
                 optimizer.step()
 

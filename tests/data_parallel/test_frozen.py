@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import os
+import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,10 +16,17 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import SGD, Adafactor, AdamW, Optimizer
 
-from onecopy import MixedPrecision, ShardedDataParallel, ZeroRedundancyOptimizer
+from onecopy import (
+    MixedPrecision,
+    ShardedDataParallel,
+    ZeroRedundancyOptimizer,
+    hook_with_zero_step,
+    hook_with_zero_step_interleaved,
+    reduce_scatter_hook,
+)
 from onecopy.comm.gloo import Pairs
 from onecopy.data_parallel import bucket
-from tests.support.data_parallel import ROUNDING, Layers, Searched, Side, inputs_of, loss_of, one_step
+from tests.support.data_parallel import Case, Layers, Run, Searched, hooked_run, inputs_of, layers_loss, side_of
 from tests.support.failures import expect, failing, failure_of
 from tests.support.harness import distributed
 from tests.support.models import assert_equal, assert_replicas_equal
@@ -46,7 +55,7 @@ CASES: dict[str, tuple[type[Optimizer], dict[str, Any], dict[str, Any]]] = {
 """Optimizers, their options, and those of the wrapper."""
 
 
-def unfreeze_in_turns(side: Side, step: int) -> None:
+def unfreeze_in_turns(side: Run, step: int) -> None:
     """Frozen first, then unfrozen one after the other, once under ``no_sync()``, and one is frozen again."""
     side.optimizer.zero_grad()
     if step == 2:
@@ -54,37 +63,27 @@ def unfreeze_in_turns(side: Side, step: int) -> None:
     if step == 4:
         side.freeze("first.weight", "first.bias", frozen=False)
         with side.model.no_sync():
-            loss_of(side, 100 + step).backward()
+            side.loss(100 + step).backward()
     if step == 6:
         side.freeze("middle.weight")
-    loss_of(side, step).backward()
+    side.loss(step).backward()
     side.optimizer.step()
 
 
 @pytest.mark.parametrize("name", CASES)
-@distributed(2, 3)
+@distributed(2, 3, 4)
 def test_unfreezing_trains_as_under_ddp(world_size: int, name: str) -> None:
+    """Four ranks are a mesh."""
     optimizer, options, wrap = CASES[name]
-    plain = Side(False, Searched, optimizer, options, frozen=FROZEN)
-    ours = Side(True, Searched, optimizer, options, frozen=FROZEN, **wrap)
+    if world_size == 4:
+        mesh = init_device_mesh("cpu", (2, 2))
+        wrap = {**wrap, "mesh": mesh, "group": mesh.get_group(1)}
+    plain = side_of(False, Searched, optimizer, options, frozen=FROZEN)
+    ours = side_of(True, Searched, optimizer, options, frozen=FROZEN, **wrap)
     for step in range(8):
         for side in (plain, ours):
             unfreeze_in_turns(side, step)
         assert_equal(ours.params, plain.params, f"step {step}", 0.0 if world_size == 2 else 1e-5)
-    assert_replicas_equal(ours.params)
-
-
-@pytest.mark.parametrize("mixed", [None, BF16], ids=["", "mixed"])
-@distributed(4)
-def test_unfreezing_on_a_mesh(world_size: int, mixed: MixedPrecision | None) -> None:
-    """As without a mesh: the sums of 2 x 2 ranks are those of 4 up to rounding."""
-    mesh = init_device_mesh("cpu", (2, 2))
-    flat = Side(True, Searched, AdamW, {"lr": 1e-2}, frozen=FROZEN, mixed_precision=mixed)
-    ours = Side(True, Searched, AdamW, {"lr": 1e-2}, mesh.get_group(1), FROZEN, mesh=mesh, mixed_precision=mixed)
-    for step in range(8):
-        for side in (flat, ours):
-            unfreeze_in_turns(side, step)
-    assert_equal(ours.params, flat.params, "parameters", ROUNDING if mixed is None else 2e-2)
     assert_replicas_equal(ours.params)
 
 
@@ -123,17 +122,17 @@ def test_frozen_parameters_have_no_bucket_and_are_not_sent(world_size: int) -> N
 
 @distributed(2)
 def test_a_rank_without_memory_for_a_new_bucket_changes_nothing(world_size: int) -> None:
-    plain, ours = (Side(which, Searched, frozen=FROZEN) for which in (False, True))
+    plain, ours = (side_of(which, Searched, frozen=FROZEN) for which in (False, True))
     for side in (plain, ours):
-        one_step(side, 0)
+        side.iterate(0)
         side.freeze(*FROZEN, frozen=False)
     places = [param.data_ptr() for param in ours.params]
     with failing(bucket, "_flat_bucket", 1, calls=1):
-        failure_of(loss_of(ours, 1).backward)
+        failure_of(ours.loss(1).backward)
     assert [param.data_ptr() for param in ours.params] == places
     for step in range(2, 4):
         for side in (plain, ours):
-            one_step(side, step)
+            side.iterate(step)
     assert_equal(ours.params, plain.params, "parameters")
 
 
@@ -153,7 +152,7 @@ class Opaque(Layers):
 @distributed(2)
 def test_an_output_in_which_no_tensor_is_found(world_size: int) -> None:
     """It trains if every rank reaches parameters; if no gradient arrives, the step says what may be the cause."""
-    ours = Side(True, Opaque)
+    ours = side_of(True, Opaque)
     for step in range(2):
         ours.optimizer.zero_grad()
         ours.model(inputs_of(dist.get_rank(), step)).outputs.square().mean().backward()
@@ -165,32 +164,41 @@ def test_an_output_in_which_no_tensor_is_found(world_size: int) -> None:
         expect(failure_of(ours.optimizer.step), RuntimeError, text)
 
 
-LIVES: dict[str, dict[str, Any]] = {
-    "": {},
-    "overlap_forward": {"overlap_forward": True},
-    "mixed precision": {"mixed_precision": BF16},
-    "unfrozen": {"frozen": FROZEN},
-    "unfrozen, overlap_forward": {"frozen": FROZEN, "overlap_forward": True},
+def level_3(**options: Any) -> Run:
+    return side_of(True, Layers, AdamW, {"lr": 1e-2}, **options)
+
+
+LIVES: dict[str, Callable[[], Run]] = {
+    "": level_3,
+    "overlap_forward": lambda: level_3(overlap_forward=True),
+    "mixed precision": lambda: level_3(mixed_precision=BF16),
+    "unfrozen": lambda: level_3(frozen=FROZEN),
+    "unfrozen, overlap_forward": lambda: level_3(frozen=FROZEN, overlap_forward=True),
+    "reduce_scatter_hook": lambda: hooked_run(Case(model=Layers, loss=layers_loss), reduce_scatter_hook),
+    "after backward": lambda: hooked_run(Case(model=Layers, loss=layers_loss), hook_with_zero_step),
+    "interleaved": lambda: hooked_run(Case(model=Layers, loss=layers_loss), hook_with_zero_step_interleaved),
 }
 
 
-def live(name: str) -> None:
-    """Construct, train 3 steps, delete; with ``overlap_forward`` the last step's messages are in flight then."""
-    side = Side(True, Layers, AdamW, {"lr": 1e-2}, **LIVES[name])
-    for step in range(3):
+def live(name: str, steps: int = 3) -> None:
+    """Construct, train, delete; with ``overlap_forward`` the last step's messages are in flight then."""
+    run = LIVES[name]()
+    for step in range(steps):
         if step == 1:
-            side.freeze(*FROZEN, frozen=False)
-        one_step(side, step)
+            run.freeze(*FROZEN, frozen=False)
+        run.iterate(step)
 
 
-def alive() -> tuple[int, int]:
+def alive() -> tuple[int, int, int]:
     tensors = sum(issubclass(type(each), Tensor) for each in gc.get_objects())
-    return tensors, len(os.listdir("/proc/self/fd"))
+    return tensors, len(os.listdir("/proc/self/fd")), threading.active_count()
 
 
 @pytest.mark.parametrize("name", LIVES)
 @distributed(2)
 def test_deleting_it_frees_everything_by_counting_alone(world_size: int, name: str) -> None:
+    """At any time, while another one goes on."""
+    other = LIVES[name]()
     for _ in range(3):
         live(name)
     dist.barrier()
@@ -198,12 +206,13 @@ def test_deleting_it_frees_everything_by_counting_alone(world_size: int, name: s
     gc.disable()
     try:
         before = alive()
-        for _ in range(5):
-            live(name)
+        for steps in (0, 1, 3, 3, 4):
+            live(name, steps)
         dist.barrier()
         deadline = time.monotonic() + 5.0
         while alive() > before and time.monotonic() < deadline:
             time.sleep(0.01)  # gloo's threads let go of a message after it has arrived
-        assert alive() <= before, "tensors and descriptors"
+        assert alive() <= before, "tensors, descriptors and threads"
     finally:
         gc.enable()
+    other.iterate(0)

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from onecopy import MixedPrecision, ShardedDataParallel
+from tests.support.data_parallel import Batched
 from tests.support.harness import distributed
 from tests.support.master_weights import (
     ADAMW,
@@ -41,25 +42,12 @@ def test_sharded_training_equals_masters_of_the_values_before_conversion(
     assert kept == {reduce_dtype or HALF}
 
 
-class Normalised(nn.Module):
-    """A convolution with batch statistics, whose running averages stay in float32."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.convolve, self.normalise, self.last = nn.Conv2d(1, 24, 3), nn.BatchNorm2d(24), nn.Linear(24, 4)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        hidden = self.normalise(self.convolve(inputs.reshape(-1, 1, 4, 6)))
-        outputs: Tensor = self.last(torch.relu(hidden).mean((2, 3)))
-        return outputs
-
-
 @pytest.mark.parametrize("options", [{}, {"overlap_forward": True}], ids=["", "overlapping the forward"])
 @distributed(2, 3)
 def test_running_averages_keep_their_type(world_size: int, options: dict[str, Any]) -> None:
-    model, _ = compare_with_masters_by_hand(Normalised, [ADAMW], BF16, **options)
-    assert model.module.get_parameter("convolve.weight").dtype == HALF
-    mean = model.module.get_buffer("normalise.running_mean")
+    model, _ = compare_with_masters_by_hand(Batched, [ADAMW], BF16, **options)
+    assert model.module.get_parameter("first.weight").dtype == HALF
+    mean = model.module.get_buffer("norm.running_mean")
     assert mean.dtype == torch.float32
     assert mean.any()
 
@@ -106,18 +94,3 @@ def test_inputs_are_converted_on_request_and_frozen_parameters_are_too(world_siz
     model(torch.randn(3, 8), {"list": [torch.ones(2), torch.arange(2)]}, scale=torch.ones((), dtype=torch.double))
     expected = [HALF, HALF, torch.int64, HALF] if cast else [torch.float32, torch.float32, torch.int64, torch.double]
     assert inner.seen == expected
-
-
-@distributed(2)
-def test_bytes_per_rank_are_those_of_the_documentation(world_size: int) -> None:
-    inner = nn.Sequential(nn.Linear(8, 300), nn.Tanh(), nn.Linear(300, 300), nn.Tanh(), nn.Linear(300, 4))
-    model = wrap(inner, [Part(torch.optim.Adam, {"lr": 1e-3})], BF16)
-    (zero,) = optimizers_of(model)
-    loss_of(model, 0).backward()
-    zero.step()
-    tensors = [*model.parameters(), *made_copies(zero, model.parameters())]
-    tensors += [param.grad.local for param in model.parameters()]  # type: ignore[union-attr]
-    tensors += [value for entry in zero.optim.state.values() for value in entry.values()]
-    measured = sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
-    count = sum(param.numel() for param in model.parameters())
-    assert measured == pytest.approx(2 * count + (2 * count + 12 * count) / world_size, rel=0.05)

@@ -7,7 +7,6 @@ import os
 import shutil
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,18 +14,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.nn.parallel import DistributedDataParallel
-from torch.optim import AdamW, Optimizer
+from torch.optim import AdamW
 
-from onecopy import (
-    MixedPrecision,
-    ShardedDataParallel,
-    ZeroRedundancyOptimizer,
-    hook_with_zero_step,
-    hook_with_zero_step_interleaved,
+from onecopy import hook_with_zero_step, hook_with_zero_step_interleaved
+from tests.support.data_parallel import (
+    ADAMW,
+    Case,
+    Layers,
+    Run,
+    layers_loss,
+    overlapped_run,
+    plain_run,
+    scattered_run,
+    sharded_run,
+    side_of,
 )
-from tests.support.data_parallel import ADAMW, Layers, inputs_of
-from tests.support.ddp_training import Case, Run, overlapped_run, plain_run, scattered_run, sharded_run
 from tests.support.harness import EVERYTHING, distributed
 from tests.support.models import assert_equal, values
 
@@ -59,22 +61,6 @@ class PartlyCompiled(Layers):
         self.middle: Any = torch.compile(nn.Sequential(nn.Linear(64, 64), nn.GELU()), backend="eager")
 
 
-def layers_loss(model: nn.Module, step: int) -> Tensor:
-    loss: Tensor = model(inputs_of(dist.get_rank(), step)).square().mean()
-    return loss
-
-
-MakeModel = Callable[[], nn.Module]
-Loss = Callable[[nn.Module, int], Tensor]
-
-
-def sharded(make: MakeModel, **options: Any) -> tuple[ShardedDataParallel, ZeroRedundancyOptimizer]:
-    torch.manual_seed(5)
-    module = make()
-    zero = ZeroRedundancyOptimizer(module.parameters(), AdamW, **ADAMW)
-    return ShardedDataParallel(module, zero, **options), zero
-
-
 @pytest.mark.parametrize("bucket_bytes", [8 << 20, 20_000], ids=["one bucket", "many"])
 @pytest.mark.parametrize("overlap_forward", [False, True], ids=["", "overlapping the forward"])
 @pytest.mark.parametrize(
@@ -82,57 +68,30 @@ def sharded(make: MakeModel, **options: Any) -> tuple[ShardedDataParallel, ZeroR
 )
 @distributed(2)
 def test_training_equals_ddp(
-    world_size: int, make: MakeModel, loss: Loss, overlap_forward: bool, bucket_bytes: int
+    world_size: int,
+    make: Callable[[], nn.Module],
+    loss: Callable[[nn.Module, int], Tensor],
+    overlap_forward: bool,
+    bucket_bytes: int,
 ) -> None:
     """The same losses and weights, bit by bit."""
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")  # dynamo's own
         if bucket_bytes < 1 << 20:  # so that there is something left to wait for behind the first module
             patch.setattr("onecopy.comm.limits.SEGMENT_GROWTH", 0)
-        model, zero = sharded(make, overlap_forward=overlap_forward, bucket_bytes=bucket_bytes)
-        torch.manual_seed(5)
-        plain = DistributedDataParallel(make())
-        optimizer = AdamW(plain.parameters(), **ADAMW)
-        start = values(plain.parameters())
+        options: dict[str, Any] = {"overlap_forward": overlap_forward, "bucket_bytes": bucket_bytes}
+        ours, plain = (side_of(which, make, AdamW, ADAMW, **options) for which in (True, False))
+        start = values(plain.params)
         for step in range(4):
             losses = []
-            for each, stepping in ((model, zero), (plain, optimizer)):
-                stepping.zero_grad()
-                losses.append(loss(each, step))
+            for run in (ours, plain):
+                run.optimizer.zero_grad()
+                losses.append(loss(run.model, step))
                 losses[-1].backward()
-                stepping.step()
+                run.update()
             assert torch.equal(*losses), f"loss of step {step}"
-        assert_equal(model.parameters(), plain.parameters(), "weights")
-        assert not any(torch.equal(a, b) for a, b in zip(start, model.parameters(), strict=True))
-
-
-def train_gpt2(model: nn.Module, optimizer: Optimizer, steps: int) -> None:
-    for _ in range(steps):
-        optimizer.zero_grad()
-        gpt2_loss(model, 0).backward()
-        optimizer.step()
-
-
-@distributed(2)
-def test_gpt2_in_mixed_precision_learns(world_size: int) -> None:
-    model, zero = sharded(gpt2, mixed_precision=MixedPrecision(param_dtype=torch.bfloat16))
-    before = gpt2_loss(model, 0).item()
-    train_gpt2(model, zero, 10)
-    assert gpt2_loss(model, 0).item() < before - 0.5
-
-
-@pytest.mark.parametrize("overlap_forward", [False, True], ids=["", "overlapping the forward"])
-@distributed(2)
-def test_save_pretrained_and_from_pretrained(world_size: int, tmp_path: Path, overlap_forward: bool) -> None:
-    transformers = importlib.import_module("transformers")
-    model, zero = sharded(gpt2, overlap_forward=overlap_forward)
-    train_gpt2(model, zero, 2)
-    inner: Any = model.module
-    inner.save_pretrained(tmp_path)  # rank 0 alone writes
-    dist.barrier()
-    loaded = transformers.GPT2LMHeadModel.from_pretrained(tmp_path)
-    assert_equal(loaded.parameters(), model.parameters(), "from_pretrained")
-    assert torch.equal(gpt2_loss(loaded.train(), 7), gpt2_loss(model, 7))
+        assert_equal(ours.params, plain.params, "weights")
+        assert not any(torch.equal(a, b) for a, b in zip(start, ours.params, strict=True))
 
 
 # Models compiled with the backend inductor, beside DDP with the same setting
@@ -159,27 +118,27 @@ class Net(nn.Module):
         return outputs
 
 
-def run_on(make: Callable[[Case], Run]) -> Callable[[Any], tuple[nn.Module, Optimizer]]:
-    def made(model: Any) -> tuple[nn.Module, Optimizer]:
-        # The smallest limit for DDP's buckets that the compiler takes. It breaks the graph at the bounds of buckets.
-        run = make(Case(model=model, ddp={"bucket_cap_mb": 1}))
-        return run.ddp, run.optimizer
-
-    return made
+def case_of(model: Callable[[], nn.Module]) -> Case:
+    # The smallest limit for DDP's buckets that the compiler takes. It breaks the graph at the bounds of buckets.
+    return Case(model=model, ddp={"bucket_cap_mb": 1})
 
 
-LEVELS: dict[str, Callable[[Any], tuple[nn.Module, Optimizer]]] = {
-    "level 1": run_on(sharded_run),
-    "reduce_scatter_hook": run_on(scattered_run),
-    "hook_with_zero_step": run_on(lambda case: overlapped_run(case, hook_with_zero_step)),
-    "hook_with_zero_step_interleaved": run_on(lambda case: overlapped_run(case, hook_with_zero_step_interleaved)),
-    "ShardedDataParallel": lambda make: sharded(make, bucket_bytes=1 << 18),
-    "ShardedDataParallel, overlap_forward": lambda make: sharded(make, bucket_bytes=1 << 18, overlap_forward=True),
+def level_3(model: Callable[[], nn.Module], **options: Any) -> Run:
+    return side_of(True, model, AdamW, ADAMW, bucket_bytes=1 << 18, **options)
+
+
+LEVELS: dict[str, Callable[[Any], Run]] = {
+    "level 1": lambda model: sharded_run(case_of(model)),
+    "reduce_scatter_hook": lambda model: scattered_run(case_of(model)),
+    "hook_with_zero_step": lambda model: overlapped_run(case_of(model), hook_with_zero_step),
+    "hook_with_zero_step_interleaved": lambda model: overlapped_run(case_of(model), hook_with_zero_step_interleaved),
+    "ShardedDataParallel": level_3,
+    "ShardedDataParallel, overlap_forward": lambda model: level_3(model, overlap_forward=True),
 }
 COMPILED = [(level, order) for level in LEVELS for order in ("before", "after")]
 
 
-def trained(level: Callable[[Any], tuple[nn.Module, Optimizer]], order: str) -> tuple[list[Tensor], int]:
+def trained(level: Callable[[Any], Run], order: str) -> tuple[list[Tensor], int]:
     """Train with the module compiled before or after it is wrapped, and with a compiled step if it is onecopy's.
 
     Returns the losses and, after each step, the parameters; and the number of graphs that were compiled.
@@ -187,16 +146,16 @@ def trained(level: Callable[[Any], tuple[nn.Module, Optimizer]], order: str) -> 
     torch.compiler.reset()
     counter = CompileCounterWithBackend("inductor")
     compiled: Callable[[Any], Any] = lambda function: torch.compile(function, backend=counter)  # noqa: E731
-    model, optimizer = level(Net if order == "after" else lambda: compiled(Net()))
-    call = compiled(model) if order == "after" else model
-    step = compiled(optimizer.step) if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer.step
+    run = level(Net if order == "after" else lambda: compiled(Net()))
+    call = compiled(run.model) if order == "after" else run.model
+    step = compiled(run.optimizer.step) if run.zeros else run.optimizer.step
     found = []
     for number in range(4):
-        optimizer.zero_grad()
+        run.optimizer.zero_grad()
         loss = layers_loss(call, number)
         loss.backward()
         step()
-        found += [loss.detach(), *values(model.parameters())]
+        found += [loss.detach(), *values(run.params)]
     return found, counter.frame_count
 
 
@@ -211,7 +170,7 @@ def test_a_compiled_model_trains_as_under_ddp(world_size: int, level: str, order
     with warnings.catch_warnings(), torch._dynamo.config.patch(optimize_ddp=not of_level_3):
         warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")  # dynamo's own
         warnings.filterwarnings("ignore", message=".torch.jit.* is deprecated")  # inductor imports TorchScript
-        expected, graphs = trained(run_on(plain_run), order)
+        expected, graphs = trained(lambda model: plain_run(case_of(model)), order)
         found, ours = trained(LEVELS[level], order)
     assert (graphs == 1) == of_level_3, "DDP breaks the graph at the bounds of its buckets"
     assert ours >= graphs, "with overlap_forward, hooks break the graph of a wrapper that is compiled"

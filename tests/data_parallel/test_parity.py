@@ -2,15 +2,72 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
-from onecopy import ZeroRedundancyOptimizer
-from tests.support.data_parallel import as_if_large, in_rank_order, train
+from onecopy import ShardedDataParallel, ZeroRedundancyOptimizer
+from tests.support.data_parallel import SMALL, Model, as_if_large
 from tests.support.harness import EVERYTHING, distributed
-from tests.support.parity import CASES, Case, Run, compare
+from tests.support.models import Everything, values
+from tests.support.parity import CASES, Case, Run, compare, make_plain, parts_of, train_steps
 
+Hook = Callable[[Any, Any], Future[Tensor]]
 OVERLAP = pytest.mark.parametrize("overlap", [True, False], ids=["overlapped", "not overlapped"])
+
+
+def train(case: Case, steps: int, ours: bool, overlap: bool = False, hook: Hook | None = None) -> Run:
+    """Train the model that has everything, from the same weights and on the same data every time."""
+    torch.manual_seed(11)
+    module = Everything()
+    params: list[Tensor] = list(module.parameters())
+    model: Model
+    optimizers: list[Optimizer] = []
+    parts = parts_of(case, params)
+    if ours:
+        zeros = [
+            ZeroRedundancyOptimizer(part, optimizer, elementwise=case.elementwise, **options)
+            for part, optimizer, options in parts
+        ]
+        model = ShardedDataParallel(module, zeros, bucket_bytes=SMALL, overlap_forward=overlap)
+        optimizers += zeros
+    else:
+        model = DistributedDataParallel(module, find_unused_parameters=True)
+        if hook is not None:
+            # A lambda, because DDP compares annotations, which are strings here.
+            model.register_comm_hook(None, lambda state, bucket: hook(state, bucket))
+        optimizers += [make_plain(*part) for part in parts]
+    history = []
+    for step in train_steps(case, model, optimizers, steps):
+        if step % 2:
+            model.zero_grad()
+        else:
+            for param in params:
+                param.grad = None
+        if not overlap:
+            history.append(values(params))
+        elif step == steps - 1:
+            history.append(values(model.parameters()))
+    return Run(history, values(model.parameters()), optimizers)
+
+
+def in_rank_order(group: Any, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]
+    """A hook for DDP that scales gradients first, as DDP does, and adds them up in the order of ranks."""
+    mine = bucket.buffer() * (1.0 / dist.get_world_size())
+    rows = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(rows, mine)
+    for row in rows[1:]:
+        rows[0].add_(row)
+    done: Future[Tensor] = Future()
+    done.set_result(rows[0])
+    return done
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

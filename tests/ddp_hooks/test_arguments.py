@@ -21,7 +21,7 @@ from onecopy import (
     hook_with_zero_step_interleaved,
     reduce_scatter_hook,
 )
-from tests.support.ddp_training import OVERLAPS, MakeHook
+from tests.support.data_parallel import OVERLAPS, MakeHook
 from tests.support.failures import check_pool, expect, expect_disagreement, expect_failure_of, failure_of
 from tests.support.harness import distributed
 
@@ -73,6 +73,10 @@ def complex_optimizer(twins: Twins) -> object:
     return twins.optimizer(nn.Linear(4, 4, dtype=torch.complex64))
 
 
+def on_rank_alone(twins: Twins) -> dict[str, Any]:
+    return {"ddp": DistributedDataParallel(twins.module, process_group=twins.rank_alone)}
+
+
 STATES: dict[str, tuple[Make, type[Exception], str]] = {
     "a plain optimizer": (lambda twins: twins.plain, TypeError, OURS + "torch.optim.sgd.SGD"),
     "torch's class": (torch_zero, TypeError, OURS + "torch.distributed.optim"),
@@ -83,8 +87,11 @@ STATES: dict[str, tuple[Make, type[Exception], str]] = {
     "one that updates in backward": (overlapping, ValueError, "overlap_with_ddp=True"),
     "two process groups": (two_groups, ValueError, "same process group"),
     "complex parameters": (complex_optimizer, ValueError, "'layer.weight' is complex"),
+    "integers": (lambda _: {"reduce_dtype": torch.int32}, ValueError, "floating-point type, got torch.int32"),
+    "a name of a type": (lambda _: {"reduce_dtype": "bf16"}, ValueError, "floating-point type, got bf16"),
+    "another model's ranks": (on_rank_alone, ValueError, GROUPS),
 }
-"""All ranks make the states, and one rank, or all, use them; the error and what it says."""
+"""All ranks make the states, or the options, and one rank, or all, use them; the error and what it says."""
 
 
 @pytest.mark.parametrize("eagerly", [True, False], ids=["ReduceScatter", "optimizers"])
@@ -97,29 +104,13 @@ def test_states_of_the_reduce_scatter_hook_that_are_refused(
     twins, (make, kind, text) = Twins(), STATES[state]
     culprits = {"first": [0], "last": [world_size - 1], "all": list(range(world_size))}[culprit]
     wrong = make(twins)
-    given: Any = wrong if dist.get_rank() in culprits else twins.zeros
-    expect_failure_of(culprits, lambda: twins.register(ReduceScatter(given) if eagerly else given), kind, text)
-    check_pool()
-
-
-def alone(twins: Twins) -> dict[str, Any]:
-    return {"ddp": DistributedDataParallel(twins.module, process_group=twins.rank_alone)}
-
-
-OPTIONS: dict[str, tuple[Make, str]] = {
-    "integers": (lambda _: {"reduce_dtype": torch.int32}, "floating-point type, got torch.int32"),
-    "a name of a type": (lambda _: {"reduce_dtype": "bf16"}, "floating-point type, got bf16"),
-    "another model's ranks": (alone, GROUPS),
-}
-
-
-@pytest.mark.parametrize("option", OPTIONS)
-@distributed(2, 3)
-def test_options_of_the_reduce_scatter_hook_that_one_rank_is_refused(world_size: int, option: str) -> None:
-    odd, twins, (make, text) = world_size - 1, Twins(), OPTIONS[option]
-    wrong = make(twins)
-    mine = wrong if dist.get_rank() == odd else {}
-    expect_failure_of([odd], lambda: ReduceScatter(twins.zeros, **mine), ValueError, text)
+    given, options = (twins.zeros, wrong) if isinstance(wrong, dict) else (wrong, {})
+    if dist.get_rank() not in culprits:
+        given, options = twins.zeros, {}
+    eagerly = eagerly or isinstance(wrong, dict)
+    expect_failure_of(
+        culprits, lambda: twins.register(ReduceScatter(given, **options) if eagerly else given), kind, text
+    )
     check_pool()
 
 

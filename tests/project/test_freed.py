@@ -6,6 +6,7 @@ import gc
 import os
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -49,7 +50,7 @@ def level_2() -> Made:
     return model, optimizer
 
 
-def overlapped(make_hook: Callable[..., object]) -> Made:
+def overlapped(make_hook: Callable[..., Any]) -> Made:
     model = DistributedDataParallel(module(), bucket_cap_mb=0.01)
     optimizer = ZeroRedundancyOptimizer(model.parameters(), AdamW, overlap_with_ddp=True)
     model.register_comm_hook(None, make_hook(allreduce_hook, model, optimizer))

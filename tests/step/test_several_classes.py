@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from schedulefree import AdamWScheduleFree  # type: ignore[import-untyped]
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.algorithms.join import Join
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
@@ -34,9 +35,7 @@ from onecopy import (
 )
 from onecopy.checkpoint import manifest
 from onecopy.checkpoint.convert import to_torch
-from tests.support.data_parallel import as_if_large
-from tests.support.ddp_training import TINY, Counting
-from tests.support.exact_training import allreduce
+from tests.support.data_parallel import TINY, Counting, as_if_large
 from tests.support.failures import expect, expect_disagreement, expect_failure_of, failure_of
 from tests.support.harness import distributed, pools
 from tests.support.models import assert_equal, assert_replicas_equal, assert_same_tree, values
@@ -171,7 +170,7 @@ class Side:
         if level == "scatter":
             ddp.register_comm_hook(zero, onecopy.reduce_scatter_hook)
         elif overlaps:
-            ddp.register_comm_hook(None, getattr(onecopy, level)(allreduce, ddp, zero))
+            ddp.register_comm_hook(None, getattr(onecopy, level)(allreduce_hook, ddp, zero))
         return [zero], ddp
 
     def _plain(self) -> tuple[list[Any], Any]:

@@ -74,8 +74,9 @@ def small_ddp(**options: Any) -> DistributedDataParallel:
 
 
 def small_loss(model: nn.Module, step: int) -> Tensor:
-    """This rank's loss in one step."""
-    loss: Tensor = model(small_inputs(dist.get_rank(), step)).square().mean()
+    """This rank's loss in one step, in the type of the model."""
+    inputs = small_inputs(dist.get_rank(), step).to(next(model.parameters()).dtype)
+    loss: Tensor = model(inputs).square().mean()
     return loss
 
 

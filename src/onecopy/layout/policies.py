@@ -67,8 +67,9 @@ def extend(
                     "elementwise=True if it does, or use shard_by='parameter'"
                 )
         costs = [0.0] * world_size
-        for shard in layout.shards if layout is not None else ():
-            costs[shard.owner] += layout.params[shard.param].cost if layout.is_whole(shard) else 0.0
+        if layout is not None:
+            for shard in filter(layout.is_whole, layout.shards):
+                costs[shard.owner] += layout.params[shard.param].cost
         for placed in chain([by_cost(whole, loads, costs)], (by_element(members, loads) for members in groups)):
             for shard in placed:
                 loads[shard.owner] += shard.numel

@@ -1,6 +1,6 @@
 """Muon for the matrices and AdamW for the rest: plain DDP, onecopy at every level, and other projects, in one run.
 
-torchrun --standalone --nproc-per-node 2 benchmarks/muon.py --rounds 15 --peers FOLDER
+torchrun --standalone --nproc-per-node 2 benchmarks/matrix_optimizers.py --rounds 15 --peers FOLDER
 
 The variants take turns. ``update`` is the time from the end of the backward pass to the end of the step, and ``step``
 that of a whole iteration; both are ratios to plain DDP with two plain optimizers, the median over the rounds. ``sent``
@@ -39,8 +39,8 @@ from onecopy import ShardedDataParallel, ZeroRedundancyOptimizer, reduce_scatter
 
 SIZES = Sizes(vocabulary=2048, width=320, head=2048, depth=8, batch=2)
 PLAIN = "DDP, torch.optim.Muon + AdamW"
-MUON = {"lr": 2e-2, "momentum": 0.95, "weight_decay": 0.0}
-ADAMW = {"lr": 3e-4, "fused": True}
+MUON: dict[str, Any] = {"lr": 2e-2, "momentum": 0.95, "weight_decay": 0.0}
+ADAMW: dict[str, Any] = {"lr": 3e-4, "fused": True}
 
 
 @dataclass
@@ -148,7 +148,7 @@ def dion(peers: Path) -> Make:
 
 def variants(peers: Path | None) -> dict[str, Make]:
     """All variants by name; the yardstick is the first."""
-    found = {PLAIN: plain}
+    found: dict[str, Make] = {PLAIN: plain}
     for level in (1, 2, 3):
         found[f"onecopy, level {level}, torch.optim.Muon"] = ours(level, torch.optim.Muon)
         found[f"onecopy, level {level}, onecopy.optim.Muon"] = ours(level, onecopy.optim.Muon)
@@ -230,7 +230,7 @@ def main() -> None:
     yardstick, ranks = made[PLAIN], dist.get_world_size()
     nbytes = sum(param.nbytes for param in origin.parameters())
     for name, variant in made.items():
-        row = {
+        row: dict[str, float | str] = {
             "variant": name,
             "update": ratio(variant.update, yardstick.update),
             "step": ratio(variant.whole, yardstick.whole),

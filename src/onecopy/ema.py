@@ -81,7 +81,8 @@ class ShardedEMA:
     def swapped(self) -> Iterator[None]:
         """Put the average into the parameters on all ranks, and afterwards the parameters back, bit by bit.
 
-        They come back if the block raises, too, once all ranks leave it. ``step()`` inside raises an error.
+        They come back if the block raises, too, once all ranks leave it. ``step()`` inside raises an error, and after a
+        load inside the end of the block does.
         """
         first = self._engines[0].collectives
         with FailTogether(first, "ShardedEMA.swapped()"):
@@ -92,15 +93,22 @@ class ShardedEMA:
             saved = [[_owned_memory(entry).clone() for entry in engine.inner.owned] for engine in self._engines]
         for optimizer in self._optimizers:
             optimizer.wait()
+        inside = RuntimeError(INSIDE.format(self.name))
+        for engine in self._engines:
+            engine.step_refusal = inside
         try:
             self._write([[self._value(engine, entry) for entry in engine.inner.owned] for engine in self._engines])
-            for engine in self._engines:
-                engine.step_refusal = RuntimeError(INSIDE.format(self.name))
             yield
         finally:
+            loaded = [engine for engine in self._engines if engine.step_refusal is not inside]
             for engine in self._engines:
-                engine.step_refusal = None
+                engine.step_refusal = None if engine.step_refusal is inside else engine.step_refusal
             self._write(saved)
+            if loaded:
+                raise RuntimeError(
+                    "a state dict or a checkpoint was loaded inside `with ema.swapped():`, and the parameters are those "
+                    "of before: load it again, outside"
+                )
 
     def _value(self, engine: Engine, entry: OwnedShard) -> Tensor:
         """The average of one owned shard; the parameter itself before the first average."""

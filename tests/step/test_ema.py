@@ -230,6 +230,48 @@ def test_state_dicts_and_checkpoints_carry_it(
     assert not any("average" in str(key) for state in plain.state.values() for key in state)
 
 
+@pytest.mark.parametrize("trainable_only", [False, True])
+@distributed(2)
+def test_frozen_layers_are_trained_after_a_load(world_size: int, trainable_only: bool, tmp_path: Path) -> None:
+    """Rank 1 owns no more than halves of frozen parameters then."""
+
+    def start() -> Run:
+        run = Run("1")
+        for param in list(run.module.parameters())[:-1]:
+            param.requires_grad_(False)
+        return run
+
+    def train(run: Run, first: int) -> None:
+        for number in range(first, first + 3):
+            for place, param in enumerate(run.module.parameters()):
+                generator = torch.Generator().manual_seed(10 * number + place)
+                param.grad = torch.randn(param.shape, generator=generator) if param.requires_grad else None
+            run.optimizer.step()
+
+    saved, loaded = start(), start()
+    train(saved, 0)
+    checkpoint.save(tmp_path, 1, model=saved.model, optimizer=saved.optimizer, trainable_only=trainable_only)
+    checkpoint.load(tmp_path, model=loaded.model, optimizer=loaded.optimizer)
+    for run in (saved, loaded):
+        for param in run.module.parameters():
+            param.requires_grad_(True)
+        train(run, 3)
+    assert_equal(loaded.average(), saved.average())
+    loaded.optimizer.consolidate_state_dict()
+
+
+@distributed(2)
+def test_a_load_inside_is_no_silent_loss(world_size: int, tmp_path: Path) -> None:
+    ours = Run("1")
+    checkpoint.save(tmp_path, 1, model=ours.model, optimizer=ours.optimizer)
+    ours.step(1)
+    before = [param.detach().clone() for param in ours.module.parameters()]
+    with pytest.raises(RuntimeError, match="was loaded inside"), ours.ema.swapped():
+        checkpoint.load(tmp_path, model=ours.model, optimizer=ours.optimizer)
+    assert_equal(before, ours.module.parameters())
+    ours.step(2)
+
+
 @pytest.mark.parametrize("rule", ["a function", "every third"])
 @distributed(2)
 def test_it_loads_the_values_of_an_averaged_model(world_size: int, rule: str) -> None:

@@ -165,9 +165,10 @@ class Averages(dict[str, Average]):
             average.end_step(owned, all_change)
 
     def state_of(self, entry: OwnedShard, to_load: bool = False) -> dict[str, Any]:
-        """The entries with which the averages of one shard are saved; none for a frozen parameter.
+        """The entries with which the averages of one shard are saved; for a frozen parameter, the number of steps.
 
-        ``to_load`` adds memory for an average that has not begun.
+        A rank may own frozen parameters only, and counts on from there when they are trained later. ``to_load`` adds
+        memory for an average that has not begun.
         """
         found: dict[str, Any] = {}
         for name, average in self.items():
@@ -176,8 +177,7 @@ class Averages(dict[str, Average]):
                 values = average.copy_of(entry.tensor)
             if values is not None:
                 found[PREFIX + name] = values
-            if values is not None or entry.param.requires_grad:
-                found[PREFIX + name + STEPS] = average.steps
+            found[PREFIX + name + STEPS] = average.steps
         return found
 
     def loaded(self, saved: Mapping[int, Mapping[str, Any]], owned: Sequence[OwnedShard]) -> Averages:

@@ -106,8 +106,8 @@ class ShardedEMA:
             self._write(saved)
             if loaded:
                 raise RuntimeError(
-                    "a state dict or a checkpoint was loaded inside `with ema.swapped():`, and the parameters are those "
-                    "of before: load it again, outside"
+                    "a state dict or a checkpoint was loaded inside `with ema.swapped():`, and the parameters are "
+                    "those of before: load it again, outside"
                 )
 
     def _value(self, engine: Engine, entry: OwnedShard) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from onecopy.comm.agreement import Fact, FailTogether, FirstFailure
 from onecopy.common.flat_views import flat_like, flat_view
+from onecopy.common.nested_tensors import map_tensors
 from onecopy.state_dict.shards import unwrapped
 from onecopy.step.averages import PREFIX, STEPS, Average, AverageRule, Decay
 from onecopy.step.engine import Engine, collectives_of
@@ -138,10 +139,17 @@ class ShardedEMA:
         Args:
             to: the group rank that receives it.
         """
+        collectives = self._engines[0].collectives
+        with FailTogether(collectives, "ShardedEMA.state_dict()", [Fact("target rank", str(to))]):
+            if not isinstance(to, int) or not 0 <= to < collectives.world_size:
+                raise ValueError(f"to must be a group rank from 0 to {collectives.world_size - 1}, got {to!r}")
         with self.swapped():
-            if self._engines[0].collectives.group_rank != to:
+            if collectives.group_rank != to:
                 return {}
-            return {key: value.detach().cpu().clone() for key, value in self._module.state_dict().items()}
+            found: dict[str, Any] = map_tensors(
+                dict(self._module.state_dict()), lambda value: value.detach().to("cpu", copy=True)
+            )
+            return found
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load averages in the form of the model's state dict, on all ranks, and go on from there.

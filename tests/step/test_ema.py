@@ -295,6 +295,8 @@ def test_it_loads_the_values_of_an_averaged_model(world_size: int, rule: str) ->
         if number % every == 0:
             plain_copy.update_parameters(fresh.module)
     assert_equal(fresh.average(), plain_copy.parameters())
+    with pytest.raises(ValueError, match="to must be a group rank from 0 to 1, got 2"):
+        ours.ema.state_dict(to=2)
     whole = ours.ema.state_dict(to=1)
     assert bool(whole) == (dist.get_rank() == 1)
     if whole:

@@ -13,7 +13,7 @@ DEMO_STAMP := $(VENV)/.installed-demo
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 # Before a command that trains: torch's bf16 matmul dies on some processors if a variable is not set.
 SAFELY := $(BIN)/python tests/support/bf16_probe.py
-OLDEST_TORCH := 2.13.0
+OLDEST_TORCH := 2.9.1
 RANKS ?= 2
 ROUNDS ?= 20
 COUNT ?= 500

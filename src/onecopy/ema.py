@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from onecopy.comm.agreement import Fact, FailTogether, FirstFailure
 from onecopy.common.flat_views import flat_like, flat_view
+from onecopy.common.nested_tensors import map_tensors
 from onecopy.state_dict.shards import unwrapped
 from onecopy.step.averages import PREFIX, STEPS, Average, AverageRule, Decay
 from onecopy.step.engine import Engine, collectives_of
@@ -71,7 +72,7 @@ class ShardedEMA:
             _check_model(self._module, self._engines)
             if any(name in engine.inner.averages for engine in self._engines):
                 raise ValueError(f"the optimizer has an average with the name {name!r} already: give another name=")
-            shown = decay if isinstance(decay, float) else "a function"
+            shown = float(decay) if isinstance(decay, (int, float)) else "a function"
             values = {"decay": shown, "dtype": dtype, "update_every": update_every, "start_step": start_step}
             together.facts = [Fact(key, str(value)) for key, value in {**values, "name": name}.items()]
         for engine in self._engines:
@@ -81,25 +82,34 @@ class ShardedEMA:
     def swapped(self) -> Iterator[None]:
         """Put the average into the parameters on all ranks, and afterwards the parameters back, bit by bit.
 
-        They come back if the block raises, too, once all ranks leave it. ``step()`` inside raises an error.
+        They come back if the block raises, too, once all ranks leave it. ``step()`` inside raises an error, and after a
+        load inside the end of the block does.
         """
         first = self._engines[0].collectives
         with FailTogether(first, "ShardedEMA.swapped()"):
             for engine in self._engines:
                 if engine.step_refusal is not None:
                     raise engine.step_refusal
+                engine.follow_moved_params()
             saved = [[_owned_memory(entry).clone() for entry in engine.inner.owned] for engine in self._engines]
         for optimizer in self._optimizers:
             optimizer.wait()
-        self._write([[self._value(engine, entry) for entry in engine.inner.owned] for engine in self._engines])
+        inside = RuntimeError(INSIDE.format(self.name))
         for engine in self._engines:
-            engine.step_refusal = RuntimeError(INSIDE.format(self.name))
+            engine.step_refusal = inside
         try:
+            self._write([[self._value(engine, entry) for entry in engine.inner.owned] for engine in self._engines])
             yield
         finally:
+            loaded = [engine for engine in self._engines if engine.step_refusal is not inside]
             for engine in self._engines:
-                engine.step_refusal = None
+                engine.step_refusal = None if engine.step_refusal is inside else engine.step_refusal
             self._write(saved)
+            if loaded:
+                raise RuntimeError(
+                    "a state dict or a checkpoint was loaded inside `with ema.swapped():`, and the parameters are "
+                    "those of before: load it again, outside"
+                )
 
     def _value(self, engine: Engine, entry: OwnedShard) -> Tensor:
         """The average of one owned shard; the parameter itself before the first average."""
@@ -107,13 +117,18 @@ class ShardedEMA:
         return _owned_memory(entry) if average is None else average
 
     def _write(self, values: Sequence[Sequence[Tensor]]) -> None:
-        """Write values into the owned shards and send them to all ranks. That is no user's write for master weights."""
-        for optimizer, engine, of_engine in zip(self._optimizers, self._engines, values, strict=True):
+        """Write values into the owned shards and send them to all ranks. That is no user's write for master weights.
+
+        Options of groups are neither compared nor taken over, because no optimizer runs.
+        """
+        for engine, of_engine in zip(self._engines, values, strict=True):
             failure = FirstFailure()
             with failure, torch.no_grad():
                 for entry, value in zip(engine.inner.owned, of_engine, strict=True):
                     _owned_memory(entry).copy_(flat_view(value))
-            engine.confirm_and_send(optimizer.param_groups, None, failure.error)
+            engine.confirm([], [True] * len(engine.params), failure.error)
+            engine.share()
+            failure.raise_if_any()
 
     def state_dict(self, to: int = 0) -> dict[str, Any]:
         """Return the model's state dict with the averages in place of the parameters, in CPU memory, on one rank.
@@ -124,36 +139,47 @@ class ShardedEMA:
         Args:
             to: the group rank that receives it.
         """
+        collectives = self._engines[0].collectives
+        with FailTogether(collectives, "ShardedEMA.state_dict()", [Fact("target rank", str(to))]):
+            if not isinstance(to, int) or not 0 <= to < collectives.world_size:
+                raise ValueError(f"to must be a group rank from 0 to {collectives.world_size - 1}, got {to!r}")
         with self.swapped():
-            if self._engines[0].collectives.group_rank != to:
+            if collectives.group_rank != to:
                 return {}
-            return {key: value.detach().cpu().clone() for key, value in self._module.state_dict().items()}
+            found: dict[str, Any] = map_tensors(
+                dict(self._module.state_dict()), lambda value: value.detach().to("cpu", copy=True)
+            )
+            return found
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load averages in the form of the model's state dict, on all ranks, and go on from there.
 
-        The prefix ``module.`` and the entry ``n_averaged`` of an ``AveragedModel`` are allowed. Buffers are not loaded:
-        an average has the buffers of the model.
+        An ``AveragedModel`` adds the prefix ``module.`` and ``n_averaged``, the number of averages so far, which goes
+        on here. Without it, the loaded values count as the first average. Buffers are not loaded: an average has the
+        buffers of the model.
 
         Args:
             state_dict: the averages by name, the whole of it on every rank.
         """
         with FailTogether(self._engines[0].collectives, "ShardedEMA.load_state_dict()"):
-            entries = {key.removeprefix("module."): value for key, value in state_dict.items() if key != "n_averaged"}
             names = {id(param): name for name, param in self._module.named_parameters()}
-            missing = [name for name in names.values() if name not in entries]
+            prefix = "" if all(name in state_dict for name in names.values()) else "module."
+            missing = [name for name in names.values() if prefix + name not in state_dict]
             if missing:
                 raise ValueError(f"the state dict has no average of parameter {missing[0]!r}")
-            new = [self._loaded(engine, names, entries) for engine in self._engines]
+            values = {key: state_dict[prefix + name] for key, name in names.items()}
+            count = int(state_dict.get("n_averaged", 1))
+            new = [self._loaded(engine, names, values, count) for engine in self._engines]
         for engine, average in zip(self._engines, new, strict=True):
             engine.inner.averages[self.name] = average
+            engine.inner.note_edited()
 
-    def _loaded(self, engine: Engine, names: Mapping[int, str], entries: Mapping[str, Any]) -> Average:
+    def _loaded(self, engine: Engine, names: Mapping[int, str], values: Mapping[int, Any], count: int) -> Average:
         average = engine.inner.averages[self.name]
-        steps = max(average.steps, average.rule.start_step + 1)  # the first average is made
+        steps = average.rule.steps_after(count)
         saved = {}
         for entry in engine.inner.owned:
-            value, name = entries[names[id(entry.param)]], names[id(entry.param)]
+            value, name = values[id(entry.param)], names[id(entry.param)]
             if not isinstance(value, Tensor) or value.shape != entry.param.shape:
                 raise ValueError(
                     f"the average of parameter {name!r} is not a tensor of shape {tuple(entry.param.shape)}"
@@ -170,7 +196,7 @@ def _owned_memory(entry: OwnedShard) -> Tensor:
 
 
 def _check_arguments(decay: Any, dtype: Any, update_every: Any, start_step: Any, name: Any) -> None:
-    if not callable(decay) and not (isinstance(decay, float) and 0.0 <= decay <= 1.0):
+    if not callable(decay) and not (isinstance(decay, (int, float)) and 0.0 <= decay <= 1.0):
         raise ValueError(
             f"decay must be a number from 0.0 to 1.0, or a function of the number of averages, got {decay!r}"
         )

@@ -89,6 +89,14 @@ def test_no_worse_than_one_parameter_above_the_mean(shapes: Shapes, world_size: 
     assert max(elements) <= max(1.3 * numel * 1.1, 2 * max(spec.numel for spec in specs) + 1.5 * numel)
 
 
+@pytest.mark.timeout(30)
+def test_one_rank_has_a_sum_that_is_rounded_up() -> None:
+    costs = [0.1, 0.4, 0.2]
+    assert sum(costs) < 0.4 + 0.2 + 0.1, "the order of the costs decides"
+    specs = [ParamSpec(index, "p", (1,), (1,), torch.float32, cost=cost) for index, cost in enumerate(costs)]
+    assert owners_by_cost(specs, [0.0], [0]) == {0: 0, 1: 0, 2: 0}
+
+
 def test_groups_that_come_later_level_what_is_there() -> None:
     first = extend(None, specs_of([(64, 64)] * 3), 2, None, False)
     later = [ParamSpec(3, "late", (64, 64), (64, 1), torch.float32, 1, cost=newton_schulz_cost((64, 64)))]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adafactor, AdamW, Optimizer
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -121,18 +124,22 @@ RULES: dict[str, dict[str, Any]] = {
 }
 
 
+def average_by(decay: Any) -> Any:
+    """What ``AveragedModel`` takes, for a decay that may be a function."""
+
+    def average(averages: Any, values: Any, count: Any) -> None:
+        get_ema_multi_avg_fn(decay(int(count)) if callable(decay) else decay)(averages, values, count)
+
+    return average
+
+
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("level", ["1", "3"])
 @distributed(2)
 def test_rules(world_size: int, level: str, rule: str) -> None:
     options = dict(RULES[rule])
-    decay = options.get("decay", 0.9)
     ours = Run(level, **options)
-
-    def average(averages: Any, values: Any, count: Any) -> None:
-        get_ema_multi_avg_fn(decay(int(count)) if callable(decay) else decay)(averages, values, count)
-
-    plain = AveragedModel(ours.module, multi_avg_fn=average)
+    plain = AveragedModel(ours.module, multi_avg_fn=average_by(options.get("decay", 0.9)))
     start, every = options.get("start_step", 0), options.get("update_every", 1)
     for number in range(13):
         if number == 7:
@@ -189,7 +196,7 @@ def test_master_weights_are_averaged(world_size: int) -> None:
 def test_state_dicts_and_checkpoints_carry_it(
     world_size: int, levels: tuple[str, str], name: str, tmp_path: Path
 ) -> None:
-    saved, loaded, resumed = Run(levels[0], name), Run(levels[1], name), Run(levels[1], name)
+    saved, (loaded, resumed, parts) = Run(levels[0], name), (Run(levels[1], name) for _ in range(3))
     for number in range(4):
         saved.step(number)
     checkpoint.save(tmp_path, 1, model=saved.model, optimizer=saved.optimizer)
@@ -201,11 +208,20 @@ def test_state_dicts_and_checkpoints_carry_it(
     resumed.module.load_state_dict(saved.module.state_dict())
     state_dict: Any = box[0]
     resumed.optimizer.load_state_dict(state_dict)
-    assert_equal(resumed.average(), saved.average())
-    for run in (saved, loaded, resumed):
+    resumed.optimizer.consolidate_state_dict(to=0)
+    if dist.get_rank() == 0:
+        assert resumed.optimizer.state_dict()["averages"].keys() == {"ema"}
+    dcp_save(checkpoint.get_optimizer_state_dict(saved.model, saved.optimizer), checkpoint_id=tmp_path / "dcp")
+    target = checkpoint.get_optimizer_state_dict(parts.model, parts.optimizer)
+    dcp_load(target, checkpoint_id=tmp_path / "dcp")
+    checkpoint.set_optimizer_state_dict(parts.model, parts.optimizer, target)
+    parts.module.load_state_dict(saved.module.state_dict())
+    for run in (loaded, resumed, parts):
+        assert_equal(run.average(), saved.average())
+    for run in (saved, loaded, resumed, parts):
         run.step(9)
-    assert_equal(loaded.average(), saved.average())
-    assert_equal(resumed.average(), saved.average())
+    for run in (loaded, resumed, parts):
+        assert_equal(run.average(), saved.average())
     other = ZeroRedundancyOptimizer(module().parameters(), CLASSES[name][0], **CLASSES[name][1])
     with pytest.warns(UserWarning, match="the average 'ema' was saved, and nothing here takes it"):
         other.load_state_dict(state_dict)
@@ -214,22 +230,106 @@ def test_state_dicts_and_checkpoints_carry_it(
     assert not any("average" in str(key) for state in plain.state.values() for key in state)
 
 
+@pytest.mark.parametrize("trainable_only", [False, True])
 @distributed(2)
-def test_it_loads_the_values_of_an_averaged_model(world_size: int) -> None:
-    ours, reference = Run("1"), Run(None)
-    for number in range(5):
-        for run in (ours, reference):
-            run.step(number)
-        reference.plain.update_parameters(reference.module)
-    fresh = Run("1")
-    fresh.ema.load_state_dict(reference.plain.state_dict())
-    assert_equal(fresh.average(), reference.plain.parameters())
+def test_frozen_layers_are_trained_after_a_load(world_size: int, trainable_only: bool, tmp_path: Path) -> None:
+    """Rank 1 owns no more than halves of frozen parameters then."""
+
+    def start() -> Run:
+        run = Run("1")
+        for param in list(run.module.parameters())[:-1]:
+            param.requires_grad_(False)
+        return run
+
+    def train(run: Run, first: int) -> None:
+        for number in range(first, first + 3):
+            for place, param in enumerate(run.module.parameters()):
+                generator = torch.Generator().manual_seed(10 * number + place)
+                param.grad = torch.randn(param.shape, generator=generator) if param.requires_grad else None
+            run.optimizer.step()
+
+    saved, loaded = start(), start()
+    train(saved, 0)
+    checkpoint.save(tmp_path, 1, model=saved.model, optimizer=saved.optimizer, trainable_only=trainable_only)
+    checkpoint.load(tmp_path, model=loaded.model, optimizer=loaded.optimizer)
+    for run in (saved, loaded):
+        for param in run.module.parameters():
+            param.requires_grad_(True)
+        train(run, 3)
+    assert_equal(loaded.average(), saved.average())
+    loaded.optimizer.consolidate_state_dict()
+
+
+@distributed(2)
+def test_a_load_inside_is_no_silent_loss(world_size: int, tmp_path: Path) -> None:
+    ours = Run("1")
+    checkpoint.save(tmp_path, 1, model=ours.model, optimizer=ours.optimizer)
+    ours.step(1)
+    before = [param.detach().clone() for param in ours.module.parameters()]
+    with pytest.raises(RuntimeError, match="was loaded inside"), ours.ema.swapped():
+        checkpoint.load(tmp_path, model=ours.model, optimizer=ours.optimizer)
+    assert_equal(before, ours.module.parameters())
+    ours.step(2)
+
+
+@pytest.mark.parametrize("rule", ["a function", "every third"])
+@distributed(2)
+def test_it_loads_the_values_of_an_averaged_model(world_size: int, rule: str) -> None:
+    ours, fresh = Run("1", **RULES[rule]), Run("1", **RULES[rule])
+    every = RULES[rule].get("update_every", 1)
+    plain = AveragedModel(ours.module, multi_avg_fn=average_by(RULES[rule].get("decay", 0.9)))
+    for number in range(7):
+        ours.step(number)
+        if number % every == 0:
+            plain.update_parameters(ours.module)
+    fresh.module.load_state_dict(ours.module.state_dict())
+    fresh.optimizer.consolidate_state_dict()
+    fresh.ema.load_state_dict(plain.state_dict())
+    with pytest.raises(RuntimeError, match="the optimizer state of all ranks has changed since it was gathered"):
+        fresh.optimizer.state_dict()
+    assert_equal(fresh.average(), plain.parameters())
+    plain_copy = AveragedModel(fresh.module, multi_avg_fn=plain.multi_avg_fn)
+    plain_copy.load_state_dict(plain.state_dict())
+    for number in range(1, 4):
+        fresh.step(number)
+        if number % every == 0:
+            plain_copy.update_parameters(fresh.module)
+    assert_equal(fresh.average(), plain_copy.parameters())
+    with pytest.raises(ValueError, match="to must be a group rank from 0 to 1, got 2"):
+        ours.ema.state_dict(to=2)
     whole = ours.ema.state_dict(to=1)
     assert bool(whole) == (dist.get_rank() == 1)
     if whole:
-        plain = module()
-        plain.load_state_dict(whole)
-        assert_equal(list(plain.parameters()), reference.plain.parameters())
+        target = module()
+        target.load_state_dict(whole)
+        assert_equal(list(target.parameters()), plain.parameters())
+
+
+def move(run: Run) -> None:
+    for param in run.module.parameters():
+        param.data = param.data.clone()
+
+
+CHANGES: dict[str, Callable[[Run], object]] = {
+    "an option": lambda run: run.optimizer.param_groups[0].update(lr=0.25),
+    "an option on one rank": lambda run: run.optimizer.param_groups[0].update(lr=0.25 + dist.get_rank()),
+    "memory": move,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("steps", [0, 3])
+@distributed(2)
+def test_swaps_after_changes_by_the_user(world_size: int, steps: int, change: str) -> None:
+    ours = Run("1")
+    for number in range(steps):
+        ours.step(number)
+    expected, before = ours.average(), [param.detach().clone() for param in ours.module.parameters()]
+    CHANGES[change](ours)
+    options = dict(ours.optimizer.param_groups[0])
+    assert_equal(ours.average(), expected)
+    assert_equal(before, ours.module.parameters())
+    assert ours.optimizer.param_groups[0] == options
 
 
 class LeftError(Exception):

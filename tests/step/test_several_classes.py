@@ -369,6 +369,10 @@ def test_groups_that_are_added_and_modes(world_size: int) -> None:
     state_dict = state_on_rank_0(alone)
     for part, optimizer in zip(split_state_dict(state_dict).values() if state_dict else (), plain, strict=False):
         assert_same_tree(part, optimizer.state_dict(), "after groups were added")
+    same = ZeroRedundancyOptimizer(module.named("wide"), AdamW)
+    same.add_param_group({"params": module.named("bias"), "optimizer_class": AdamW})
+    same.load_state_dict(same.state_dict())
+    assert [group["optimizer_class"] for group in same.param_groups] == 2 * ["torch.optim.AdamW"]
     named = ZeroRedundancyOptimizer([{"params": module.named("matrix2"), "optimizer_class": "Muon"}], AdamW, lr=0.5)
     assert type(named.optim) is Muon
     assert named.param_groups[0]["lr"] == named.optim.defaults["lr"] != 0.5

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import groupby
-from math import prod
+from math import inf, prod
 
 from onecopy.layout.shards import ParamSpec
 
@@ -47,11 +47,12 @@ def owners_by_cost(specs: Sequence[ParamSpec], costs: Sequence[float], elements:
     shapes = [list(group) for _, group in groupby(ordered, key=lambda spec: (spec.cost, spec.shape))]
     world_size = len(costs)
     most_elements = MOST_ELEMENTS * (sum(elements) + sum(spec.numel for spec in specs)) / world_size
-    high = max(costs) + sum(spec.cost for spec in specs)
-    found = _fill(shapes, costs, elements, high, most_elements)
+    # Without a limit first: a sum in another order may be rounded to less than what one rank can get.
+    found = _fill(shapes, costs, elements, inf, most_elements)
     while found is None:
         most_elements *= 1.1
-        found = _fill(shapes, costs, elements, high, most_elements)
+        found = _fill(shapes, costs, elements, inf, most_elements)
+    high = max(costs) + sum(spec.cost for spec in specs)
     low = (sum(costs) + sum(spec.cost for spec in specs)) / world_size
     for _ in range(SEARCHES):
         middle = (low + high) / 2

@@ -166,11 +166,11 @@ def sharded_state_dict(engine: Engine, groups: Sequence[Group], names: Sequence[
         engine: the engine of a sharded optimizer.
         groups: the user's parameter groups.
         names: the parameters' names.
-        to_load: for parameters that need a gradient and have no state yet, allocate state to load into. The optimizer
-            itself does not change.
+        to_load: for parameters that need a gradient and have no state or average yet, allocate memory to load into. The
+            optimizer itself does not change.
     """
     state = {}
-    for shard in owned_state(engine.inner, names):
+    for shard in owned_state(engine.inner, names, to_load):
         if not shard.state and to_load and shard.param.requires_grad:
             group = groups[engine.layout.params[shard.index].group]
             shard = replace(shard, state=_first_state(engine.inner, shard.tensor, group))

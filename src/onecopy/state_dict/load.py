@@ -52,12 +52,12 @@ def load(engine: Engine, optimizer: Optimizer, given: object) -> None:
         states, others = _state_by_index(state_dict, groups)
         for index, master in state_dict.get(master_weights.STATE_DICT_KEY, {}).items():
             states.setdefault(index, {})[master_weights.STATE_KEY] = master
-        has_state = bool(states or others)
         for name, average in state_dict.get(averages.STATE_DICT_KEY, {}).items():
             for index in range(len(engine.params)):
                 states.setdefault(index, {})[averages.PREFIX + name + averages.STEPS] = average["steps"]
             for index, values in average["values"].items():
                 states[index][averages.PREFIX + name] = values
+        has_state = bool(states or others)
         _check_shapes(states, engine.layout, local.classes.splittable(groups))
         together.facts = _load_facts(state_dict, states, others, engine.layout)
         owned_states, saved_masters = _owned_states(states, engine.layout, local)

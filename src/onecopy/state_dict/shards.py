@@ -114,13 +114,16 @@ def owners_differ(name: str, owners: str, values: str = "") -> str:
     )
 
 
-def owned_state(inner: InnerOptimizer, names: Sequence[str]) -> list[StateShard]:
-    """Return the shards of a sharded optimizer that this rank owns, in the order of the layout."""
+def owned_state(inner: InnerOptimizer, names: Sequence[str], to_load: bool = False) -> list[StateShard]:
+    """Return the shards of a sharded optimizer that this rank owns, in the order of the layout.
+
+    ``to_load`` adds memory for averages that have not begun.
+    """
     found = []
     for owned in inner.owned:
         shard, tensor = owned.shard, owned.tensor
         position = (shard.param, names[shard.param], owned.param, shard.start, shard.stop)
-        state, averages = inner.optim.state.get(tensor, {}), inner.averages.state_of(owned)
+        state, averages = inner.optim.state.get(tensor, {}), inner.averages.state_of(owned, to_load)
         found.append(StateShard(*position, tensor, owned.param_view, state, averages))
     return found
 

@@ -51,6 +51,10 @@ class AverageRule:
         late = steps - self.start_step
         return None if late < 0 or late % self.update_every else late // self.update_every
 
+    def steps_after(self, count: int) -> int:
+        """The number of steps after this number of averages."""
+        return self.start_step + max(0, (count - 1) * self.update_every + 1)
+
     def weight(self, number: int) -> float:
         """The part of the new value in an average."""
         return 1 - (self.decay(number) if callable(self.decay) else self.decay)
@@ -107,17 +111,25 @@ class Average:
         self._done.clear()
         self.steps += 1
 
+    def copy_of(self, tensor: Tensor) -> Tensor | None:
+        """A stepped tensor as the first average; None for integers."""
+        if not (tensor.is_floating_point() or tensor.is_complex()):
+            return None
+        dtype = tensor.dtype if self.rule.dtype is None or tensor.is_complex() else self.rule.dtype
+        return tensor.detach().to(dtype, copy=True)
+
     def _copy(self, tensor: Tensor) -> None:
-        if tensor.is_floating_point() or tensor.is_complex():
-            dtype = tensor.dtype if self.rule.dtype is None or tensor.is_complex() else self.rule.dtype
-            self.tensors[id(tensor)] = tensor.detach().to(dtype, copy=True)
+        copy = self.copy_of(tensor)
+        if copy is not None:
+            self.tensors[id(tensor)] = copy
 
     def loaded(self, name: str, saved: Mapping[int, Mapping[str, Any]], owned: Sequence[OwnedShard]) -> Average:
         """The average of this name that saved entries make, by parameter."""
-        new = Average(self.rule)
-        for entry in owned:
-            entries = saved.get(entry.shard.param, {})
-            new.steps = max(new.steps, entries.get(PREFIX + name + STEPS, 0))
+        found = [saved.get(entry.shard.param, {}) for entry in owned]
+        new = Average(self.rule, max((entries.get(PREFIX + name + STEPS, 0) for entries in found), default=0))
+        if new.steps <= self.rule.start_step:
+            return new  # until the first average it is the parameter itself
+        for entry, entries in zip(owned, found, strict=True):
             if PREFIX + name in entries:
                 new._copy(entry.tensor)
                 new.tensors[id(entry.tensor)].copy_(entries[PREFIX + name].view(entry.tensor.shape))
@@ -152,15 +164,20 @@ class Averages(dict[str, Average]):
         for average in self.values():
             average.end_step(owned, all_change)
 
-    def state_of(self, entry: OwnedShard) -> dict[str, Any]:
-        """The entries with which the averages of one shard are saved; none for a frozen parameter."""
+    def state_of(self, entry: OwnedShard, to_load: bool = False) -> dict[str, Any]:
+        """The entries with which the averages of one shard are saved; for a frozen parameter, the number of steps.
+
+        A rank may own frozen parameters only, and counts on from there when they are trained later. ``to_load`` adds
+        memory for an average that has not begun.
+        """
         found: dict[str, Any] = {}
         for name, average in self.items():
             values = average.tensors.get(id(entry.tensor))
+            if values is None and to_load and entry.param.requires_grad:
+                values = average.copy_of(entry.tensor)
             if values is not None:
                 found[PREFIX + name] = values
-            if values is not None or entry.param.requires_grad:
-                found[PREFIX + name + STEPS] = average.steps
+            found[PREFIX + name + STEPS] = average.steps
         return found
 
     def loaded(self, saved: Mapping[int, Mapping[str, Any]], owned: Sequence[OwnedShard]) -> Averages:

@@ -139,6 +139,8 @@ class OptimizerClasses:
         made = optimizer.optimizers if isinstance(optimizer, SeveralClasses) else {names[0]: optimizer}
         if name in made:
             made[name].add_param_group(group)
+            for each in made[name].param_groups if KEY in group else ():
+                each.setdefault(KEY, name)
         else:
             made = {**made, name: self.construct([group])}
         if isinstance(optimizer, SeveralClasses):

@@ -23,9 +23,18 @@ R = TypeVar("R")
 _NO_RANGE = contextlib.nullcontext()
 
 
-all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
-"""Public collectives that torch has renamed: before 2.13 they have their old names."""
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def all_gather_single(*args: Any, **kwargs: Any) -> Any:
+    """Call ``torch.distributed.all_gather_single``, which has another name before torch 2.13."""
+    return _all_gather(*args, **kwargs)
+
+
+def reduce_scatter_single(*args: Any, **kwargs: Any) -> Any:
+    """Call ``torch.distributed.reduce_scatter_single``, which has another name before torch 2.13."""
+    return _reduce_scatter(*args, **kwargs)
 
 
 def bare_step(optimizer: Optimizer) -> Callable[..., Any]:

@@ -308,7 +308,7 @@ class InnerOptimizer:
 
     def step_on(self, gradient_shards: Mapping[int, Tensor]) -> None:
         """Step only the shards for which there is a flat gradient, by parameter."""
-        averaged = [owned for owned in self.owned if owned.shard.param in gradient_shards]
+        averaged = [owned for owned in self.owned if owned.shard.param in gradient_shards] if self.averages else []
         self.step_part(self.owned, gradient_shards, {}, averaged)
 
     def step_part(
